@@ -81,8 +81,10 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     let mut dropped = Vec::new();
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
+    let parts = repository_parts(manifest);
     for (index, entry) in manifest.entries().iter().enumerate() {
-        let is_program = !allowed.git_programs && makes_git_run(entry);
+        let is_program =
+            !allowed.git_programs && (makes_git_run(entry) || is_in_repository(entry, &parts, &mut there));
         let is_device = !allowed.special && matches!(entry.kind, EntryKind::Device { .. });
         let has_rights = !allowed.special && has_rights(entry);
         if !(is_program || is_device || has_rights) || there.has(entry) {
@@ -133,9 +135,52 @@ fn without_rights(entry: &Entry) -> Entry {
     entry
 }
 
-/// Whether an entry may make git run programs that it names, or read a configuration that does.
-///
-/// A bare repository in the tree is no concern of this rule: git enters one only if it is told to.
+/// Something that every repository has: its HEAD.
+const HEAD: u8 = 1;
+/// Something that every repository has besides: objects, references, or where these are.
+const STORE: u8 = 2;
+
+/// Which parts of a repository the directories of a tree have, whatever they are called.
+fn repository_parts(manifest: &Manifest) -> HashMap<&[u8], u8> {
+    let mut parts: HashMap<&[u8], u8> = HashMap::new();
+    for entry in manifest.entries() {
+        let (parent, name) = split(&entry.path);
+        let part = match &plain(name)[..] {
+            b"head" => HEAD,
+            b"objects" | b"refs" | b"commondir" => STORE,
+            _ => continue,
+        };
+        *parts.entry(parent).or_default() |= part;
+    }
+    parts
+}
+
+/// Whether an entry decides which programs git runs in a repository that is not called `.git`: git takes a directory for one that has
+/// the parts of one, and reads its configuration whenever it is called there. The tree and the target may each have some of these parts.
+fn is_in_repository(entry: &Entry, parts: &HashMap<&[u8], u8>, there: &mut There<'_>) -> bool {
+    let mut start = 0;
+    for name in entry.path.split(|byte| *byte == b'/') {
+        if is_program(name) {
+            let directory = &entry.path[..start.max(1) - 1];
+            let mut found = parts.get(directory).copied().unwrap_or(0);
+            for (part, names) in [(HEAD, &[&b"HEAD"[..]][..]), (STORE, &[b"objects", b"refs", b"commondir"])]
+            {
+                let at =
+                    |name: &[u8]| [directory, name].join(if directory.is_empty() { &b""[..] } else { b"/" });
+                if found & part == 0 && names.iter().any(|name| there.is_anything_at(&at(name))) {
+                    found |= part;
+                }
+            }
+            if found == HEAD | STORE {
+                return true;
+            }
+        }
+        start += name.len() + 1;
+    }
+    false
+}
+
+/// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
 fn makes_git_run(entry: &Entry) -> bool {
     let names: Vec<&[u8]> = entry.path.split(|byte| *byte == b'/').collect();
     names.iter().enumerate().filter(|(_, name)| is_git(name)).any(|(at, _)| {
@@ -377,6 +422,37 @@ mod tests {
         let guarded = guard(target, manifest, Allowed::default()).expect("valid");
         let entries = guarded.tree.manifest().entries();
         (entries.iter().map(|entry| entry.path().display().to_string()).collect(), guarded.dropped)
+    }
+
+    #[test]
+    fn repository_is_known_by_its_parts() {
+        let result = tempfile::tempdir().expect("a directory");
+        let write = |root: &Path, path: &str| {
+            let path = root.join(path);
+            fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+            fs::write(path, "evil").expect("written");
+        };
+        for path in ["HEAD", "refs/heads/main", "objects/x", "config", "hooks/post-checkout", "deep/HEAD"] {
+            write(result.path(), path);
+        }
+        for path in ["deep/commondir", "deep/config", "plain/config", "plain/hooks/x"] {
+            write(result.path(), path);
+        }
+        let empty = tempfile::tempdir().expect("a directory");
+        let (left, said) = guarded(empty.path(), &manifest(result.path()));
+        let dropped: Vec<_> = said.iter().map(|dropped| dropped.path.display().to_string()).collect();
+        assert_eq!(dropped, ["config", "deep/commondir", "deep/config", "hooks/post-checkout"]);
+        assert!(left.contains(&"plain/config".to_owned()) && left.contains(&"plain/hooks/x".to_owned()));
+
+        // The target has the other parts.
+        let (target, few) =
+            (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("another"));
+        write(target.path(), "HEAD");
+        write(target.path(), "objects/x");
+        write(few.path(), "hooks/post-merge");
+        write(few.path(), "file");
+        let (left, said) = guarded(target.path(), &manifest(few.path()));
+        assert_eq!((left, said.len()), (vec![String::new(), "file".to_owned()], 1));
     }
 
     #[test]
