@@ -80,9 +80,17 @@ pub(crate) fn count(number: u64, thing: &str) -> String {
     if number == 1 { format!("1 {thing}") } else { format!("{number} {thing}s") }
 }
 
+/// Whether a character does something to a terminal instead of being shown: control characters, and those that change the direction
+/// of text.
+pub(crate) fn changes_terminal(c: char) -> bool {
+    let turns =
+        matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    c.is_control() || turns
+}
+
 /// Text of unknown origin, safe for a terminal, and no longer than `limit` characters.
 pub(crate) fn plain(text: &str, limit: usize) -> String {
-    let mut plain: String = text.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
+    let mut plain: String = text.chars().map(|c| if changes_terminal(c) { '?' } else { c }).collect();
     if plain.chars().count() > limit {
         plain = plain.chars().take(limit.saturating_sub(1)).collect();
         plain.push('…');
@@ -133,6 +141,7 @@ mod tests {
     #[test]
     fn foreign_text_cannot_speak_to_the_terminal() {
         assert_eq!(plain("a\u{1b}[31mb\n", 20), "a?[31mb?");
+        assert_eq!(plain("a\u{202e}b\u{9b}c", 20), "a?b?c", "nor can its direction be turned");
         assert_eq!(plain("abcdef", 4), "abc…");
     }
 }

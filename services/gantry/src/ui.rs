@@ -10,6 +10,7 @@ use crate::args::Global;
 use crate::output::Events;
 use crate::progress::Progress;
 use crate::screen::Screen;
+use crate::table::changes_terminal;
 
 /// Says what happens.
 pub(crate) struct Ui {
@@ -82,6 +83,9 @@ impl Ui {
     }
 
     fn line(&self, color: &str, text: &str) {
+        // It may quote names of files and messages of processes.
+        let harmless = |c| if changes_terminal(c) && !matches!(c, '\n' | '\t') { '?' } else { c };
+        let text: String = text.chars().map(harmless).collect();
         let line = if self.color {
             format!("\x1b[{color}mgantry: {text}\x1b[0m\n")
         } else {
