@@ -103,6 +103,8 @@ int main(void) {
     TRY(personality)
     errno = 0; syscall(SYS_clone, CLONE_NEWUSER | 17, 0, 0, 0, 0); printf("clone-newuser %d\n", errno);
     errno = 0; syscall(SYS_socket, 40, 1, 0); printf("vsock %d\n", errno);
+    errno = 0; syscall(SYS_socket, 40L | 1L << 32, 1L, 0L); printf("vsock-high %d\n", errno);
+    errno = 0; syscall(SYS_socketpair, 40L | 1L << 32, 1L, 0L, 0L); printf("vsock-pair %d\n", errno);
     errno = 0; syscall(SYS_clone3, 0, 0); printf("clone3 %d\n", errno);
     errno = 0; syscall(1000, 0, 0); printf("newer %d\n", errno);
     errno = 0; syscall(SYS_personality, 0xffffffffL); printf("personality-get %d\n", errno);

@@ -81,19 +81,22 @@ pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     // Allowed here, so that the second filter's answer counts.
     rules.insert(libc::SYS_clone3, Vec::new());
 
-    let only = |argument, operator, value| {
-        let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Qword, operator, value)?;
-        SeccompRule::new(vec![condition])
+    // What the kernel takes as 32 bits is compared as 32 bits: others say nothing.
+    let only = |argument, length, operator, value| {
+        SeccompRule::new(vec![SeccompCondition::new(argument, length, operator, value)?])
     };
-    let is = |argument, value| only(argument, SeccompCmpOp::Eq, value);
-    rules.insert(libc::SYS_clone, vec![only(0, SeccompCmpOp::MaskedEq(NAMESPACES), 0)?]);
+    let (int, long) = (SeccompCmpArgLen::Dword, SeccompCmpArgLen::Qword);
+    let is = |argument, value| only(argument, int.clone(), SeccompCmpOp::Eq, value);
+    rules.insert(libc::SYS_clone, vec![only(0, long, SeccompCmpOp::MaskedEq(NAMESPACES), 0)?]);
     // The personalities that change nothing a container is protected by.
     let personalities = [0, 0x8, 0x2_0000, 0x2_0008, 0xffff_ffff];
     let personalities = personalities.into_iter().map(|personality| is(0, personality));
     rules.insert(libc::SYS_personality, personalities.collect::<Result<_, _>>()?);
     // Sockets to the hypervisor lead past every network namespace.
     let vsock = u64::from(libc::AF_VSOCK.unsigned_abs());
-    rules.insert(libc::SYS_socket, vec![only(0, SeccompCmpOp::Ne, vsock)?]);
+    for call in [libc::SYS_socket, libc::SYS_socketpair] {
+        rules.insert(call, vec![only(0, int.clone(), SeccompCmpOp::Ne, vsock)?]);
+    }
 
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let listed = SeccompFilter::new(rules, refused, SeccompAction::Allow, architecture)?;
