@@ -17,6 +17,7 @@ test)
     need git git
     # Networks that tests make.
     need ip iproute2
+    need nft nftables
     need python3 python3
     # For the Garden server in integration-tests/garden-server, which wants no newer Go than this package is.
     need go golang-go

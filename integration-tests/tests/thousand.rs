@@ -249,7 +249,7 @@ fn spec(script: String) -> pb::WorkloadSpec {
         stdin: pb::StdinMode::None.into(),
         output: pb::OutputMode::Spooled.into(),
         privilege: pb::Privilege::Confined.into(),
-        network: pb::Network::Private.into(),
+        network: pb::Network::Host.into(),
         ..pb::WorkloadSpec::default()
     }
 }

@@ -56,7 +56,7 @@ fn a_workload_tells_what_it_used() {
     let gate = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = gate.local_addr().expect("bound").port();
     let script = format!("exec 3<>/dev/tcp/127.0.0.1/{port}; echo here >&3; read -r _ <&3; {WORK}; exit 3");
-    let id = suite.succeed(&["run", "-d", "--tag", "b", "--", "bash", "-c", &script]);
+    let id = suite.succeed(&["run", "-d", "--tag", "b", "--network", "host", "--", "bash", "-c", &script]);
     let (mut stream, _): (TcpStream, _) = gate.accept().expect("it begins");
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line).expect("it says so");

@@ -41,6 +41,7 @@ mod policy;
 mod process_files;
 mod processes;
 mod record;
+mod strangers;
 mod supervisor;
 mod users;
 mod volumes;
@@ -244,8 +245,8 @@ impl HostRuntime {
 
     /// Answers questions for names of containers with a private network. Ends only by being dropped.
     pub async fn serve_names(self: Arc<Self>) {
-        while self.host.network_pool.is_some() {
-            if let Err(error) = network::resolver::serve().await {
+        while let Some(pool) = self.host.network_pool {
+            if let Err(error) = network::resolver::serve(pool).await {
                 tracing::warn!(%error, "cannot answer questions for names of containers; trying again");
             }
             tokio::time::sleep(NAMES_PAUSE).await;

@@ -133,18 +133,30 @@ pub(super) fn tmpfs(options: &[(&str, &str)], attributes: MountAttrFlags) -> io:
 pub(super) fn clone_of(path: &Path, attributes: MountAttrFlags) -> io::Result<OwnedFd> {
     let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let tree = rustix::mount::open_tree(CWD, path, flags)?;
-    change_attributes(tree.as_fd(), attributes, MountAttrFlags::empty())?;
+    change_attributes(tree.as_fd(), attributes, MountAttrFlags::empty(), None)?;
     Ok(tree)
+}
+
+/// Maps the owners of what a mount shows, which is attached nowhere, as `users` says.
+///
+/// Errors: `EINVAL` when its file system cannot do that, as an overlay.
+pub(super) fn map_owners(mount: BorrowedFd<'_>, users: BorrowedFd<'_>) -> io::Result<()> {
+    change_attributes(mount, MountAttrFlags::empty(), MountAttrFlags::empty(), Some(users))
 }
 
 /// Lets what is mounted at `path` be written to.
 pub(super) fn make_writable(path: &Path) -> io::Result<()> {
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mount = rustix::fs::open(path, flags, Mode::empty())?;
-    change_attributes(mount.as_fd(), MountAttrFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY)
+    change_attributes(mount.as_fd(), MountAttrFlags::empty(), MountAttrFlags::MOUNT_ATTR_RDONLY, None)
 }
 
-fn change_attributes(mount: BorrowedFd<'_>, set: MountAttrFlags, clear: MountAttrFlags) -> io::Result<()> {
+fn change_attributes(
+    mount: BorrowedFd<'_>,
+    set: MountAttrFlags,
+    clear: MountAttrFlags,
+    users: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
     #[repr(C)]
     struct Attributes {
         set: u64,
@@ -152,8 +164,12 @@ fn change_attributes(mount: BorrowedFd<'_>, set: MountAttrFlags, clear: MountAtt
         propagation: u64,
         user_namespace: u64,
     }
-    let [set, clear] = [set, clear].map(|flags| flags.bits().into());
-    let attributes = Attributes { set, clear, propagation: 0, user_namespace: 0 };
+    let [mut set, clear] = [set, clear].map(|flags| u64::from(flags.bits()));
+    let user_namespace = users.map_or(0, |users| users.as_raw_fd().unsigned_abs().into());
+    if users.is_some() {
+        set |= libc::MOUNT_ATTR_IDMAP;
+    }
+    let attributes = Attributes { set, clear, propagation: 0, user_namespace };
     // SAFETY: the path is a C string, and `attributes` has the layout and the size that are said.
     let result = unsafe {
         libc::syscall(

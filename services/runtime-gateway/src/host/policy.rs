@@ -83,6 +83,12 @@ impl Policy {
         &self.host_paths
     }
 
+    /// Takes the addresses of containers from this pool.
+    #[must_use]
+    pub fn with_network_pool(self, network_pool: Pool) -> Self {
+        Self { network_pool, ..self }
+    }
+
     /// Allows so many processes and threads in a container whose workload states no limit.
     #[must_use]
     pub fn with_container_pids(self, container_pids: u32) -> Self {

@@ -104,6 +104,51 @@ async fn named_path_is_shown_without_what_is_ours() {
     drop(unmounted);
 }
 
+#[tokio::test]
+async fn root_reads_what_others_may_read_and_no_more() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let shown = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let dir = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    fs::set_permissions(shown.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
+    let write = |name: &str, mode| {
+        let path = shown.path().join(name);
+        fs::write(&path, name).expect("write");
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("a mode");
+    };
+    write("open", 0o644);
+    write("closed", 0o600);
+    let socket = std::os::unix::net::UnixListener::bind(shown.path().join("socket")).expect("listen");
+    fs::set_permissions(shown.path().join("socket"), fs::Permissions::from_mode(0o600)).expect("a mode");
+    let runtime = showing(dir.path(), &[shown.path()]);
+    let at = shown.path().display();
+    let connect = format!(
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect(\"{at}/socket\"); print(\"connected\")'"
+    );
+    let script = format!(
+        "echo ready; cat {at}/open; read word; cat {at}/closed {at}/later; {connect}; /usr/bin/env true && echo runs"
+    );
+    let handle = runtime.made(container()).await;
+    let spec = ProcessSpec {
+        stdin: domain::workload::Stdin::Attached,
+        output: domain::workload::OutputMode::Attached,
+        ..shell(&script)
+    };
+    let id = runtime.started(handle, spec).await;
+    let mut attachment = runtime.attach(id, runtime::Offsets::default()).await.expect("attach");
+    testing::conformance::read_until(&mut attachment.events, "open").await;
+    // What comes to be there only later is as closed.
+    write("later", 0o600);
+    attachment.input.stdin(0, bytes::Bytes::from_static(b"go\n")).await.expect("input");
+    let said = runtime.said(id).await;
+    let errors = String::from_utf8_lossy(&said.stderr);
+    assert!(said.text().ends_with("runs\n") && !said.text().contains("connected"), "{said:?}");
+    assert_eq!(errors.matches("ermission denied").count(), 3, "{errors}");
+    runtime.destroy_container(handle).await.expect("destroy");
+    drop(socket);
+}
+
 /// Takes a mount away again.
 struct Unmounted<'a>(&'a Path);
 

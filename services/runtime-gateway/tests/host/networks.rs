@@ -1,6 +1,7 @@
 //! What containers reach, and what reaches them.
 
-use std::io::{Read, Write};
+use std::fs;
+use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
@@ -77,9 +78,9 @@ impl Outside {
             }
         });
         told.recv().expect("a network");
-        let thread = std::fs::read_dir("/proc/self/task").expect("threads").filter_map(|entry| {
+        let thread = fs::read_dir("/proc/self/task").expect("threads").filter_map(|entry| {
             let name = entry.ok()?.file_name().into_string().ok()?;
-            let network = |path: String| std::fs::read_link(path).ok();
+            let network = |path: String| fs::read_link(path).ok();
             let own = network("/proc/self/ns/net".to_owned());
             (network(format!("/proc/self/task/{name}/ns/net")) != own).then_some(name)
         });
@@ -197,13 +198,40 @@ async fn private_networks_do_not_reach_each_other() {
 }
 
 #[tokio::test]
+async fn filter_that_was_flushed_is_there_for_the_next_container() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    // Of a pool of its own, so that no other test misses it.
+    let dir = tempfile::tempdir().expect("a directory");
+    let pool = "10.214.7.0/24";
+    let policy = Policy::allowing([Permission::HostImage]).with_network_pool(pool.parse().expect("a pool"));
+    let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
+    let runtime: std::sync::Arc<dyn runtime::Runtime> = runtime;
+    let table = ["inet", "gantry-10-214-7-0-24"];
+    let nft = |command: &str| Command::new("nft").args([command, "table"]).args(table).output();
+    let Ok(removed) = nft("delete") else {
+        eprintln!("not applicable: no nft");
+        return;
+    };
+    assert!(removed.status.success(), "{}", String::from_utf8_lossy(&removed.stderr));
+    let said =
+        runtime.ran(container(), shell("ls /proc/sys/net/ipv6/conf/eth0; cat /proc/net/if_inet6")).await;
+    assert!(!said.text().contains("fe80"), "it has no address of IPv6 to reach neighbours with: {said:?}");
+    let there = nft("list").expect("run nft");
+    let text = String::from_utf8_lossy(&there.stdout);
+    assert!(text.contains("10.214.7.0/24") && text.matches("reject").count() >= 4, "{text}");
+    _ = nft("delete");
+}
+
+#[tokio::test]
 async fn network_none_has_only_a_loopback() {
     let Some(subject) = HostSubject::new() else { return };
     let spec = ContainerSpec { network: Network::None, ..container() };
     let script = "cd /sys/class/net && echo * && cat lo/flags && grep -c . /proc/net/route";
     let found = said(&subject, spec, script).await;
     assert_eq!(found, "lo\n0x9\n1\n", "its flags say that it is up, and its table of routes is empty");
-    let outside = std::fs::read_dir("/sys/class/net").expect("our own network").count();
+    let outside = fs::read_dir("/sys/class/net").expect("our own network").count();
     let spec = ContainerSpec { network: Network::Host, ..container() };
     let inside = said(&subject, spec, "ls /sys/class/net | wc -l").await;
     assert!(inside.trim().parse::<usize>().is_ok_and(|inside| inside >= outside.min(2)), "{inside}");
@@ -269,24 +297,22 @@ fn names_are_resolved_by_a_server_on_the_machine() {
     }
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("resolv.conf");
-    std::fs::write(&file, "search example.org\nnameserver 127.0.0.153\n").expect("write");
-    let mut server = Command::new("python3")
-        .args(["-c", NAME_SERVER])
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .expect("run python3");
-    let mut ready = [0; 5];
-    server.stdout.as_mut().expect("its output").read_exact(&mut ready).expect("a server");
+    fs::write(&file, "search example.org\nnameserver 127.0.0.153\n").expect("write");
+    let server = directory.path().join("server.py");
+    fs::write(&server, NAME_SERVER).expect("write");
+    // A network of its own, too: gateways of one machine share the address that containers ask.
+    let script = "ip link set lo up && python3 \"$2\" > \"$1.ready\" & \
+        server=$!; until [ -s \"$1.ready\" ]; do sleep 0.05; done; \
+        mount --bind \"$1\" /etc/resolv.conf; shift 2; \"$@\"; code=$?; kill $server; exit $code";
     let found = Command::new("unshare")
-        .args(["--mount", "sh", "-c", "mount --bind \"$1\" /etc/resolv.conf && shift && exec \"$@\"", "sh"])
+        .args(["--mount", "--net", "sh", "-c", script, "sh"])
         .arg(&file)
+        .arg(&server)
         .arg(std::env::current_exe().expect("this test"))
         .args(["--exact", "--nocapture", "--ignored"])
         .arg(format!("{}::name_is_resolved", module_path!().split_once("::").expect("a crate").1))
         .output()
         .expect("run unshare");
-    server.kill().expect("end it");
-    server.wait().expect("end it");
     let text = String::from_utf8_lossy(&found.stdout);
     assert!(
         found.status.success() && text.contains("1 passed"),

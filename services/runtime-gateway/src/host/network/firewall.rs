@@ -21,6 +21,9 @@ use super::{PREFIX, Pool, RESOLVER};
 const INET: u8 = 1;
 const SUBSYSTEM: u16 = 10 << 8;
 const NEW_TABLE: u16 = SUBSYSTEM;
+/// The family, the version, and no resource.
+const HEADER: [u8; 4] = [INET, 0, 0, 0];
+const GET_TABLE: u16 = SUBSYSTEM | 1;
 const DELETE_TABLE: u16 = SUBSYSTEM | 2;
 const NEW_CHAIN: u16 = SUBSYSTEM | 3;
 const NEW_RULE: u16 = SUBSYSTEM | 6;
@@ -147,16 +150,39 @@ impl Rule {
     }
 }
 
-/// Makes the table, or replaces it.
-///
-/// Errors: the kernel has no `nf_tables`, or this process may not change them (`CAP_NET_ADMIN`).
-pub(super) fn install(pool: Pool) -> io::Result<()> {
-    Connection::open(libc::NETLINK_NETFILTER)?.send(&table(pool))
+/// The packet filter of the network namespace in which it was opened.
+#[derive(Debug)]
+pub(super) struct Firewall(Connection);
+
+impl Firewall {
+    pub(super) fn open() -> io::Result<Self> {
+        Connection::open(libc::NETLINK_NETFILTER).map(Self)
+    }
+
+    /// Makes the table, or replaces it.
+    ///
+    /// Errors: the kernel has no `nf_tables`, or this process may not change them (`CAP_NET_ADMIN`).
+    pub(super) fn install(&self, pool: Pool) -> io::Result<()> {
+        self.0.send(&table(pool))
+    }
+
+    /// Makes the table if somebody has removed it.
+    pub(super) fn ensure(&self, pool: Pool) -> io::Result<()> {
+        let mut messages = Messages::default();
+        messages.add(GET_TABLE, 0, &HEADER, |table| _ = table.text(1, &name(pool)));
+        match self.0.send(&messages) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.install(pool),
+            result => result,
+        }
+    }
+}
+
+fn name(pool: Pool) -> String {
+    format!("gantry-{pool}").replace(['/', '.'], "-")
 }
 
 fn table(pool: Pool) -> Messages {
-    let name = format!("gantry-{pool}").replace(['/', '.'], "-");
-    let header = [INET, 0, 0, 0];
+    let (name, header) = (name(pool), HEADER);
     // Its third and fourth bytes name the subsystem, in network order.
     let batch = [0, 0, 0, 10];
     let mut messages = Messages::default();

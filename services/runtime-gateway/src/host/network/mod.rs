@@ -36,7 +36,7 @@ pub(super) const RESOLVER: Ipv4Addr = Ipv4Addr::new(169, 254, 213, 1);
 /// What the container's interface is called.
 const INSIDE: &str = "eth0";
 /// How many addresses are tried before a container is refused for want of one.
-const TRIES: u32 = 16;
+const TRIES: u32 = 4096;
 
 /// The addresses that containers get.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +80,12 @@ impl Pool {
         1 << (32 - u32::from(self.bits))
     }
 
+    /// Whether an address is one of a container.
+    fn contains(self, address: std::net::IpAddr) -> bool {
+        let mask = !(self.size() - 1);
+        matches!(address, std::net::IpAddr::V4(address) if address.to_bits() & mask == self.network.to_bits())
+    }
+
     /// An address of the pool, but for the first and the last. Numbers that follow each other have different ones.
     fn address(self, number: u32) -> Ipv4Addr {
         Ipv4Addr::from_bits(self.network.to_bits() + 1 + number % (self.size() - 2))
@@ -108,7 +114,9 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     let removed = remove_link(&routes, &probe);
     removed.map_err(failed("remove a network interface"))?;
     forward().map_err(failed("forward packets (net.ipv4.ip_forward)"))?;
-    firewall::install(pool).map_err(failed("install the packet filter"))?;
+    firewall::Firewall::open()
+        .and_then(|firewall| firewall.install(pool))
+        .map_err(failed("install the packet filter"))?;
     pass_other_filter();
     Ok(())
 }
@@ -159,13 +167,14 @@ fn pass_other_filter() {
 pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()> {
     let own = Connection::open(libc::NETLINK_ROUTE)?;
     raise_loopback(&own)?;
+    machine.firewall.ensure(pool)?;
     let name = interface(id);
-    let routes = &machine.0;
+    let routes = &machine.routes;
     add_pair(routes, &name, Some(std::process::id()))?;
     let outside = routes.index_of(&name)?;
     add_address(routes, outside, RESOLVER)?;
-    raise(routes, outside)?;
-    let address = (0..TRIES)
+    set_up(routes, outside, machine.mtu)?;
+    let address = (0..TRIES.min(pool.size()))
         // What runs for long may still have the address of an interface that was made long ago.
         .map(|turn| pool.address(outside.wrapping_add(turn)))
         .find_map(|address| match add_route(routes, outside, Some(address), None, EXCLUSIVE) {
@@ -177,10 +186,7 @@ pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()>
 
     let inside = own.index_of(INSIDE)?;
     add_address(&own, inside, address)?;
-    if let Some(bytes) = machine.1 {
-        set_mtu(&own, inside, bytes)?;
-    }
-    raise(&own, inside)?;
+    set_up(&own, inside, machine.mtu)?;
     add_route(&own, inside, Some(RESOLVER), None, 0)?;
     add_route(&own, inside, None, Some(RESOLVER), 0)?;
     // Without the right to raw packets, `ping` needs this. Where settings are read-only, it does not work.
@@ -192,11 +198,20 @@ pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()>
 
 /// What is known of the machine's network, for who is about to leave it.
 #[derive(Debug)]
-pub(super) struct Machine(Connection, Option<u32>);
+pub(super) struct Machine {
+    routes: Connection,
+    firewall: firewall::Firewall,
+    /// The largest packet that leaves by the default route, in bytes.
+    mtu: Option<u32>,
+}
 
 impl Machine {
     pub(super) fn open() -> io::Result<Self> {
-        Ok(Self(Connection::open(libc::NETLINK_ROUTE)?, default_mtu()))
+        Ok(Self {
+            routes: Connection::open(libc::NETLINK_ROUTE)?,
+            firewall: firewall::Firewall::open()?,
+            mtu: default_mtu(),
+        })
     }
 }
 
@@ -267,10 +282,31 @@ fn raise(routes: &Connection, index: u32) -> io::Result<()> {
     routes.send(&messages)
 }
 
-fn set_mtu(routes: &Connection, index: u32, bytes: u32) -> io::Result<()> {
+/// Brings an end of a pair up, without an IPv6 address.
+fn set_up(routes: &Connection, index: u32, mtu: Option<u32>) -> io::Result<()> {
+    const IPV6: u16 = 10;
+    const ADDRESS_GENERATION: u16 = 8;
+    const NONE: u8 = 1;
     let mut messages = Messages::default();
-    messages.add(libc::RTM_NEWLINK, 0, &link(index, 0, 0), |change| _ = change.number(libc::IFLA_MTU, bytes));
-    routes.send(&messages)
+    messages.add(libc::RTM_NEWLINK, 0, &link(index, 0, 0), |change| {
+        change.nested(libc::IFLA_AF_SPEC, |families| {
+            families.nested(IPV6, |family| _ = family.bytes(ADDRESS_GENERATION, &[NONE]));
+        });
+    });
+    // A kernel without IPv6 needs none of it.
+    if let Err(error) = routes.send(&messages)
+        && error.raw_os_error() != Some(libc::EAFNOSUPPORT)
+    {
+        return Err(error);
+    }
+    if let Some(bytes) = mtu {
+        let mut messages = Messages::default();
+        messages.add(libc::RTM_NEWLINK, 0, &link(index, 0, 0), |change| {
+            change.number(libc::IFLA_MTU, bytes);
+        });
+        routes.send(&messages)?;
+    }
+    raise(routes, index)
 }
 
 const IPV4: u8 = 2;

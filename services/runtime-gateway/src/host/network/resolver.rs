@@ -4,28 +4,31 @@
 //! itself (`systemd-resolved`, `dnsmasq`, the one of a container engine), nor those with an IPv6 address. Then it asks
 //! [`super::RESOLVER`], where every gateway of the machine passes questions on and answers back.
 
+use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 
-use super::RESOLVER;
+use super::{Pool, RESOLVER};
+use crate::locks::held;
 
 const FILE: &str = "/etc/resolv.conf";
 /// Where `systemd-resolved` lists the servers that it asks itself.
 const BEHIND_RESOLVED: &str = "/run/systemd/resolve/resolv.conf";
 const PORT: u16 = 53;
-/// How many questions are passed on at a time. Further ones wait, and the asker asks again.
-const QUESTIONS: usize = 512;
+/// Questions over UDP that are passed on at a time for one container. Further ones are dropped, and the asker asks again.
+const QUESTIONS: usize = 32;
+/// Connections over TCP at a time from one container. Further ones are closed.
+const CONNECTIONS: usize = 8;
 /// How long one name server may take. The C library waits 5 s.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a connection with questions over TCP may last.
-const CONNECTION: Duration = Duration::from_secs(30);
+const CONNECTION: Duration = Duration::from_secs(10);
 /// Pause after a failure to receive or accept.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -58,22 +61,63 @@ fn is_out_of_reach(server: IpAddr) -> bool {
     server.is_ipv6() || server.is_loopback() || UdpSocket::bind((server, 0)).is_ok()
 }
 
-/// Answers questions of containers until this future is dropped. Several gateways share the address.
-pub(in crate::host) async fn serve() -> io::Result<()> {
+/// How much of something each container has under way.
+#[derive(Debug, Clone)]
+struct Shares {
+    each: usize,
+    taken: Arc<Mutex<HashMap<IpAddr, usize>>>,
+}
+
+/// One of the share of a container, until it is dropped.
+struct Share(Shares, IpAddr);
+
+impl Shares {
+    fn new(each: usize) -> Self {
+        Self { each, taken: Arc::default() }
+    }
+
+    /// `None`: the container has all of its share under way.
+    fn take(&self, container: IpAddr) -> Option<Share> {
+        let mut taken = held(&self.taken);
+        let count = taken.entry(container).or_default();
+        if *count >= self.each {
+            return None;
+        }
+        *count += 1;
+        Some(Share(self.clone(), container))
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut taken = held(&self.0.taken);
+        if let Some(count) = taken.get_mut(&self.1) {
+            *count -= 1;
+            if *count == 0 {
+                taken.remove(&self.1);
+            }
+        }
+    }
+}
+
+/// Answers questions of containers, whose addresses are in `pool`, until this future is dropped. Several gateways share the address.
+pub(in crate::host) async fn serve(pool: Pool) -> io::Result<()> {
     let questions = tokio::net::UdpSocket::from_std(UdpSocket::from(bound(libc::SOCK_DGRAM)?))?;
     let listener = std::net::TcpListener::from(bound(libc::SOCK_STREAM)?);
     let connections = tokio::net::TcpListener::from_std(listener)?;
-    let (questions, turns, tasks) =
-        (Arc::new(questions), Arc::new(Semaphore::new(QUESTIONS)), TaskTracker::new());
+    let (questions, tasks) = (Arc::new(questions), TaskTracker::new());
+    let (asking, connected) = (Shares::new(QUESTIONS), Shares::new(CONNECTIONS));
     let mut buffer = vec![0; 1 << 16];
     loop {
-        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else { return Ok(()) };
         tokio::select! {
             asked = questions.recv_from(&mut buffer) => match asked {
+                // Others than containers may send packets to this address, by way of the machine.
+                Ok((_, from)) if !pool.contains(from.ip()) => {}
                 Ok((length, from)) => {
+                    let Some(share) = asking.take(from.ip()) else { continue };
                     let (question, questions) = (buffer[..length].to_vec(), Arc::clone(&questions));
                     tasks.spawn(async move {
-                        let _turn = turn;
+                        let _share = share;
                         let Some(answer) = ask(&question).await else { return };
                         if let Err(error) = questions.send_to(&answer, from).await {
                             tracing::debug!(%error, %from, "cannot answer a question for a name");
@@ -86,9 +130,11 @@ pub(in crate::host) async fn serve() -> io::Result<()> {
                 }
             },
             accepted = connections.accept() => match accepted {
+                Ok((_, from)) if !pool.contains(from.ip()) => {}
                 Ok((mut connection, from)) => {
+                    let Some(share) = connected.take(from.ip()) else { continue };
                     tasks.spawn(async move {
-                        let _turn = turn;
+                        let _share = share;
                         let passed = tokio::time::timeout(CONNECTION, pass_on(&mut connection)).await;
                         if let Ok(Err(error)) = passed {
                             tracing::debug!(%error, %from, "cannot pass on questions for names");
@@ -191,6 +237,16 @@ mod tests {
             name_servers(text),
             ["192.0.2.1".parse::<IpAddr>().expect("v4"), "::1".parse().expect("v6")]
         );
+    }
+
+    #[test]
+    fn container_has_no_more_than_its_share() {
+        let (shares, one, other) = (Shares::new(2), IpAddr::from([10, 0, 0, 1]), IpAddr::from([10, 0, 0, 2]));
+        let (first, _second) = (shares.take(one), shares.take(one));
+        assert!(first.is_some() && shares.take(one).is_none());
+        assert!(shares.take(other).is_some(), "each has a share");
+        drop(first);
+        assert!(shares.take(one).is_some());
     }
 
     #[test]

@@ -20,6 +20,7 @@ use crate::host::image::{self, Image};
 use crate::host::mounts::{self, Mounted, Overlay};
 use crate::host::network;
 use crate::host::record::{Container, Launch, OwnNetwork};
+use crate::host::strangers;
 
 /// Where in the container's directory the supervisor's own file system of memory is.
 const PRIVATE: &str = "run";
@@ -43,6 +44,8 @@ pub(super) struct Places {
 pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
     let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
+    // Which servers are out of reach is a question about the machine's network.
+    let resolver = resolver(container);
     enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
 
     let private = launch.container_dir.join(PRIVATE);
@@ -54,7 +57,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         None => worker_root(launch, container, &private, &places)?,
         Some(image) => image_root(launch, container, image, &places)?,
     };
-    if let Some(contents) = resolver(container) {
+    if let Some(contents) = resolver {
         write_resolver(root.as_fd(), contents.as_bytes())
             .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
     }
@@ -112,12 +115,24 @@ fn worker_root(
         .map_err(Failed::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
+    let strangers = strangers::namespace().map_err(Failed::while_doing("make a user namespace"))?;
     let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
     for path in bound {
-        bind(&path, root.as_fd(), &path, true).map_err(at("show", &path))?;
-        let of_etc = path.starts_with("/etc") && !launch.host_paths.contains(&path);
-        let closed =
-            if of_etc { image::unreadable(&path).map_err(at("look at", &path))? } else { Vec::new() };
+        let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
+            .map_err(at("show", &path))?;
+        let mapped = match mounts::map_owners(tree.as_fd(), strangers.as_fd()) {
+            Ok(()) => true,
+            // The root of a container engine's container, whose image has no secrets of a machine.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => false,
+            Err(error) => return Err(at("show", &path)(error)),
+        };
+        let target = mounts::open_in(root.as_fd(), &path, OFlags::PATH).map_err(at("show", &path))?;
+        mounts::attach(tree.as_fd(), target.as_fd()).map_err(at("show", &path))?;
+        let closed = if mapped || !path.starts_with("/etc") {
+            Vec::new()
+        } else {
+            image::unreadable(&path).map_err(at("look at", &path))?
+        };
         let ours = launch.hidden.iter().filter_map(|ours| Some(path.join(image::within(&path, ours)?)));
         for hidden in closed.into_iter().chain(ours) {
             cover(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;

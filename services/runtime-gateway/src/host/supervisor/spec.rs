@@ -73,11 +73,16 @@ const MASKED: &[&str] = &[
     "/proc/interrupts",
     "/proc/kcore",
     "/proc/keys",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
     "/proc/latency_stats",
     "/proc/sched_debug",
     "/proc/scsi",
+    "/proc/slabinfo",
     "/proc/timer_list",
     "/proc/timer_stats",
+    "/proc/vmallocinfo",
     "/sys/devices/virtual/powercap",
     "/sys/firmware",
 ];
@@ -128,7 +133,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
         mount("/sys", "sysfs", &sys_options),
     ];
     if worker.cgroups.iter().any(|(_, path)| path != CGROUPS) {
-        mounts.push(mount(CGROUPS, "tmpfs", &["nosuid", "noexec", "nodev", "mode=755"]));
+        mounts.push(mount(CGROUPS, "tmpfs", &["nosuid", "noexec", "nodev", "mode=755", "size=64k"]));
     }
     for (group, path) in worker.cgroups {
         let options = ["bind", "ro", "nosuid", "noexec", "nodev"];
