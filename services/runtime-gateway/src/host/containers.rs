@@ -207,6 +207,16 @@ impl Host {
             volumes.push((mount, self.volumes.directory(mount.volume)?));
         }
         let make_directory = must_make(&spec);
+        let directory = path(&spec.directory);
+        if make_directory
+            && spec.root != Root::Host
+            && fresh(directory).is_none()
+            && !spec.mounts.iter().any(|mount| directory.starts_with(path(&mount.path)))
+            && let Some(why) = not_a_place(root.as_fd(), directory)?
+        {
+            let directory = directory.display();
+            return Err(RuntimeError::InvalidImage(format!("`{directory}` cannot be a directory: {why}")));
+        }
         if !make_directory {
             check_directory(root.as_fd(), &spec, &volumes, self.image())?;
         }

@@ -5,7 +5,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Seek, SeekFrom};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessSpec, ProcessState,
     RuntimeError, Window,
 };
+use rustix::mount::MountAttrFlags;
 use uuid::Uuid;
 
 use crate::blocking::blocking;
@@ -27,7 +28,7 @@ use crate::clock::since_boot;
 use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use super::files::{self, at};
 use super::record::{Intent, Launch};
-use super::{Host, STOP_AFTER, process_files as names, supervisor};
+use super::{Host, STOP_AFTER, mounts, process_files as names, supervisor};
 use crate::end::End;
 use crate::locks::held;
 use crate::spool::{self, Found, Reader};
@@ -390,7 +391,12 @@ impl Host {
         use rustix::net::{AddressFamily, SocketFlags, SocketType};
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
-        let child = tokio::process::Command::new(&self.config.supervisor)
+        // Init is a fork of the supervisor, so a command `/proc/self/exe` opens this program. By way of a mount that is read-only for good,
+        // neither its contents nor its mode, owner and attributes can be changed.
+        let program = mounts::clone_of(&self.config.supervisor, MountAttrFlags::MOUNT_ATTR_RDONLY)?;
+        // Open for the supervisor too, for its program may be a script.
+        rustix::io::fcntl_setfd(&program, rustix::io::FdFlags::empty())?;
+        let child = tokio::process::Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()))
             // Containers see the name of their init, and need not see where on the worker its program is.
             .arg0("gantry-supervisor")
             .arg(supervisor::ARGUMENT)

@@ -1,6 +1,7 @@
 //! Attacks from inside a container, as its root.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -175,4 +176,58 @@ async fn memory_file_systems_are_bounded() {
         let line = table.lines().find(|line| line.split(' ').nth(4) == Some(at)).unwrap_or_default();
         assert!(line.contains("size="), "{at}: {line}");
     }
+}
+
+/// Tries to change the program that the command `/proc/self/exe` runs, which is the supervisor's.
+const CHANGE_OWN_PROGRAM: &str = r#"
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+__attribute__((constructor)) static void change(void) {
+    int own = open("/proc/self/exe", O_RDONLY);
+    printf("opened %d\n", own >= 0);
+    printf("chmod %d\n", fchmod(own, 04755) == 0);
+    printf("chown %d\n", fchown(own, 1000, 1000) == 0);
+    printf("xattr %d\n", fsetxattr(own, "user.x", "y", 1, 0) == 0);
+    printf("write %d\n", open("/proc/self/exe", O_WRONLY) >= 0);
+    fflush(stdout);
+    _exit(7);
+}
+"#;
+
+#[tokio::test]
+async fn program_of_the_supervisor_cannot_be_changed() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let volume = runtime.volume().await;
+    let contents = directory(&*runtime, volume).await;
+    fs::write(contents.join("own.c"), CHANGE_OWN_PROGRAM).expect("write");
+    let compiled = Command::new("cc")
+        .args(["-shared", "-fPIC", "-o", "own.so", "own.c"])
+        .current_dir(&contents)
+        .status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        eprintln!("not applicable: no C compiler");
+        return;
+    }
+    let program = env!("CARGO_BIN_EXE_runtime-gateway");
+    let before = fs::metadata(program).expect("the program");
+    let spec = ContainerSpec { mounts: vec![mount(volume, "/own", true)], ..container() };
+    let variable = |name: &str, value: &str| domain::workload::EnvironmentVariable {
+        name: name.into(),
+        value: value.into(),
+    };
+    let process = ProcessSpec {
+        environment: vec![variable("LD_PRELOAD", "/own/own.so")],
+        ..process(&["/proc/self/exe".to_owned()])
+    };
+    let said = runtime.ran(spec, process).await;
+    let after = fs::metadata(program).expect("the program");
+    fs::set_permissions(program, before.permissions()).expect("as it was");
+    assert_eq!(said.text(), "opened 1\nchmod 0\nchown 0\nxattr 0\nwrite 0\n", "{said:?}");
+    assert_eq!((before.mode(), before.uid(), before.gid()), (after.mode(), after.uid(), after.gid()));
 }
