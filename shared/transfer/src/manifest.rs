@@ -140,6 +140,9 @@ pub enum EntryFault {
     /// The mode has other bits than 07777, or the kind of entry has no mode.
     #[error("has an impossible mode")]
     Mode,
+    /// Its owner or group is the id that means "leave it as it is" to the system.
+    #[error("has an impossible owner")]
+    Owner,
     /// Nanoseconds do not stay below a second.
     #[error("has an impossible modification time")]
     Mtime,
@@ -274,6 +277,9 @@ impl Entry {
         }
         if self.mtime_nanos >= 1_000_000_000 {
             return Err(EntryFault::Mtime);
+        }
+        if self.uid == u32::MAX || self.gid == u32::MAX {
+            return Err(EntryFault::Owner);
         }
         check_xattrs(&self.xattrs, &self.kind)?;
         match &self.kind {

@@ -168,8 +168,11 @@ fn metadata_is_possible() {
     assert_eq!(fault(vec![with(empty(), |entry| entry.mode = 0o10000)]), EntryFault::Mode);
     assert_eq!(fault(vec![with(symlink(b"x"), |entry| entry.mode = 0o777)]), EntryFault::Mode);
     assert_eq!(fault(vec![with(empty(), |entry| entry.mtime_nanos = 1_000_000_000)]), EntryFault::Mtime);
+    for id in [|entry: &mut Entry| entry.uid = u32::MAX, |entry: &mut Entry| entry.gid = u32::MAX] {
+        assert_eq!(fault(vec![with(empty(), id)]), EntryFault::Owner);
+    }
     let extreme = |entry: &mut Entry| {
-        (entry.mode, entry.uid, entry.gid) = (0o7777, u32::MAX, u32::MAX);
+        (entry.mode, entry.uid, entry.gid) = (0o7777, u32::MAX - 1, u32::MAX - 1);
         (entry.mtime_seconds, entry.mtime_nanos) = (i64::MIN, 999_999_999);
     };
     assert!(build(vec![root(), with(empty(), extreme)]).is_ok());

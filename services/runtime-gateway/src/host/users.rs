@@ -32,8 +32,8 @@ impl<'a> Users<'a> {
         self.passwd.lines().filter_map(|line| {
             let mut fields = line.split(':');
             let name = fields.next()?;
-            let uid = fields.nth(1)?.parse().ok()?;
-            let gid = fields.next()?.parse().ok()?;
+            let uid = id(fields.nth(1)?)?;
+            let gid = id(fields.next()?)?;
             Some(Account { name, uid, gid, home: fields.nth(1)? })
         })
     }
@@ -42,7 +42,7 @@ impl<'a> Users<'a> {
     fn groups(&self) -> impl Iterator<Item = (&'a str, u32, &'a str)> {
         self.group.lines().filter_map(|line| {
             let mut fields = line.split(':');
-            Some((fields.next()?, fields.nth(1)?.parse().ok()?, fields.next().unwrap_or("")))
+            Some((fields.next()?, id(fields.nth(1)?)?, fields.next().unwrap_or("")))
         })
     }
 
@@ -56,16 +56,16 @@ impl<'a> Users<'a> {
         let account = self
             .accounts()
             .find(|account| account.name == user)
-            .or_else(|| user.parse().ok().and_then(|uid: u32| self.accounts().find(|one| one.uid == uid)));
+            .or_else(|| id(user).and_then(|uid| self.accounts().find(|one| one.uid == uid)));
         let uid = match &account {
             Some(account) => account.uid,
-            None => user.parse().ok()?,
+            None => id(user)?,
         };
         let gid = match group {
             None => account.as_ref().map_or(0, |account| account.gid),
             Some(group) => {
                 let known = self.groups().find(|(name, ..)| *name == group).map(|(_, gid, _)| gid);
-                known.or_else(|| group.parse().ok())?
+                known.or_else(|| id(group))?
             }
         };
         let member =
@@ -78,6 +78,11 @@ impl<'a> Users<'a> {
         let home = account.map(|account| account.home).filter(|home| !home.is_empty()).unwrap_or("/");
         Some(User { uid, gid, groups, home: home.to_owned() })
     }
+}
+
+/// An id of a user or a group. The largest number is none: to the system it means to leave the owner as it is.
+fn id(text: &str) -> Option<u32> {
+    text.parse().ok().filter(|id| *id != u32::MAX)
 }
 
 #[cfg(test)]
@@ -111,5 +116,7 @@ mod tests {
         assert_eq!(found(Some("")), None);
         assert_eq!(found(Some("-1")), None);
         assert_eq!(found(Some("4294967296")), None);
+        assert_eq!(found(Some("4294967295")), None, "it would leave the user as it is");
+        assert_eq!(found(Some("ann:4294967295")), None);
     }
 }
