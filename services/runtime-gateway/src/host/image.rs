@@ -159,7 +159,7 @@ impl Image<'_> {
             Place::Shown if !self.has_directory(path) => {
                 Some("nothing can be made in this part of the image")
             }
-            Place::Own if ETC_FILES.iter().any(|name| is_file(&name)) => {
+            Place::Own if ETC_FILES.iter().any(is_file) => {
                 Some("something that is no directory is in the way")
             }
             Place::Shown | Place::Own => None,
