@@ -24,7 +24,7 @@ pub(super) async fn start(
     host: &mut Host,
 ) -> anyhow::Result<Arc<HostRuntime>> {
     let mut machine = HostConfig::new(paths.worker(), paths.runtime.join("worker"))?;
-    // Whoever starts this cluster may show their own machine.
+    // The user who starts this cluster shows their own machine.
     machine.policy = args.policy.clone().or([Permission::HostImage]);
     machine.masked = vec![paths.state.clone(), paths.runtime.clone()];
     // Services that run on this machine apart from this cluster have their token there.

@@ -166,7 +166,7 @@ impl Firewall {
         self.0.send(&table(pool))
     }
 
-    /// Makes the table if somebody has removed it.
+    /// Makes the table if another program has removed it.
     pub(super) fn ensure(&self, pool: Pool) -> io::Result<()> {
         let mut messages = Messages::default();
         messages.add(GET_TABLE, 0, &HEADER, |table| _ = table.text(1, &name(pool)));

@@ -136,7 +136,7 @@ fn forward() -> io::Result<()> {
 /// What an older filter drops no newer one can let through, so the rule is written with the tool of the older one.
 fn pass_other_filter() {
     let iptables = |arguments: &[&str]| Command::new("iptables").arg("--wait").args(arguments).output();
-    // Without the tool there is nobody who uses it.
+    // Without the tool no older filter is in use.
     let Ok(rules) = iptables(&["-S", "FORWARD"]) else { return };
     if !String::from_utf8_lossy(&rules.stdout).lines().any(|line| line == "-P FORWARD DROP") {
         return;
