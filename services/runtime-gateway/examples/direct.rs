@@ -8,7 +8,7 @@ use std::time::Instant;
 use domain::workload::{Limits, Network, OutputMode, Stdin};
 use domain::{AttemptId, ContainerHandle};
 use runtime::{ContainerSpec, ProcessSpec, Root, Runtime};
-use runtime_gateway::host::{HostConfig, HostRuntime, supervise_if_asked};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy, supervise_if_asked};
 
 fn main() -> ExitCode {
     if let Some(code) = supervise_if_asked(std::env::args_os()) {
@@ -29,8 +29,10 @@ async fn run() -> anyhow::Result<()> {
     let (Some(directory), Some(runs)) = (arguments.next(), arguments.next()) else {
         anyhow::bail!("usage: direct DIRECTORY RUNS");
     };
-    let runtime =
-        HostRuntime::open(HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?)?;
+    let runtime = HostRuntime::open(HostConfig {
+        policy: Policy::allowing([Permission::HostImage]),
+        ..HostConfig::new(format!("{directory}/state"), format!("{directory}/run"))?
+    })?;
     for _ in 0..runs.parse::<usize>()? {
         let begin = Instant::now();
         let (container, process) = (ContainerHandle::new(), AttemptId::new());

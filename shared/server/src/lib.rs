@@ -279,7 +279,12 @@ impl Host {
         always.add_service(CapabilitiesServer::new(self.answers.clone()));
 
         let (gate, stopping, token) = (Gate::default(), self.stopping.clone(), self.token.take());
-        let unauthenticated = Unauthenticated::new(self.unauthenticated);
+        // Without a token every caller is let in: a limit of strangers would be one of callers.
+        let limits = match token {
+            Some(_) => self.unauthenticated,
+            None => Limits { per_address: usize::MAX, total: usize::MAX, ..self.unauthenticated },
+        };
+        let unauthenticated = Unauthenticated::new(limits);
         let listeners = listeners.into_iter().map(|listener| {
             anyhow::ensure!(
                 token.is_some() || !listener.needs_token(),

@@ -28,7 +28,7 @@ use rpc::pb::streamer::streamer_client::StreamerClient;
 use rpc::pb::streamer::upload_request::Message as Say;
 use rpc::pb::streamer::upload_response::Message as Answer;
 use rpc::{Peer, Refusal};
-use runtime_gateway::host::{HostConfig, HostRuntime};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
 use server::{Host, Listener};
 use tempfile::TempDir;
 use tokio::net::TcpListener;
@@ -151,7 +151,10 @@ impl Suite {
     /// A worker with a gateway of its own.
     pub(crate) async fn add_worker(&mut self, name: &str) -> WorkerId {
         let at = |what: &str| self.path(&format!("{name}-{what}"));
-        let config = HostConfig::new(at("state"), at("run")).expect("the path of this test");
+        let config = HostConfig {
+            policy: Policy::allowing([Permission::HostImage]),
+            ..HostConfig::new(at("state"), at("run")).expect("the path of this test")
+        };
         let machine = HostRuntime::open(config).expect("this machine as a worker");
         let listener = listen().await;
         let address = listener.endpoint().expect("its address");
