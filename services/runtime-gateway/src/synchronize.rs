@@ -1,7 +1,7 @@
 //! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
 //!
-//! Each message is complete, so a lost one costs only time. What shall run is started once per lease, in a task that survives this
-//! stream; what shall stop is told to that task.
+//! Each message names all leases, so a stream that breaks costs only time. What shall run is said once on each stream. It is started once
+//! per lease, in a task that survives the stream; what shall stop is told to that task.
 //!
 //! The worker is told of contact as [`crate::contact`] says: as of a message of ours that the scheduler says it heard.
 
@@ -308,9 +308,8 @@ fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> bool {
         match lease.wish {
             Some(Wish::Run(run)) => changed |= start(worker, id, run),
             Some(Wish::Stop(stop)) => changed |= self::stop(worker, id, stop),
-            None => {
-                tracing::error!(lease.id = %id, "what the scheduler wants of a lease cannot be understood: it is left alone");
-            }
+            // It was said before on this stream, or follows.
+            None => {}
         }
     }
     let mut attempts = worker.attempts();

@@ -27,7 +27,7 @@ use crate::room::Room;
 use crate::trees::Trees;
 use rpc::Peer;
 
-/// Most bytes of a desired state.
+/// Most bytes of a desired state: it names all leases of the worker.
 const DESIRED_BYTES: usize = 256 << 20;
 
 /// The session in which this gateway speaks.
@@ -102,7 +102,6 @@ impl Worker {
         let streamer = rpc::client::peer(&config.streamer, outgoing())?;
         Ok(Arc::new(Self {
             inventory: InventoryClient::new(store),
-            // A desired state has the specs of all its leases.
             workers: WorkersClient::new(scheduler.clone()).max_decoding_message_size(DESIRED_BYTES),
             workloads: WorkloadsClient::new(scheduler),
             streamer: StreamerClient::new(streamer),

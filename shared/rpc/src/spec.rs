@@ -31,7 +31,7 @@ const READ_ONCE: &str = "standard input that was read cannot be read once more";
 /// Most processes that a container can be limited to. The kernel takes one more, which is for its init.
 pub const MOST_PIDS: u64 = (1 << 22) - 1;
 
-/// Most bytes of a spec, encoded: a worker is told the specs of all its leases in one message.
+/// Most bytes of an encoded spec.
 const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
 /// Most task caches of a spec.

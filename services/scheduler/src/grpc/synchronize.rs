@@ -1,7 +1,7 @@
 //! `Workers.Synchronize`: a gateway says what is, and hears what shall be.
 //!
 //! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
-//! send less. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
+//! send less. What an attempt runs is sent once on each stream, and one message takes some MiB of it, however much a worker runs. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
 //!
 //! A stream reads nothing by itself as long as nothing changes. What its worker shall do it hears ([`crate::attended`]), and its leases
 //! it reads once for each generation of that. They are the same until the next, for whatever changes them raises it, but for how far they are; and
@@ -40,6 +40,9 @@ const PROTOCOL: u32 = 1;
 /// How many versions a gateway may speak: of one with which nobody can speak they are kept.
 const MOST_VERSIONS: usize = 100;
 
+/// Most bytes of specs in one message, and at most one spec more. The client of a gateway decodes 4 MiB unless it is told otherwise.
+const SPEC_BYTES: usize = 2 << 20;
+
 /// What a gateway is told.
 pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
 
@@ -71,6 +74,8 @@ pub(super) async fn attend(
                 }
             },
             () = attendance.news.changed() => Box::pin(attendance.tell(false)).await?,
+            // One message at a time, so that the gateway is heard in between.
+            () = std::future::ready(()), if attendance.has_more => Box::pin(attendance.tell(true)).await?,
             _ = heartbeat.tick() => Box::pin(attendance.tell(true)).await?,
         }
     }
@@ -122,7 +127,8 @@ async fn begin<'s>(
         session,
         told: None,
         live: Live::default(),
-        runs: HashMap::new(),
+        runs: HashSet::new(),
+        has_more: false,
         noted,
         heard: 0,
         ended: HashMap::new(),
@@ -170,8 +176,10 @@ struct Attendance<'s> {
     /// The generation that was sent last.
     told: Option<i64>,
     live: Live,
-    /// What was sent about leases that are still live: it never changes, and is long.
-    runs: HashMap<Uuid, pb::RunAttempt>,
+    /// The live leases whose `RunAttempt` was sent. It never changes, and is long.
+    runs: HashSet<Uuid>,
+    /// Whether specs are left for the next message.
+    has_more: bool,
     /// The contact that was noted last.
     noted: Timestamp,
     /// The number of the message that was it. 0: `hello`.
@@ -261,17 +269,23 @@ impl Attendance<'_> {
             Desired::Retire => pb::Directive::Retire,
         };
         let live = self.take_live(&known).await?;
-        self.runs.retain(|id, _| live.iter().any(|lease| lease.id == *id));
+        let ids: HashSet<_> = live.iter().map(|lease| lease.id).collect();
+        self.runs.retain(|id| ids.contains(id));
+        self.has_more = false;
+        let mut room = SPEC_BYTES;
         let mut leases = Vec::with_capacity(live.len());
         for lease in &live {
-            if let Some(wish) = self.wish(lease).await? {
-                leases.push(pb::DesiredLease { lease_id: lease.id.to_string(), wish: Some(wish) });
-            }
+            leases.extend(self.desired_lease(lease, &mut room).await?);
         }
         self.live.leases = live;
-        let generation = known.generation.unsigned_abs();
+        // The generation counts as applied once all of it was sent.
+        let complete = (!self.has_more).then_some(known.generation);
+        let generation = complete.or(self.told).unwrap_or(0).unsigned_abs();
         let directive = directive.into();
         self.send(Tell::Desired(pb::Desired { generation, leases, heard: self.heard, directive })).await?;
+        if self.has_more {
+            return Ok(());
+        }
         if is_news && self.told.is_some() {
             attended::told(since);
         }
@@ -279,11 +293,17 @@ impl Attendance<'_> {
         Ok(())
     }
 
-    async fn wish(&mut self, lease: &lease::Model) -> Result<Option<pb::desired_lease::Wish>, Status> {
+    /// What a message says of `lease`. `room`: the bytes of specs that the message still takes. `None`: the lease is not the gateway's to see.
+    async fn desired_lease(
+        &mut self,
+        lease: &lease::Model,
+        room: &mut usize,
+    ) -> Result<Option<pb::DesiredLease>, Status> {
         let Some((workload, attempt)) = leases::claims(lease).attempt else { return Ok(None) };
+        let desired = |wish| Ok(Some(pb::DesiredLease { lease_id: lease.id.to_string(), wish }));
         if lease.state == lease::State::Ending {
             let micros = u64::try_from(lease.stop_grace_us.unwrap_or(0)).unwrap_or(0);
-            return Ok(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
+            return desired(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
                 reason: convert::stop_reason(lease.stop_reason.unwrap_or(lease::StopReason::Cancelled)),
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
@@ -291,12 +311,16 @@ impl Attendance<'_> {
                 attempt_id: attempt.to_string(),
             })));
         }
-        if let Some(run) = self.runs.get(&lease.id) {
-            return Ok(Some(pb::desired_lease::Wish::Run(run.clone())));
+        if self.runs.contains(&lease.id) {
+            return desired(None);
         }
-        let Some(run) = self.run(lease, workload, attempt).await? else { return Ok(None) };
-        self.runs.insert(lease.id, run.clone());
-        Ok(Some(pb::desired_lease::Wish::Run(run)))
+        if *room == 0 {
+            self.has_more = true;
+            return desired(None);
+        }
+        let Some(run) = self.run(lease, workload, attempt, room).await? else { return Ok(None) };
+        self.runs.insert(lease.id);
+        desired(Some(pb::desired_lease::Wish::Run(run)))
     }
 
     async fn run(
@@ -304,11 +328,13 @@ impl Attendance<'_> {
         lease: &lease::Model,
         workload: WorkloadId,
         attempt: AttemptId,
+        room: &mut usize,
     ) -> Result<Option<pb::RunAttempt>, Status> {
         let failed = |error: sea_orm::DbErr| database("read a workload", &error);
         let Some(row) = workloads::find(self.scheduler.db.read(), workload).await.map_err(failed)? else {
             return Ok(None);
         };
+        *room = room.saturating_sub(row.spec.len());
         Ok(Some(pb::RunAttempt {
             lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
             workload_id: workload.to_string(),

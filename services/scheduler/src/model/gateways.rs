@@ -50,12 +50,17 @@ pub(super) struct Attended {
     pub(super) said: Vec<Observed>,
 }
 
-fn wish(lease: &pb::DesiredLease) -> Wish {
-    match lease.wish.as_ref().expect("a wish") {
-        pb::desired_lease::Wish::Run(_) => Wish::Run,
-        pb::desired_lease::Wish::Stop(stop) => {
+/// `before`: what the stream said of the lease before, which holds where nothing is said.
+fn wish(lease: &pb::DesiredLease, before: Option<Wish>) -> Wish {
+    match &lease.wish {
+        Some(pb::desired_lease::Wish::Run(_)) => {
+            assert_eq!(before, None, "it is said once");
+            Wish::Run
+        }
+        Some(pb::desired_lease::Wish::Stop(stop)) => {
             Wish::Stop(stop.grace.as_ref().map_or(0, |grace| grace.seconds))
         }
+        None => before.expect("a wish"),
     }
 }
 
@@ -66,8 +71,12 @@ impl Attended {
             if desired.directive() == pb::Directive::RegisterAgain {
                 continue;
             }
-            let id = |lease: &pb::DesiredLease| lease.lease_id.parse().expect("an id");
-            let wishes = desired.leases.iter().map(|lease| (id(lease), wish(lease))).collect();
+            let before = |id: &LeaseId| self.told.last().and_then(|told| told.wishes.get(id)).copied();
+            let wishes = desired.leases.iter().map(|lease| {
+                let id = lease.lease_id.parse().expect("an id");
+                (id, wish(lease, before(&id)))
+            });
+            let wishes = wishes.collect();
             let told = Told { generation: desired.generation, wishes };
             assert!(self.newest() <= told.generation, "{told:?} is told after {:?}", self.told.last());
             self.told.push(told);

@@ -8,7 +8,7 @@ use rpc::pb::scheduler as pb;
 use testing::databases::TestDatabase;
 
 use crate::patient_config;
-use crate::support::{Gateway, Running, config, hello, until, within};
+use crate::support::{Gateway, Running, config, hello, spec, until, within};
 
 pub(crate) async fn one_gateway_speaks_for_a_worker_at_a_time(database: TestDatabase) {
     let scheduler = Running::start(config(&database)).await;
@@ -104,5 +104,59 @@ pub(crate) async fn a_silent_gateway_is_superseded_and_told_so(database: TestDat
     })
     .await;
     assert!(refused.is(Reason::StaleSession), "{refused}");
+    scheduler.stop().await;
+}
+
+/// How many specs of 1 MiB are more than a client decodes at a time.
+const LARGE: u32 = 9;
+
+pub(crate) async fn large_specs_are_told_in_several_messages(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let capacity = pb::Capacity { max_tasks: LARGE, disk_bytes: 1 << 30, ..pb::Capacity::default() };
+    let first = pb::Hello { capacity: Some(capacity), ..hello("one") };
+    let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("welcome");
+    let value = vec![b'x'; (1 << 20) - 1000];
+    let variable = pb::EnvironmentVariable { name: b"LARGE".as_slice().into(), value: value.into() };
+    let mut workloads = Vec::new();
+    for _ in 0..LARGE {
+        let large = pb::WorkloadSpec { environment: vec![variable.clone()], ..spec() };
+        workloads.push(scheduler.submit(large).await.expect("accepted"));
+    }
+    for workload in &workloads {
+        gateway.run(*workload).await;
+    }
+
+    // Another stream is told all of it again, in parts. What it says in between ends nothing.
+    let again = pb::Hello { session_credential: gateway.welcome.session_credential.clone(), ..first };
+    let mut gateway = Gateway::connect(&scheduler, again).await.expect("it comes back");
+    let due = |desired: &pb::Desired| desired.leases.iter().filter(|lease| lease.wish.is_none()).count();
+    assert_eq!((gateway.desired.leases.len(), gateway.desired.generation), (workloads.len(), 0));
+    assert!(due(&gateway.desired) > 0, "the first message has no room for all");
+    gateway.observe(&[]).await;
+    let mut leases = Vec::new();
+    for workload in &workloads {
+        leases.push(gateway.run(*workload).await.0);
+    }
+    within("all of it is told", async {
+        while gateway.desired.generation == 0 {
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    assert_eq!(due(&gateway.desired), 0);
+    let preparing: Vec<_> = leases.iter().map(|lease| (lease.as_str(), pb::LeasePhase::Preparing)).collect();
+    gateway.observe(&preparing).await;
+
+    // From now on the leases are named, and no spec is said again.
+    let heard = gateway.desired.heard;
+    within("the gateway is heard", async {
+        while gateway.desired.heard == heard {
+            gateway.observe(&preparing).await;
+            gateway.next().await.expect("the stream is open");
+        }
+    })
+    .await;
+    assert_eq!((gateway.desired.leases.len(), gateway.told_wishes), (workloads.len(), 0));
+    assert_eq!(scheduler.worker("one").await.active_tasks, LARGE);
     scheduler.stop().await;
 }

@@ -50,7 +50,8 @@ use explain::{
 };
 use gateways::{
     a_gateway_whose_call_is_dropped_has_left, a_silent_gateway_is_superseded_and_told_so,
-    one_gateway_speaks_for_a_worker_at_a_time, only_what_was_heard_is_echoed,
+    large_specs_are_told_in_several_messages, one_gateway_speaks_for_a_worker_at_a_time,
+    only_what_was_heard_is_echoed,
 };
 use inputs::watchers_see_inputs_come_in_steps;
 use leases::{
@@ -644,6 +645,7 @@ on_both! {
     checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for,
     what_was_asked_for_is_kept_free,
     what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all,
+    large_specs_are_told_in_several_messages,
     what_cannot_be_asked_for_is_refused,
     a_driven_lease_has_a_full_term_after_a_restart,
     a_restart_does_not_forget_how_long_a_worker_was_silent,

@@ -225,9 +225,15 @@ pub(crate) fn hello(name: &str) -> pb::Hello {
 pub(crate) struct Gateway {
     pub(crate) welcome: pb::Welcome,
     pub(crate) desired: pb::Desired,
+    /// How many wishes the last message had.
+    pub(crate) told_wishes: usize,
     said: Option<mpsc::Sender<pb::SynchronizeRequest>>,
     number: AtomicU64,
     told: Streaming<pb::SynchronizeResponse>,
+}
+
+fn wishes(desired: &pb::Desired) -> usize {
+    desired.leases.iter().filter(|lease| lease.wish.is_some()).count()
 }
 
 impl Gateway {
@@ -239,7 +245,8 @@ impl Gateway {
         let mut told = call.into_inner();
         let Some(Told::Welcome(welcome)) = next(&mut told).await? else { panic!("no welcome") };
         let Some(Told::Desired(desired)) = next(&mut told).await? else { panic!("no desired") };
-        Ok(Self { welcome, desired, said: Some(said), number: AtomicU64::new(0), told })
+        let told_wishes = wishes(&desired);
+        Ok(Self { welcome, desired, told_wishes, said: Some(said), number: AtomicU64::new(0), told })
     }
 
     /// Says what it knows, having taken up all that it was told.
@@ -291,7 +298,15 @@ impl Gateway {
     /// The next message.
     pub(crate) async fn next(&mut self) -> Result<(), Refusal> {
         match next(&mut self.told).await? {
-            Some(Told::Desired(desired)) => self.desired = desired,
+            Some(Told::Desired(mut desired)) => {
+                self.told_wishes = wishes(&desired);
+                // What is said once stays said.
+                for lease in desired.leases.iter_mut().filter(|lease| lease.wish.is_none()) {
+                    let before = self.desired.leases.iter().find(|before| before.lease_id == lease.lease_id);
+                    lease.wish = before.and_then(|before| before.wish.clone());
+                }
+                self.desired = desired;
+            }
             other => panic!("unexpected: {other:?}"),
         }
         Ok(())
