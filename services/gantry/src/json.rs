@@ -93,6 +93,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "refusals": worker.refusals.iter().map(refusal).collect::<Vec<_>>(),
         "failures": worker.failures,
         "last_failure": some(&worker.last_failure),
+        "failed_team": some(&worker.failed_team),
         "set_aside_until": worker.set_aside_until.as_ref().map(words::instant),
         "unsupported_versions": worker.unsupported_versions,
     })

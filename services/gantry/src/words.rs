@@ -35,10 +35,14 @@ pub(crate) fn standing(worker: &Worker) -> String {
     if !worker.unsupported_versions.is_empty() {
         words.push("incompatible");
     }
+    let mut standing = words.join(", ");
     if worker.set_aside_until.is_some() {
-        words.push("set aside");
+        standing += ", set aside";
+        if !worker.failed_team.is_empty() {
+            standing += &format!(" for team {}", worker.failed_team);
+        }
     }
-    words.join(", ")
+    standing
 }
 
 /// The same of one that is not in contact.

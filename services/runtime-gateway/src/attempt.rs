@@ -11,6 +11,7 @@
 //! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
 //! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
 
+use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::sync::Arc;
@@ -24,7 +25,7 @@ use futures::FutureExt;
 use rpc::pb::artifacts as store;
 use rpc::pb::scheduler as pb;
 use rpc::{Reason, Refusal};
-use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, Root, RuntimeError, VolumeSource};
+use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, ProcessState, Root, RuntimeError, VolumeSource};
 use tokio::sync::watch;
 use tonic::Status;
 use tracing::Instrument;
@@ -125,6 +126,9 @@ const LONGEST_WHY: usize = 1000;
 
 /// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
 const TELL: (usize, Duration) = (12, Duration::from_secs(5));
+
+/// How often a process that is being started is looked at: first, and at last.
+const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
 
 /// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
 pub(crate) async fn attended(
@@ -317,10 +321,11 @@ async fn carry_out(
         known?;
     }
     let started = domain::Timestamp::now();
-    worker.set_phase(task.lease, pb::LeasePhase::Running);
-
     let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
-    let ended = wait(worker, task.attempt, stop).instrument(process).await?;
+    let ended = tokio::select! {
+        ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
+        never = report_running(worker, task) => match never {},
+    };
     let mut usage = used(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
         usage.running.get_or_insert(since.elapsed());
@@ -499,6 +504,24 @@ fn process_spec(task: &Task, defaults: Vec<EnvironmentVariable>) -> ProcessSpec 
         stdin: task.spec.stdin,
         output: task.spec.output,
         terminal: None,
+    }
+}
+
+/// Says that the attempt runs, once its command does. An attempt whose process never comes to run does not run.
+async fn report_running(worker: &Worker, task: &Task) -> Infallible {
+    let mut pause = STARTING.0;
+    loop {
+        match worker.runtime.process(task.attempt).await {
+            Ok(ProcessState::Started) => {
+                worker.set_phase(task.lease, pb::LeasePhase::Running);
+                return std::future::pending().await;
+            }
+            Ok(ProcessState::Ended(_)) => return std::future::pending().await,
+            Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(STARTING.1);
+            }
+        }
     }
 }
 

@@ -297,7 +297,7 @@ impl Supply {
         let is_in_service = worker.state == State::Running
             && worker.desired == Desired::Run
             && worker.unsupported_versions.is_empty()
-            && !matches!(worker.trust, Trust::SetAside(_));
+            && !matches!(&worker.trust, Trust::SetAside(failing) if failing.counts_for(None));
         if is_in_service {
             self.in_service += 1;
             self.idle += usize::from(worker.load.tasks == 0);

@@ -7,8 +7,8 @@ use std::time::Duration;
 use db::Database;
 use domain::Timestamp;
 use sea_orm::{
-    ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, Iterable, PaginatorTrait, QueryFilter,
-    QuerySelect, Statement,
+    ActiveEnum, ColumnTrait, ConnectionTrait, DbErr, EntityTrait, ExprTrait, Iterable, PaginatorTrait,
+    QueryFilter, QuerySelect, Statement,
 };
 
 use crate::entity::{kept_free, lease, worker, workload};
@@ -195,7 +195,7 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     let why = [
         ("landing", worker::Column::Desired.eq(worker::Desired::Land)),
         ("retiring", worker::Column::Desired.eq(worker::Desired::Retire)),
-        ("set_aside", worker::Column::SetAsideUntil.is_not_null()),
+        ("set_aside", worker::Column::SetAsideUntil.is_not_null().and(worker::Column::FailedTeam.is_null())),
         ("incompatible", worker::Column::UnsupportedVersions.ne("[]")),
     ];
     for (why, matching) in why {

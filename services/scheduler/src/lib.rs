@@ -92,6 +92,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0010_waiting_calls", sql: include_str!("migrations/0010_waiting_calls.sql") },
         SqlMigration { name: "0011_ended_tasks", sql: include_str!("migrations/0011_ended_tasks.sql") },
         SqlMigration { name: "0012_outcomes", sql: include_str!("migrations/0012_outcomes.sql") },
+        SqlMigration { name: "0013_failed_team", sql: include_str!("migrations/0013_failed_team.sql") },
     ];
 
     const BY_INDEX: bool = true;

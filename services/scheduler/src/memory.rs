@@ -19,7 +19,7 @@ use crate::attended::Attended;
 use crate::config::Config;
 use crate::entity::worker::{Desired, State};
 use crate::entity::{contact, from_json, worker};
-use crate::placement::{Index, Load, Resources, Trust, Worker};
+use crate::placement::{Failing, Index, Load, Resources, Trust, Worker};
 use crate::registry;
 use crate::workers;
 
@@ -117,6 +117,10 @@ pub struct Limits {
     pub volumes: Option<u32>,
 }
 
+fn failing(row: &worker::Model) -> Failing {
+    Failing { why: row.last_failure.clone(), team: row.failed_team.clone() }
+}
+
 fn unsigned(value: i64) -> u64 {
     u64::try_from(value).unwrap_or(0)
 }
@@ -169,8 +173,8 @@ impl Facts {
             gone: just_lost && (row.ephemeral || row.leaving.is_some()),
             unsupported_versions: from_json(&row.unsupported_versions)?,
             trust: match row.set_aside_until {
-                Some(_) => Trust::SetAside(row.last_failure.clone()),
-                None if row.set_asides > 0 => Trust::OnProbation(row.last_failure.clone()),
+                Some(_) => Trust::SetAside(failing(row)),
+                None if row.set_asides > 0 => Trust::OnProbation(failing(row)),
                 None => Trust::Full,
             },
             labels: match self.labels.get(&row.labels) {

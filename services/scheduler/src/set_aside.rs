@@ -7,6 +7,9 @@
 //!
 //! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::outcome::fault`]). One that
 //! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
+//!
+//! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed, and for every team if
+//! they were of two teams or more.
 
 use std::time::Duration;
 
@@ -27,11 +30,11 @@ fn term(config: &Config, time: i64) -> Duration {
     config.set_aside_for.saturating_mul(1 << doublings).min(config.set_aside_for_at_most)
 }
 
-/// An attempt has ended on `worker` through its fault. The transaction that ends it calls this.
+/// An attempt of `team` has ended on `worker` through its fault. The transaction that ends it calls this.
 pub(crate) async fn failed(
     txn: &DatabaseTransaction,
     worker: Uuid,
-    why: &str,
+    (team, why): (&str, &str),
     config: &Config,
     now: Timestamp,
     effects: &mut Effects,
@@ -43,8 +46,10 @@ pub(crate) async fn failed(
     // Those that were under way when it was set aside say nothing new.
     let again = row.set_aside_until.is_none()
         && (row.set_asides > 0 || failures >= i64::from(config.set_aside_after));
+    let is_of_one_team = row.failures == 0 || row.failed_team.as_deref() == Some(team);
     let mut noted = worker::ActiveModel {
         failures: Set(failures),
+        failed_team: Set(is_of_one_team.then(|| team.to_owned())),
         last_failure: Set(why.to_owned()),
         ..Default::default()
     };
@@ -54,6 +59,7 @@ pub(crate) async fn failed(
         noted.set_aside_until = Set(Some((now + term).0));
         tracing::warn!(
             worker.name = row.name,
+            team = is_of_one_team.then_some(team),
             failures,
             why,
             for_seconds = term.as_secs(),
@@ -86,6 +92,7 @@ pub(crate) async fn works(
 pub(crate) fn forgiven() -> worker::ActiveModel {
     worker::ActiveModel {
         failures: Set(0),
+        failed_team: Set(None),
         last_failure: Set(String::new()),
         set_asides: Set(0),
         set_aside_until: Set(None),

@@ -115,6 +115,8 @@ pub(crate) struct Worker {
     pub(crate) failures: u32,
     pub(crate) last_failure: String,
     pub(crate) set_aside_until: Option<Timestamp>,
+    /// The team of all failures. `None`: they are of several, or there are none.
+    pub(crate) failed_team: Option<String>,
     pub(crate) unsupported_versions: Vec<u32>,
     pub(crate) revision: i64,
 }
@@ -664,6 +666,7 @@ fn view(
         revision: row.revision,
         held_up_by: row.held_up_by,
         last_failure: row.last_failure,
+        failed_team: row.failed_team,
     })
 }
 

@@ -591,3 +591,46 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
         store.end().await;
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn attempt_runs_once_its_command_does() {
+    let mut store = Store::start().await;
+    let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
+    let held = scene.machine.faults.hold_starts();
+    let (lease, attempt_id) = (LeaseId::new(), AttemptId::new());
+    let run = pb::RunAttempt {
+        lease_token: "token".to_owned(),
+        workload_id: WorkloadId::new().to_string(),
+        attempt_id: attempt_id.to_string(),
+        spec: Some(spec(&programs::sleep())),
+        ..pb::RunAttempt::default()
+    };
+    let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+    let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
+    scene.desire(0, vec![wish]).await;
+    attempt.prepared(&mut store).await;
+    let runtime = scene.machine.runtime();
+    within("a process that is started", async {
+        while runtime.process(attempt_id).await.is_err() {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await;
+    // A lease that is named without a wish goes on as before.
+    let named = pb::DesiredLease { lease_id: lease.to_string(), wish: None };
+    for _ in 0..3 {
+        scene.desire(0, vec![named.clone()]).await;
+        let [observed] = &scene.observed.0.leases[..] else { panic!("{:?}", scene.observed.0) };
+        assert_eq!(observed.phase(), pb::LeasePhase::Preparing, "its command does not run yet");
+    }
+    drop(held);
+    scene
+        .observe("a process that runs", |observed, _| {
+            observed.leases.iter().any(|lease| lease.phase() == pb::LeasePhase::Running)
+        })
+        .await;
+    scene.desire(0, vec![stop(lease, "token")]).await;
+    scene.ended(&[lease]).await;
+    scene.end().await;
+    store.end().await;
+}

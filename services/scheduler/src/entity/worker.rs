@@ -45,6 +45,7 @@ pub(crate) struct Model {
     pub(crate) reserved_memory_bytes: i64,
     pub(crate) reserved_disk_bytes: i64,
     pub(crate) ended_tasks: i64,
+    pub(crate) failed_team: Option<String>,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

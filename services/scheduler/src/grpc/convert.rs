@@ -186,6 +186,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         failures: worker.failures,
         last_failure: worker.last_failure,
         set_aside_until: worker.set_aside_until.map(timestamp),
+        failed_team: worker.failed_team.unwrap_or_default(),
         unsupported_versions: worker.unsupported_versions,
         reserved: requests(placed.load.reserved),
     }

@@ -210,7 +210,7 @@ impl State {
         });
         if let Some(reason) = fault {
             if !matches!(reason, FailureReason::WorkerFull | FailureReason::InputDamaged) {
-                self.fail(lease.worker, now);
+                self.fail(lease.worker, self.asks(id).team, now);
             }
             if self.may_go_elsewhere(id, lease.worker, reason, now) {
                 self.end_lease(lease_id, EndedBy::Reported, now);
@@ -254,9 +254,14 @@ impl State {
     }
 
     /// An attempt has ended on `worker` through its fault.
-    fn fail(&mut self, worker: WorkerId, now: Minutes) {
+    fn fail(&mut self, worker: WorkerId, team: &str, now: Minutes) {
         let Some(worker) = self.worker_mut(worker) else { return };
         worker.failures += 1;
+        let is_first = worker.failures == 1;
+        worker.failed_team.take_if(|before| before != team);
+        if is_first {
+            worker.failed_team = Some(team.to_owned());
+        }
         if worker.set_aside_until.is_none() && (worker.set_asides > 0 || worker.failures >= 2) {
             let term = (0..worker.set_asides).fold(25, |term, _| (term * 2).min(105));
             worker.set_asides += 1;

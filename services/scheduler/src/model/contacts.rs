@@ -17,6 +17,7 @@ impl Worker {
     /// It is trusted again.
     pub(super) fn forgive(&mut self) {
         (self.failures, self.set_asides, self.set_aside_until) = (0, 0, None);
+        self.failed_team = None;
     }
 }
 
@@ -67,6 +68,7 @@ impl State {
             failures: 0,
             set_asides: 0,
             set_aside_until: None,
+            failed_team: None,
         }
     }
 

@@ -85,6 +85,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             failures: row.failures,
             set_asides: row.set_asides,
             set_aside_until: row.set_aside_until.map(minutes),
+            failed_team: row.failed_team.clone(),
         };
         let counted = Amounts {
             cpu_millis: number(row.reserved_cpu_millis),

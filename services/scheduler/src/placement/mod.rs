@@ -91,14 +91,30 @@ impl Worker {
     }
 }
 
-/// Whether a worker is trusted to start what is given to it. With what the last attempt said that it could not start.
+/// Whether a worker is trusted to start what is given to it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Trust {
     Full,
     /// It is tried with one task at a time.
-    OnProbation(String),
+    OnProbation(Failing),
     /// It is not tried for now.
-    SetAside(String),
+    SetAside(Failing),
+}
+
+/// Attempts that failed on a worker one after the other.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Failing {
+    /// What the last one said.
+    pub(crate) why: String,
+    /// The team of all of them. `None`: they were of several, so that they count for every team.
+    pub(crate) team: Option<String>,
+}
+
+impl Failing {
+    /// Whether they count for `team`. `None`: for every team.
+    pub(crate) fn counts_for(&self, team: Option<&str>) -> bool {
+        self.team.is_none() || self.team.as_deref() == team
+    }
 }
 
 /// An attempt that a worker could not start.
@@ -389,10 +405,11 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     if worker.state == State::Stalled {
         refusals.push(Refusal::Stalled);
     }
-    if let Trust::SetAside(why) = &worker.trust
+    if let Trust::SetAside(failing) = &worker.trust
         && shape.process.is_some()
+        && failing.counts_for(Some(&shape.team))
     {
-        refusals.push(Refusal::SetAside(why.clone()));
+        refusals.push(Refusal::SetAside(failing.why.clone()));
     }
     refusals
 }
@@ -427,7 +444,7 @@ fn of_load(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
 fn of_load_with(shape: &Shape, worker: &Worker, load: &Load) -> Vec<Refusal> {
     let mut refusals = Vec::new();
     if shape.process.is_some() {
-        refusals.extend(full_with(worker, load));
+        refusals.extend(full_with(Some(&shape.team), worker, load));
     }
     for Amount { of, asked, has, reserved } in amounts(shape, worker, load) {
         let left = has.saturating_sub(reserved);
@@ -464,17 +481,19 @@ fn amounts(shape: &Shape, worker: &Worker, load: &Load) -> impl Iterator<Item = 
         .filter_map(|(of, asked, has, reserved)| has.map(|has| Amount { of, asked, has, reserved }))
 }
 
-/// Whether anything more may run on `worker`, whatever it asks for.
+/// Whether anything more may run on `worker`, whatever it asks for, and of some team.
 fn has_room(worker: &Worker) -> bool {
-    full_with(worker, &worker.load).next().is_none()
+    full_with(None, worker, &worker.load).next().is_none()
 }
 
-/// Why nothing more may run on `worker` if this `load` were on it, whatever is asked for.
-fn full_with(worker: &Worker, load: &Load) -> impl Iterator<Item = Refusal> + use<> {
+/// Why nothing more of `team` may run on `worker` if this `load` were on it, whatever is asked for. `None`: of no team at all.
+fn full_with(team: Option<&str>, worker: &Worker, load: &Load) -> impl Iterator<Item = Refusal> + use<> {
     let Capacity { max_tasks, max_containers, max_volumes, .. } = worker.capacity;
     let (containers, volumes) = (load.containers(), load.volumes());
     let on_trial = match &worker.trust {
-        Trust::OnProbation(why) if load.tasks > 0 => Some(Refusal::SetAside(why.clone())),
+        Trust::OnProbation(failing) if load.tasks > 0 && failing.counts_for(team) => {
+            Some(Refusal::SetAside(failing.why.clone()))
+        }
         _ => None,
     };
     let refusals = [

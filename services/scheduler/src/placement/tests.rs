@@ -57,6 +57,11 @@ fn busy(tasks: u32, worker: Worker) -> Worker {
     Worker { load: Load { tasks, ..Load::default() }, ..worker }
 }
 
+/// Attempts of several teams, which count for every team.
+fn failing(why: &str) -> Failing {
+    Failing { why: why.to_owned(), team: None }
+}
+
 fn failure() -> Failure {
     Failure { reason: FailureReason::StartFailed, message: "no".to_owned() }
 }
@@ -151,7 +156,7 @@ fn a_worker_says_all_that_speaks_against_it() {
     one.capacity = Capacity { max_tasks: Some(1), max_containers: Some(3), ..Capacity::default() };
     one.load = Load { tasks: 1, kept_containers: 4, ..Load::default() };
     one.kept_free_for = Some(Uuid::from_u128(1));
-    one.trust = Trust::OnProbation("why".to_owned());
+    one.trust = Trust::OnProbation(failing("why"));
     let mut demand = demand().failed_on(vec![FailedThere { worker: one.id, failure: failure() }]);
     demand.avoid.insert(one.id);
     let all = [
@@ -168,13 +173,15 @@ fn a_worker_says_all_that_speaks_against_it() {
 #[test]
 fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
     let kept_free = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
-    let why = || "why".to_owned();
-    let workers = [kept_free("tried", Trust::OnProbation(why())), kept_free("not", Trust::SetAside(why()))];
+    let workers = [
+        kept_free("tried", Trust::OnProbation(failing("why"))),
+        kept_free("not", Trust::SetAside(failing("why"))),
+    ];
     let mut index = index(workers.clone());
     workers.iter().for_each(|worker| index.keep_free(worker.id, Some(Uuid::from_u128(1))));
     let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
     let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
-    assert_eq!(groups, [(2, &[Refusal::SetAside(why()), Refusal::KeptFree][..])]);
+    assert_eq!(groups, [(2, &[Refusal::SetAside("why".to_owned()), Refusal::KeptFree][..])]);
 }
 
 #[test]
@@ -255,12 +262,29 @@ fn every_lasting_refusal_has_its_reason() {
 }
 
 #[test]
+fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
+    let of_main = || Failing { team: Some("main".to_owned()), ..failing("why") };
+    let main = demand();
+    let other = Shape { team: "other".to_owned(), ..Shape::clone(&main.shape) };
+    let other = other.asked_by(Uuid::nil());
+    for trust in [Trust::SetAside(of_main()), Trust::OnProbation(of_main())] {
+        let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
+        assert_eq!(index.choose(&main, &[]), Choice::NotNow);
+        assert!(placed(&mut index, &other, &[]).is_some(), "no attempt of this team failed");
+    }
+    for trust in [Trust::SetAside(failing("why")), Trust::OnProbation(failing("why"))] {
+        let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
+        assert_eq!(index.choose(&other, &[]), Choice::NotNow, "attempts of several teams failed");
+    }
+}
+
+#[test]
 fn whatever_passes_by_itself_is_waited_for() {
     let full = busy(2, worker("full"));
     let stalled = Worker { state: State::Stalled, ..worker("stalled") };
     let landing = Worker { desired: Desired::Land, ..worker("landing") };
-    let set_aside = Worker { trust: Trust::SetAside("why".to_owned()), ..worker("set-aside") };
-    let on_probation = Worker { trust: Trust::OnProbation("why".to_owned()), ..worker("tried") };
+    let set_aside = Worker { trust: Trust::SetAside(failing("why")), ..worker("set-aside") };
+    let on_probation = Worker { trust: Trust::OnProbation(failing("why")), ..worker("tried") };
     for worker in [full, stalled, landing, set_aside, busy(1, on_probation.clone())] {
         assert_eq!(index([worker]).choose(&demand(), &[]), Choice::NotNow);
     }

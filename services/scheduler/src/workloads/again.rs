@@ -33,7 +33,7 @@ pub(super) async fn after_fault(
     let Some(failure) = outcome::fault(announced, lease.stop_reason, report) else { return Ok(false) };
     if outcome::is_held_against(failure) {
         let why = format!("{} ({})", failure.message, failure.reason);
-        set_aside::failed(txn, lease.worker_id, &why, config, now, effects).await?;
+        set_aside::failed(txn, lease.worker_id, (&row.team, &why), config, now, effects).await?;
     }
     let Some(row) = elsewhere(txn, row, lease.worker_id, failure, config).await? else { return Ok(false) };
     if leases::end(txn, LeaseId::from_uuid(lease.id), EndedBy::Reported, now, effects).await? {

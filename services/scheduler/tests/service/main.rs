@@ -88,7 +88,7 @@ use registry::{
     a_worker_with_which_nobody_can_speak_is_listed_and_never_chosen,
     an_ephemeral_worker_goes_once_it_is_lost, at_its_time_the_rest_of_a_landing_worker_is_interrupted,
     what_comes_to_be_on_a_retiring_worker_holds_it_up, what_one_worker_cannot_start_another_does,
-    whoever_watches_workers_misses_nothing,
+    whoever_watches_workers_misses_nothing, worker_is_set_aside_for_the_team_whose_attempts_fail,
 };
 use rpc::Reason;
 use rpc::pb::scheduler as pb;
@@ -687,6 +687,7 @@ on_both! {
     a_process_that_starts_ends_the_probation,
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
+    worker_is_set_aside_for_the_team_whose_attempts_fail,
     who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
     who_waits_in_vain_hears_so,
     what_only_a_lost_worker_could_do_waits_for_it,

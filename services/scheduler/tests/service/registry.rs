@@ -748,7 +748,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
         }
     })
     .await;
-    assert_eq!(reasons(&set_aside), ["SET_ASIDE"]);
+    assert_eq!((set_aside.failed_team.as_str(), reasons(&set_aside)), ("main", vec![]));
     assert_eq!(set_aside.last_failure, "it does not work (START_FAILED)");
     let id = scheduler.submit(spec()).await.expect("it waits");
     let expected = "one: is set aside, for it fails again and again: it does not work (START_FAILED)";
@@ -786,11 +786,61 @@ pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatab
     let (lease, run) = gateway.run(ids[0]).await;
     let worker = scheduler.worker("one").await;
     assert_eq!((worker.failures, worker.set_aside_until.is_none()), (1, true));
-    assert_eq!(reasons(&worker), ["SET_ASIDE"], "one task is enough to try it");
-    assert_eq!(scheduler.get(ids[1]).await.state(), pb::WorkloadState::Pending);
+    let waits = scheduler.get(ids[1]).await;
+    assert_eq!(waits.state(), pb::WorkloadState::Pending, "one task is enough to try it");
+    assert_eq!(
+        waits.waiting_for,
+        ["one: is set aside, for it fails again and again: it does not work (START_FAILED)"]
+    );
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     gateway.run(ids[1]).await;
+    assert_eq!(scheduler.worker("one").await.failures, 0);
+    scheduler.stop().await;
+}
+
+pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(database: TestDatabase) {
+    let config = Config {
+        set_aside_after: 2,
+        set_aside_for: Duration::from_secs(3600),
+        set_aside_for_at_most: Duration::from_secs(3600),
+        ..config(&database)
+    };
+    let scheduler = Running::start(config).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
+    let set_aside = async || {
+        let worker = scheduler.worker("one").await;
+        let refusals = worker.refusals.iter().map(|refusal| refusal.reason.clone()).collect::<Vec<_>>();
+        (worker.set_aside_until.is_some(), worker.failed_team, refusals)
+    };
+    for _ in 0..2 {
+        let id = scheduler.submit(of("main")).await.expect("accepted");
+        fail_on(&scheduler, &mut gateway, id).await;
+        gateway.holds_nothing().await;
+    }
+    assert_eq!(set_aside().await, (true, "main".to_owned(), vec![]));
+    let waits = scheduler.submit(of("main")).await.expect("it waits");
+
+    // The other team uses the worker, and a failure of its own counts for every team.
+    let other = scheduler.submit(of("other")).await.expect("accepted");
+    fail_on(&scheduler, &mut gateway, other).await;
+    gateway.holds_nothing().await;
+    assert_eq!(set_aside().await, (true, String::new(), vec!["SET_ASIDE".to_owned()]));
+
+    // A process that starts ends it. One that was only about to start does not.
+    scheduler.run_worker("one").await.expect("told");
+    let (_, run) = gateway.run(waits).await;
+    fail(&scheduler, &run.lease_token, "START_FAILED").await;
+    let tried = scheduler.submit(of("main")).await.expect("accepted");
+    let (lease, run) = gateway.run(tried).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    assert_eq!(scheduler.worker("one").await.failures, 1);
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    until("the worker is trusted", async || {
+        (set_aside().await == (false, String::new(), vec![])).then_some(())
+    })
+    .await;
     assert_eq!(scheduler.worker("one").await.failures, 0);
     scheduler.stop().await;
 }

@@ -166,7 +166,7 @@ fn lacking(demand: &Demand, worker: &Worker, planned: &Load) -> Option<Lacking> 
         let missing = amount.asked.saturating_add(amount.reserved).saturating_sub(amount.has);
         missing.saturating_mul(1000) / amount.has.max(1)
     });
-    let slot = full_with(worker, &load)
+    let slot = full_with(Some(&shape.team), worker, &load)
         .next()
         .map(|_| 1000 / u64::from(worker.capacity.max_tasks.unwrap_or(1).max(1)));
     Some((short.chain(slot).max().unwrap_or(0), load.tasks, worker.id))

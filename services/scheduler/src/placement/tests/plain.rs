@@ -110,10 +110,14 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
     }
     match &worker.trust {
         Trust::Full => {}
-        Trust::OnProbation(why) => {
-            against.for_now(load.tasks != 0 && !is_lost, Refusal::SetAside(why.clone()));
+        Trust::OnProbation(Failing { why, team }) => {
+            let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
+            against.for_now(is_meant && load.tasks != 0 && !is_lost, Refusal::SetAside(why.clone()));
         }
-        Trust::SetAside(why) => against.for_now(true, Refusal::SetAside(why.clone())),
+        Trust::SetAside(Failing { why, team }) => {
+            let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
+            against.for_now(is_meant, Refusal::SetAside(why.clone()));
+        }
     }
     let is_for_another = worker.kept_free_for.is_some() && worker.kept_free_for != Some(demand.waits_as);
     against.for_now(is_for_another && demand.only.is_none(), Refusal::KeptFree);
