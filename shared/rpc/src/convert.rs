@@ -57,26 +57,51 @@ pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// Checks tags that a worker must have: each is a label that is not empty.
+/// Parses what a worker says of itself: a label that may be printed, for it has no control characters.
+pub fn parse_printable(field: &str, label: String) -> Result<String, Status> {
+    check_printable(field, &label).map(|()| label)
+}
+
+fn check_printable(field: &str, label: &str) -> Result<(), Status> {
+    if label.contains(char::is_control) {
+        return Err(invalid_field(field, "must have no control characters"));
+    }
+    check_label(field, label)
+}
+
+/// Most bytes of all tags or all capabilities that are asked for at a time, for lists tell many who ask.
+const MOST_TAGS_BYTES: usize = 16 << 10;
+
+/// Checks tags that a worker must have: each is printable and not empty.
 pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
-    tags.iter().try_for_each(|tag| match tag.as_str() {
-        "" => Err(invalid_field(field, "a tag must not be empty")),
-        tag => check_label(field, tag),
-    })
+    if tags.iter().any(String::is_empty) {
+        return Err(invalid_field(field, "a tag must not be empty"));
+    }
+    check_labels(field, tags)
+}
+
+/// Checks labels that a worker must have: each is printable.
+pub fn check_labels(field: &str, labels: &[String]) -> Result<(), Status> {
+    labels.iter().try_for_each(|label| check_printable(field, label))?;
+    if labels.iter().map(String::len).sum::<usize>() > MOST_TAGS_BYTES {
+        return Err(invalid_field(field, format!("must be at most {MOST_TAGS_BYTES} bytes together")));
+    }
+    Ok(())
 }
 
 /// Most bytes of a name.
 const MOST_NAME_BYTES: usize = 255;
 
-/// Parses a name that must be there: 1 to 255 bytes, without NUL.
+/// Parses a name that must be there: 1 to 255 bytes, without control characters.
 pub fn parse_name(field: &str, name: String) -> Result<String, Status> {
     check_name(field, &name).map(|()| name)
 }
 
 /// The same, of a text that stays where it is.
 pub fn check_name(field: &str, name: &str) -> Result<(), Status> {
-    if name.is_empty() || name.len() > MOST_NAME_BYTES || name.contains('\0') {
-        return Err(invalid_field(field, format!("must be 1 to {MOST_NAME_BYTES} bytes, without NUL")));
+    if name.is_empty() || name.len() > MOST_NAME_BYTES || name.contains(char::is_control) {
+        let message = format!("must be 1 to {MOST_NAME_BYTES} bytes, without control characters");
+        return Err(invalid_field(field, message));
     }
     Ok(())
 }
@@ -333,5 +358,24 @@ mod tests {
         for label in ["x".repeat(1025), "ü".repeat(513), "a\0b".to_owned()] {
             parse_label("label", label).expect_err("it is refused");
         }
+    }
+
+    #[test]
+    fn names_and_tags_have_no_control_characters() {
+        assert!(check_name("name", "wörker 1").is_ok());
+        assert!(parse_printable("label", String::new()).is_ok());
+        for text in ["a\0b", "a\nb", "\u{1b}[2J", "a\u{7f}", "a\u{9b}b"] {
+            check_name("name", text).expect_err("it is refused");
+            parse_printable("label", text.to_owned()).expect_err("it is refused");
+            check_tags("tags", &[text.to_owned()]).expect_err("it is refused");
+        }
+    }
+
+    #[test]
+    fn tags_are_bounded_together() {
+        let tags = |count: usize| vec!["x".repeat(1024); count];
+        assert!(check_tags("tags", &tags(16)).is_ok());
+        check_tags("tags", &tags(17)).expect_err("it is refused");
+        check_tags("tags", &[String::new()]).expect_err("it is refused");
     }
 }

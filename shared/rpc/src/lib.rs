@@ -17,6 +17,8 @@ pub mod tree;
 
 pub use client::Peer;
 pub use convert::*;
+/// A message on the wire.
+pub use prost::Message;
 pub use reason::{Reason, Refusal, invalid_field, unavailable};
 
 /// The descriptors of all our protos, for reflection.

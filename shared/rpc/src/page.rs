@@ -11,6 +11,9 @@ use uuid::Uuid;
 
 use crate::{Reason, invalid_field, pb};
 
+/// Most bytes of the items of a page, unless there is but one. Clients decode 4 MiB unless they are told otherwise.
+pub const MOST_BYTES: usize = 2 << 20;
+
 /// How many bytes of a digest a token carries.
 const CHECK: usize = 8;
 
@@ -86,6 +89,26 @@ impl Page {
                 Err(Reason::InvalidPageToken.status(service, message))
             }
         }
+    }
+
+    /// The items of this page, and where to go on: as many of `found` as it has room for. `more`: there are more after them. The token is
+    /// empty if that was all.
+    pub fn end<T: Message>(
+        &self,
+        found: impl IntoIterator<Item = (Uuid, T)>,
+        mut more: bool,
+    ) -> (Vec<T>, String) {
+        let (mut items, mut last, mut bytes) = (Vec::new(), None, 0);
+        for (id, item) in found {
+            bytes += item.encoded_len();
+            if bytes > MOST_BYTES && last.is_some() {
+                more = true;
+                break;
+            }
+            items.push(item);
+            last = Some(id);
+        }
+        (items, last.filter(|_| more).map(|last| self.token(last)).unwrap_or_default())
     }
 
     /// The token of the page that follows one that ends with `last`.
@@ -173,6 +196,27 @@ mod tests {
         for foreign in ["?", &made_up, &format!("{token}AAAA"), &"A".repeat(100_000)] {
             assert_foreign(&volumes("w", any, 0, foreign));
         }
+    }
+
+    #[test]
+    fn page_ends_when_its_items_are_large() {
+        let page = Page::of("test", &volumes("w", InventoryState::Unspecified, 0, "")).expect("a page");
+        let item = |bytes: usize| (Uuid::now_v7(), "x".repeat(bytes));
+        let sizes = |(items, token): (Vec<String>, String)| {
+            (items.iter().map(String::len).collect::<Vec<_>>(), page.read(&token))
+        };
+
+        let small = [item(1), item(2)];
+        assert_eq!(sizes(page.end(small.clone(), false)), (vec![1, 2], None));
+        assert_eq!(sizes(page.end(small.clone(), true)), (vec![1, 2], Some(small[1].0)));
+
+        let large = [item(MOST_BYTES - 1000), item(500), item(1000), item(1)];
+        let page_of_two = (vec![MOST_BYTES - 1000, 500], Some(large[1].0));
+        assert_eq!(sizes(page.end(large, false)), page_of_two);
+        let larger = [item(MOST_BYTES + 1), item(1)];
+        assert_eq!(sizes(page.end(larger.clone(), false)), (vec![MOST_BYTES + 1], Some(larger[0].0)));
+        assert_eq!(sizes(page.end([item(MOST_BYTES + 1)], false)), (vec![MOST_BYTES + 1], None));
+        assert_eq!(sizes(page.end([], true)), (vec![], None));
     }
 
     #[test]

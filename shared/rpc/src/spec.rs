@@ -11,8 +11,8 @@ use tonic::Status;
 
 use crate::pb::scheduler as pb;
 use crate::{
-    check_label, check_tags, duration, invalid_field, owner, parse_duration, parse_enum, parse_id,
-    parse_optional_id, parse_team, required,
+    check_label, check_labels, check_tags, duration, invalid_field, owner, parse_duration, parse_enum,
+    parse_id, parse_optional_id, parse_team, required,
 };
 
 /// Where processes start unless the spec says otherwise.
@@ -326,7 +326,7 @@ fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     check_label("spec.user", &spec.user)?;
     check_label("spec.platform", &spec.platform)?;
     check_tags("spec.tags", &spec.tags)?;
-    spec.capabilities.iter().try_for_each(|name| check_label("spec.capabilities", name))?;
+    check_labels("spec.capabilities", &spec.capabilities)?;
     match spec.image.as_ref().and_then(|image| image.source.as_ref()) {
         Some(pb::image::Source::ResourceType(name)) => crate::check_name("spec.image.resource_type", name),
         _ => Ok(()),

@@ -117,11 +117,12 @@ impl pb::artifacts_server::Artifacts for Handlers {
                 .await
                 .map_err(|error| status::database("list artifacts", &error))?;
 
-        let ordinals: Vec<Uuid> = listed.iter().map(|(located, _)| located.artifact.ordinal).collect();
-        Ok(Response::new(pb::ListArtifactsResponse {
-            artifacts: listed.into_iter().map(|(located, keepers)| artifact(located, &keepers)).collect(),
-            next_page_token: super::next_page(page, &ordinals),
-        }))
+        let listed = listed
+            .into_iter()
+            .map(|(located, keepers)| (located.artifact.ordinal, artifact(located, &keepers)))
+            .collect();
+        let (artifacts, next_page_token) = super::end_page(page, listed);
+        Ok(Response::new(pb::ListArtifactsResponse { artifacts, next_page_token }))
     }
 
     async fn locate(

@@ -169,11 +169,9 @@ impl pb::caches_server::Caches for Handlers {
             .await
             .map_err(|error| status::database("list resource caches", &error))?;
 
-        let ids: Vec<Uuid> = rows.iter().map(|row| row.cache_id).collect();
-        Ok(Response::new(pb::ListResourceCachesResponse {
-            caches: rows.into_iter().map(resource_cache).collect(),
-            next_page_token: super::next_page(page, &ids),
-        }))
+        let found = rows.into_iter().map(|row| (row.cache_id, resource_cache(row))).collect();
+        let (caches, next_page_token) = super::end_page(page, found);
+        Ok(Response::new(pb::ListResourceCachesResponse { caches, next_page_token }))
     }
 
     async fn find_or_create_task_cache(
@@ -274,11 +272,9 @@ impl pb::caches_server::Caches for Handlers {
             .await
             .map_err(|error| status::database("list task caches", &error))?;
 
-        let ids: Vec<Uuid> = rows.iter().map(|row| row.cache_id).collect();
-        Ok(Response::new(pb::ListTaskCachesResponse {
-            caches: rows.into_iter().map(task_cache).collect(),
-            next_page_token: super::next_page(page, &ids),
-        }))
+        let found = rows.into_iter().map(|row| (row.cache_id, task_cache(row))).collect();
+        let (caches, next_page_token) = super::end_page(page, found);
+        Ok(Response::new(pb::ListTaskCachesResponse { caches, next_page_token }))
     }
 
     async fn locate_caches(
@@ -345,11 +341,9 @@ impl pb::caches_server::Caches for Handlers {
             .await
             .map_err(|error| status::database("list base resource types", &error))?;
 
-        let ids: Vec<Uuid> = rows.iter().map(|row| row.base_type_id).collect();
-        Ok(Response::new(pb::ListBaseResourceTypesResponse {
-            types: rows.into_iter().map(base_resource_type).collect(),
-            next_page_token: super::next_page(page, &ids),
-        }))
+        let found = rows.into_iter().map(|row| (row.base_type_id, base_resource_type(row))).collect();
+        let (types, next_page_token) = super::end_page(page, found);
+        Ok(Response::new(pb::ListBaseResourceTypesResponse { types, next_page_token }))
     }
 
     async fn put_resource_certs(
@@ -381,15 +375,15 @@ impl pb::caches_server::Caches for Handlers {
             .await
             .map_err(|error| status::database("list the certs of workers", &error))?;
 
-        let ids: Vec<Uuid> = rows.iter().map(|row| row.worker_id).collect();
-        let certs = rows.into_iter().map(|row| pb::ResourceCerts {
-            worker_id: row.worker_id.to_string(),
-            artifact_id: row.artifact_id.to_string(),
+        let certs = rows.into_iter().map(|row| {
+            let certs = pb::ResourceCerts {
+                worker_id: row.worker_id.to_string(),
+                artifact_id: row.artifact_id.to_string(),
+            };
+            (row.worker_id, certs)
         });
-        Ok(Response::new(pb::ListResourceCertsResponse {
-            certs: certs.collect(),
-            next_page_token: super::next_page(page, &ids),
-        }))
+        let (certs, next_page_token) = super::end_page(page, certs.collect());
+        Ok(Response::new(pb::ListResourceCertsResponse { certs, next_page_token }))
     }
 }
 

@@ -4,7 +4,6 @@ use domain::Timestamp;
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::Status;
-use uuid::Uuid;
 
 use super::caches::{LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT, at_most, named};
 use super::{Handlers, SERVICE, parse_why, status};
@@ -96,11 +95,9 @@ impl Handlers {
             .await
             .map_err(|error| status::database("list what workers bring along", &error))?;
 
-        let ids: Vec<Uuid> = rows.iter().map(|(row, _)| row.import_id).collect();
-        Ok(pb::ListImportsResponse {
-            imports: rows.into_iter().map(listed).collect(),
-            next_page_token: super::next_page(page, &ids),
-        })
+        let found = rows.into_iter().map(|row| (row.0.import_id, listed(row))).collect();
+        let (imports, next_page_token) = super::end_page(page, found);
+        Ok(pb::ListImportsResponse { imports, next_page_token })
     }
 }
 

@@ -388,11 +388,9 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| status::database("list volumes", &error))?;
 
-        let handles: Vec<Uuid> = rows.iter().map(|row| row.handle).collect();
-        Ok(Response::new(pb::ListVolumesResponse {
-            volumes: rows.into_iter().map(listed_volume).collect(),
-            next_page_token: super::next_page(page, &handles),
-        }))
+        let found = rows.into_iter().map(|row| (row.handle, listed_volume(row))).collect();
+        let (volumes, next_page_token) = super::end_page(page, found);
+        Ok(Response::new(pb::ListVolumesResponse { volumes, next_page_token }))
     }
 
     async fn list_containers(
@@ -408,11 +406,9 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| status::database("list containers", &error))?;
 
-        let handles: Vec<Uuid> = rows.iter().map(|row| row.handle).collect();
-        Ok(Response::new(pb::ListContainersResponse {
-            containers: rows.into_iter().map(listed_container).collect(),
-            next_page_token: super::next_page(page, &handles),
-        }))
+        let found = rows.into_iter().map(|row| (row.handle, listed_container(row))).collect();
+        let (containers, next_page_token) = super::end_page(page, found);
+        Ok(Response::new(pb::ListContainersResponse { containers, next_page_token }))
     }
 
     type WatchLostStream = Pin<Box<dyn Stream<Item = Result<pb::WatchLostResponse, Status>> + Send>>;
@@ -455,11 +451,19 @@ impl pb::inventory_server::Inventory for Handlers {
         let listed = artifacts::list_at_risk(self.store.db.read(), &team, &workers, page, now, &policy).await;
         let (listed, looked_at) = listed.map_err(|error| status::database("list what is at risk", &error))?;
 
-        let artifacts = listed.into_iter().map(|(located, keepers)| super::artifact(located, &keepers));
-        Ok(Response::new(pb::ListAtRiskResponse {
-            artifacts: artifacts.collect(),
-            next_page_token: super::next_page(page, &looked_at),
-        }))
+        let listed = listed
+            .into_iter()
+            .map(|(located, keepers)| (located.artifact.ordinal, super::artifact(located, &keepers)));
+        let (artifacts, mut next_page_token) = page.end(listed, false);
+        // Not all that was looked at is listed.
+        let full = u64::try_from(looked_at.len()).is_ok_and(|len| len == page.size);
+        if let Some(last) = looked_at.last()
+            && full
+            && next_page_token.is_empty()
+        {
+            next_page_token = page.token(*last);
+        }
+        Ok(Response::new(pb::ListAtRiskResponse { artifacts, next_page_token }))
     }
 
     async fn forget_worker(

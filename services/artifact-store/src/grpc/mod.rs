@@ -234,8 +234,8 @@ fn parse_why(why: String) -> Result<String, Status> {
     }
 }
 
-/// The token of the page after one with `ids`. Empty: that was all.
-fn next_page(page: rpc::page::Page, ids: &[uuid::Uuid]) -> String {
-    let full = u64::try_from(ids.len()).is_ok_and(|len| len == page.size);
-    ids.last().filter(|_| full).map(|last| page.token(*last)).unwrap_or_default()
+/// What is on this page of what was found, which may be more than it has room for. Answers where to go on as well. Empty: that was all.
+fn end_page<M: rpc::Message>(page: rpc::page::Page, found: Vec<(uuid::Uuid, M)>) -> (Vec<M>, String) {
+    let full = u64::try_from(found.len()).is_ok_and(|len| len == page.size);
+    page.end(found, full)
 }

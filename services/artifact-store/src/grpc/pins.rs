@@ -6,7 +6,6 @@ use domain::Timestamp;
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
-use uuid::Uuid;
 
 use super::{
     Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, location, parse_artifacts, parse_build_status,
@@ -82,16 +81,16 @@ impl pb::pins_server::Pins for Handlers {
             .await
             .map_err(|error| status::database("list pins", &error))?;
 
-        let ids: Vec<Uuid> = holders.iter().map(|holder| holder.holder_id).collect();
-        let holders = holders.into_iter().map(|holder| pb::PinHolder {
-            holder_id: holder.holder_id.to_string(),
-            pinned_at: Some(rpc::timestamp(Timestamp(holder.pinned_at))),
-            team: holder.team,
+        let holders = holders.into_iter().map(|holder| {
+            let shown = pb::PinHolder {
+                holder_id: holder.holder_id.to_string(),
+                pinned_at: Some(rpc::timestamp(Timestamp(holder.pinned_at))),
+                team: holder.team,
+            };
+            (holder.holder_id, shown)
         });
-        Ok(Response::new(pb::ListPinsResponse {
-            holders: holders.collect(),
-            next_page_token: super::next_page(page, &ids),
-        }))
+        let (holders, next_page_token) = super::end_page(page, holders.collect());
+        Ok(Response::new(pb::ListPinsResponse { holders, next_page_token }))
     }
 }
 

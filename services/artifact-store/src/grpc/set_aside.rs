@@ -30,11 +30,9 @@ impl Handlers {
             .await
             .map_err(|error| status::database("list what is set aside", &error))?;
 
-        let handles: Vec<Uuid> = rows.iter().map(|row| row.handle).collect();
-        Ok(pb::ListSetAsideResponse {
-            set_aside: rows.into_iter().map(listed).collect(),
-            next_page_token: super::next_page(page, &handles),
-        })
+        let found = rows.into_iter().map(|row| (row.handle, listed(row))).collect();
+        let (set_aside, next_page_token) = super::end_page(page, found);
+        Ok(pb::ListSetAsideResponse { set_aside, next_page_token })
     }
 
     pub(super) async fn adopt_aside(&self, request: pb::AdoptRequest) -> Result<pb::AdoptResponse, Status> {

@@ -8,7 +8,7 @@ use domain::worker::{Capacity, Labels, ResourceType};
 use domain::workload::FailureReason;
 use domain::{Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
-use rpc::{invalid_field, timestamp};
+use rpc::{Message, invalid_field, timestamp};
 use tonic::Status;
 
 use crate::demand;
@@ -472,23 +472,31 @@ pub(super) fn pruned(unended: Unended) -> pb::PruneWorkerResponse {
     pb::PruneWorkerResponse { leases: unended.leases as u64, workloads: workloads.map(workload).collect() }
 }
 
+/// Most bytes of a worker's labels, so that a page of a list has room for many workers.
+const MOST_LABELS_BYTES: usize = 16 << 10;
+
 pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
     if labels.platform.is_empty() {
         return Err(invalid_field("hello.labels.platform", "is required"));
     }
+    let bytes = labels.encoded_len();
     let texts = |field: &str, texts: Vec<String>| {
         let field = format!("hello.labels.{field}");
-        texts.into_iter().map(|text| rpc::parse_label(&field, text)).collect::<Result<Vec<_>, _>>()
+        texts.into_iter().map(|text| rpc::parse_printable(&field, text)).collect::<Result<Vec<_>, _>>()
     };
     let team = Some(labels.team).filter(|team| !team.is_empty());
-    Ok(Labels {
-        platform: rpc::parse_label("hello.labels.platform", labels.platform)?,
+    let labels = Labels {
+        platform: rpc::parse_printable("hello.labels.platform", labels.platform)?,
         tags: texts("tags", labels.tags)?,
         team: team.map(|team| rpc::parse_team("hello.labels.team", team)).transpose()?,
         image_kinds: texts("image_kinds", labels.image_kinds)?,
         capabilities: texts("capabilities", labels.capabilities)?,
         resource_types: parse_resource_types(labels.resource_types)?,
-    })
+    };
+    if bytes > MOST_LABELS_BYTES {
+        return Err(invalid_field("hello.labels", format!("must be at most {MOST_LABELS_BYTES} bytes")));
+    }
+    Ok(labels)
 }
 
 fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType>, Status> {
@@ -501,7 +509,10 @@ fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType
                 format!("{name:?} is given twice"),
             ));
         }
-        Ok(ResourceType { name, version: rpc::parse_label("hello.labels.resource_types.version", version)? })
+        Ok(ResourceType {
+            name,
+            version: rpc::parse_printable("hello.labels.resource_types.version", version)?,
+        })
     };
     types.into_iter().map(parse).collect()
 }

@@ -43,12 +43,17 @@ fn team_or_all(team: &str) -> Result<Option<String>, Status> {
     if team.is_empty() { Ok(None) } else { parse_team("team", team.to_owned()).map(Some) }
 }
 
-/// Leaves what is on this page of what was found, which is one more where there are more. Answers where to go on. Empty: that was all.
-fn end_page<T>(page: &Page, found: &mut Vec<T>, id: impl Fn(&T) -> Uuid) -> String {
+/// What is on this page of what was found, which is one more where there are more. Answers where to go on as well. Empty: that was all.
+fn end_page<T, M: rpc::Message>(
+    page: &Page,
+    mut found: Vec<T>,
+    id: impl Fn(&T) -> Uuid,
+    shown: impl Fn(T) -> M,
+) -> (Vec<M>, String) {
     let size = usize::try_from(page.size).unwrap_or(usize::MAX);
     let more = found.len() > size;
     found.truncate(size);
-    found.last().filter(|_| more).map(|last| page.token(id(last))).unwrap_or_default()
+    page.end(found.into_iter().map(|found| (id(&found), shown(found))), more)
 }
 
 impl Reasoned for SubmitError {

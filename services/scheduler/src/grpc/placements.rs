@@ -159,12 +159,12 @@ impl Placements for PlacementsService {
             None => None,
         };
         let after = page.after.map(LeaseId::from_uuid);
-        let mut found = leases::list(db, team.as_deref(), worker, after, page.size + 1)
+        let found = leases::list(db, team.as_deref(), worker, after, page.size + 1)
             .await
             .map_err(|error| database(doing, &error))?;
 
-        let next_page_token = end_page(&page, &mut found, |lease| lease.claims.lease.uuid());
-        let leases = found.into_iter().map(convert::lease).collect();
+        let (leases, next_page_token) =
+            end_page(&page, found, |lease| lease.claims.lease.uuid(), convert::lease);
         Ok(Response::new(pb::ListLeasesResponse { leases, next_page_token }))
     }
 
@@ -243,9 +243,7 @@ fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result
         .iter()
         .try_for_each(|name| rpc::check_name(&format!("{field}process.resource_type"), name))?;
     let capabilities = requirements.capabilities;
-    capabilities
-        .iter()
-        .try_for_each(|name| rpc::check_label(&format!("{field}process.capabilities"), name))?;
+    rpc::check_labels(&format!("{field}process.capabilities"), &capabilities)?;
     if (image_kind == "resource-type") != resource_type.is_some() {
         let field = format!("{field}process.resource_type");
         return Err(invalid_field(field, "belongs to the image kind resource-type, and is required there"));

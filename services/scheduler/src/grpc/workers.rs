@@ -112,16 +112,14 @@ impl Workers for WorkersService {
         let page = Page::of(SERVICE, &request)?;
 
         let after = page.after.map(WorkerId::from_uuid);
-        let mut found = workers::list(self.0.db.read(), &self.0.config, after, page.size + 1)
+        let found = workers::list(self.0.db.read(), &self.0.config, after, page.size + 1)
             .await
             .map_err(|error| database("list workers", &error))?;
 
-        let next_page_token = end_page(&page, &mut found, |worker| worker.placed.id.uuid());
         let (ttl, now) = (self.0.config.worker_ttl, Timestamp::now());
-        Ok(Response::new(pb::ListWorkersResponse {
-            workers: found.into_iter().map(|worker| convert::worker(worker, ttl, now)).collect(),
-            next_page_token,
-        }))
+        let shown = |worker| convert::worker(worker, ttl, now);
+        let (workers, next_page_token) = end_page(&page, found, |worker| worker.placed.id.uuid(), shown);
+        Ok(Response::new(pb::ListWorkersResponse { workers, next_page_token }))
     }
 
     async fn get_worker(

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
-use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, stopping, team_or_all};
+use super::{Reasoned, SERVICE, convert, database, invalid_token, stopping, team_or_all};
 use crate::events::{self, Event};
 use crate::outcome::Report;
 use crate::service::Scheduler;
@@ -90,13 +90,12 @@ impl Workloads for WorkloadsService {
         let outcome = convert::parse_outcome("outcome", request.outcome)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let (db, size) = (self.0.db.read(), page.size + 1);
-        let mut found = workloads::list(db, team.as_deref(), state, outcome, page.after, size)
+        let (found, more) = workloads::list(self.0.db.read(), team.as_deref(), state, outcome, &page)
             .await
             .map_err(|error| database("list workloads", &error))?;
 
-        let next_page_token = end_page(&page, &mut found, |workload| workload.sequence);
-        let workloads = found.into_iter().map(convert::workload).collect();
+        let found = found.into_iter().map(|workload| (workload.sequence, convert::workload(workload)));
+        let (workloads, next_page_token) = page.end(found, more);
         Ok(Response::new(pb::ListResponse { workloads, next_page_token }))
     }
 

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use domain::workload::WorkloadSpec;
 use domain::{Timestamp, WorkloadId};
+use rpc::page::{self, Page};
 use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 use uuid::Uuid;
@@ -66,15 +67,15 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
     rows.into_iter().map(view).collect()
 }
 
-/// Up to `limit` workloads of `team`, or of all teams, newest first.
+/// A page of the workloads of `team`, or of all teams, newest first; and whether there are more. It ends where specs are large, so that no more
+/// of them is read than is told.
 pub(crate) async fn list(
     db: &impl ConnectionTrait,
     team: Option<&str>,
     state: Option<State>,
     outcome: Option<Outcome>,
-    before: Option<Uuid>,
-    limit: u64,
-) -> Result<Vec<Workload>, DbErr> {
+    page: &Page,
+) -> Result<(Vec<Workload>, bool), DbErr> {
     let mut query = workload::Entity::find();
     if let Some(team) = team {
         query = query.filter(workload::Column::Team.eq(team));
@@ -89,9 +90,27 @@ pub(crate) async fn list(
             query = query.filter(Expr::cust("outcome <> 'succeeded'"));
         }
     }
-    if let Some(before) = before {
+    if let Some(before) = page.after {
         query = query.filter(workload::Column::Sequence.lt(before));
     }
-    let rows = query.order_by_desc(workload::Column::Sequence).limit(limit).all(db).await?;
-    view(db, rows).await
+    let query = query.order_by_desc(workload::Column::Sequence);
+    let sizes: Vec<i32> = query
+        .clone()
+        .select_only()
+        .expr(Expr::cust("LENGTH(spec)"))
+        .limit(page.size + 1)
+        .into_tuple()
+        .all(db)
+        .await?;
+    let (mut limit, mut bytes) = (0, 0);
+    for size in sizes.iter().take(usize::try_from(page.size).unwrap_or(usize::MAX)) {
+        bytes += usize::try_from(*size).unwrap_or(0);
+        if bytes > page::MOST_BYTES && limit > 0 {
+            break;
+        }
+        limit += 1;
+    }
+    let more = sizes.len() > limit;
+    let rows = query.limit(limit as u64).all(db).await?;
+    Ok((view(db, rows).await?, more))
 }

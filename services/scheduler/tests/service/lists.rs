@@ -190,3 +190,26 @@ pub(crate) async fn leases_are_listed_until_they_end(database: TestDatabase) {
     assert_eq!(reserved().await, 1 << 20);
     scheduler.stop().await;
 }
+
+pub(crate) async fn pages_of_large_workloads_are_short(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut submitted = Vec::new();
+    for bytes in [1, 900_000, 900_000, 900_000, 1, 900_000] {
+        let command = vec![b"true".as_slice().into(), vec![b'x'; bytes].into()];
+        let id = scheduler.submit(pb::WorkloadSpec { command, ..spec() }).await.expect("accepted");
+        submitted.insert(0, id.to_string());
+    }
+    let (mut pages, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let request = pb::ListRequest { page_token, ..pb::ListRequest::default() };
+        let page = scheduler.workloads().list(request).await.expect("a page").into_inner();
+        pages.push(page.workloads.into_iter().map(|workload| workload.workload_id).collect::<Vec<_>>());
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(pages.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3]);
+    assert_eq!(pages.concat(), submitted);
+    scheduler.stop().await;
+}

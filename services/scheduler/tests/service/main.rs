@@ -63,7 +63,10 @@ use leases::{
     what_was_asked_for_is_kept_free,
 };
 use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
-use lists::{leases_are_listed_until_they_end, lists_come_in_pages, workloads_are_listed_by_how_they_ended};
+use lists::{
+    leases_are_listed_until_they_end, lists_come_in_pages, pages_of_large_workloads_are_short,
+    workloads_are_listed_by_how_they_ended,
+};
 use lost::{
     a_worker_that_was_lost_long_ago_is_not_waited_for, a_worker_that_was_pruned_long_ago_is_not_waited_for,
     what_a_lost_worker_may_run_still_keeps_its_slot, what_only_a_lost_worker_could_do_waits_for_it,
@@ -653,6 +656,7 @@ on_both! {
     a_ticket_is_good_for_a_worker_that_can_be_reached,
     leases_are_listed_until_they_end,
     lists_come_in_pages,
+    pages_of_large_workloads_are_short,
     workloads_are_listed_by_how_they_ended,
     secrets_are_not_shown,
     without_the_artifact_store_nothing_with_inputs_is_queued,
@@ -685,9 +689,9 @@ on_both! {
     what_one_worker_cannot_start_another_does,
     a_worker_that_fails_again_and_again_is_set_aside_and_tried_again,
     a_process_that_starts_ends_the_probation,
+    worker_is_set_aside_for_the_team_whose_attempts_fail,
     who_waits_for_a_lease_has_a_place_in_the_queue,
     each_of_many_leases_hears_of_what_it_uses,
-    worker_is_set_aside_for_the_team_whose_attempts_fail,
     who_waited_at_a_replica_that_is_stopped_is_behind_nothing,
     who_waits_in_vain_hears_so,
     what_only_a_lost_worker_could_do_waits_for_it,

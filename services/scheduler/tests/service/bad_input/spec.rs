@@ -96,14 +96,16 @@ pub(super) fn bad(world: &World<'_>, of: For) -> Vec<Bad> {
         For::Submit => but("build_id", what, build, OwnerEnded),
         For::Explain => nothing("build_id", what, text(build)),
     };
-    // What workers say is 100 times as much as what errors have room for.
-    let many_tags = || match of {
-        For::Submit => {
-            let tags = (0..900).map(|number| text(format!("{number:0>1000}"))).collect();
+    // What workers say is more than errors have room for.
+    let tags =
+        |count: usize| Value::List((0..count).map(|number| text(format!("{number:0>1000}"))).collect());
+    let many_tags = || {
+        let mut bad = invalid("tags", "that are too many", tags(17), "tags");
+        if matches!(of, For::Submit) {
             let expected = Expected::Refused(NoCompatibleWorker, String::new());
-            change("tags", "that are many, of no worker", Value::List(tags), expected)
+            bad.extend(change("tags", "that are many, of no worker", tags(16), expected));
         }
-        For::Explain => Vec::new(),
+        bad
     };
     let offered = |field: &str| {
         let mut bad = longest(field, 1024);

@@ -60,14 +60,17 @@ fn refuse(field: &str, what: &str, value: Value, reason: Reason) -> Vec<Bad> {
 
 /// What is wrong with how a gateway introduces itself.
 fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
+    let control = |field: &str| invalid(field, "with a control character", text("a\u{1b}b"), field);
     let texts = |field: &str, most: usize| {
         let mut bad = longest(field, most);
+        bad.extend(control(field));
         bad.extend(taken(field, "of nothing that is known", text("x".repeat(most))));
         bad
     };
     let absurd = |field: &str, value: Value| taken(&format!("capacity.{field}"), "absurd", value);
     vec![
         named("worker_name", 255),
+        control("worker_name"),
         but("worker_name", "of a worker that is attended", "one", AlreadyAttended),
         but("worker_name", "of another team's worker", "theirs", WorkerOfAnotherTeam),
         id("gateway_instance"),
@@ -93,6 +96,7 @@ fn hello(world: &World<'_>) -> Vec<Vec<Bad>> {
         vec![cleared("labels", "labels")],
         named("labels.platform", 1024),
         texts("labels.tags", 1024),
+        invalid("labels.tags", "of 17 KiB", Value::List(vec![text("x".repeat(1024)); 17]), "labels"),
         malformed_team(),
         but("labels.team", "that the worker is not of", OTHER, WorkerOfAnotherTeam),
         texts("labels.image_kinds", 1024),
