@@ -323,6 +323,7 @@ pub(crate) async fn conclude(
     finish(txn, row, ending, now, effects).await
 }
 
+/// Ends a workload for good. Of a large spec little is kept from then on, for finished workloads are kept for long.
 async fn finish(
     txn: &DatabaseTransaction,
     mut row: Model,
@@ -333,6 +334,14 @@ async fn finish(
     row.state = State::Finished;
     row.finished_at = Some(now.0);
     row.outcome = Some(ending.outcome.into());
+    if row.spec.len() > rpc::spec::MOST_FINISHED_BYTES {
+        let kept = rpc::spec::encode(&rpc::spec::abridged(spec(&row)?));
+        workload::Entity::update_many()
+            .col_expr(workload::Column::Spec, Expr::value(kept))
+            .filter(workload::Column::Id.eq(row.id))
+            .exec(txn)
+            .await?;
+    }
     let event = Event::Finished { ending, whereabouts: whereabouts(&row)? };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }

@@ -244,6 +244,27 @@ pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
     accepted(spec)
 }
 
+/// Most bytes in which the spec of a finished workload is kept as it is.
+pub const MOST_FINISHED_BYTES: usize = 8 << 10;
+
+/// What is kept of a large spec whose workload has finished: what it was, and not all that was said to it.
+#[must_use]
+pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
+    const MOST_PATH_BYTES: usize = 1 << 10;
+    spec.command.truncate(1);
+    spec.command.iter_mut().for_each(|program| program.truncate(MOST_PATH_BYTES));
+    spec.directory.truncate(MOST_PATH_BYTES);
+    WorkloadSpec {
+        environment: vec![],
+        inputs: vec![],
+        outputs: vec![],
+        caches: vec![],
+        tags: vec![],
+        capabilities: vec![],
+        ..spec
+    }
+}
+
 fn parse_environment(variables: Vec<pb::EnvironmentVariable>) -> Result<Vec<EnvironmentVariable>, Status> {
     let mut names = HashSet::new();
     let mut parsed = Vec::with_capacity(variables.len());

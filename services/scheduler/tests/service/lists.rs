@@ -213,3 +213,27 @@ pub(crate) async fn pages_of_large_workloads_are_short(database: TestDatabase) {
     assert_eq!(pages.concat(), submitted);
     scheduler.stop().await;
 }
+
+pub(crate) async fn large_spec_is_abridged_once_its_workload_has_finished(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let variable =
+        pb::EnvironmentVariable { name: b"NAME".as_slice().into(), value: b"value".as_slice().into() };
+    for (bytes, kept) in [(7000, 7000), (9000, 0)] {
+        let command = vec![b"true".as_slice().into(), vec![b'x'; bytes].into()];
+        let large = pb::WorkloadSpec { command, environment: vec![variable.clone()], ..spec() };
+        let id = scheduler.submit(large.clone()).await.expect("accepted");
+        let (_, run) = gateway.run(id).await;
+        let shown = |workload: &pb::Workload| {
+            let spec = workload.spec.clone().expect("a spec");
+            (spec.command[0].clone(), spec.command.get(1).map_or(0, |argument| argument.len()))
+        };
+        assert_eq!(shown(&scheduler.get(id).await), (b"true".as_slice().into(), bytes));
+        start(&scheduler, &run.lease_token).await.expect("started");
+        finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+        scheduler.finished(id).await;
+        assert_eq!(shown(&scheduler.get(id).await), (b"true".as_slice().into(), kept));
+        scheduler.submit_as(id, large).await.expect("a repeat is the same workload");
+    }
+    scheduler.stop().await;
+}

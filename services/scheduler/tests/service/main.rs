@@ -64,8 +64,8 @@ use leases::{
 };
 use limits::what_a_worker_says_of_its_limits_holds_and_else_what_holds_for_all;
 use lists::{
-    leases_are_listed_until_they_end, lists_come_in_pages, pages_of_large_workloads_are_short,
-    workloads_are_listed_by_how_they_ended,
+    large_spec_is_abridged_once_its_workload_has_finished, leases_are_listed_until_they_end,
+    lists_come_in_pages, pages_of_large_workloads_are_short, workloads_are_listed_by_how_they_ended,
 };
 use lost::{
     a_worker_that_was_lost_long_ago_is_not_waited_for, a_worker_that_was_pruned_long_ago_is_not_waited_for,
@@ -657,6 +657,7 @@ on_both! {
     leases_are_listed_until_they_end,
     lists_come_in_pages,
     pages_of_large_workloads_are_short,
+    large_spec_is_abridged_once_its_workload_has_finished,
     workloads_are_listed_by_how_they_ended,
     secrets_are_not_shown,
     without_the_artifact_store_nothing_with_inputs_is_queued,
