@@ -430,9 +430,16 @@ impl Suite {
     /// What a process answers to operators at `path`: the status line and the body.
     #[must_use]
     pub fn page(&self, name: &str, path: &str) -> (String, String) {
-        let mut stream = TcpStream::connect(&self.service(name).metrics).expect("it listens");
+        let service = self.service(name);
+        let inner = self.walled && matches!(service.kind, Kind::Gateway);
+        let token = if inner { INNER_TOKEN } else { TOKEN };
+        let mut stream = TcpStream::connect(&service.metrics).expect("it listens");
         stream.set_read_timeout(Some(Duration::from_secs(30))).expect("set");
-        write!(stream, "GET {path} HTTP/1.1\r\nHost: it\r\nConnection: close\r\n\r\n").expect("asked");
+        write!(
+            stream,
+            "GET {path} HTTP/1.1\r\nHost: it\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n\r\n"
+        )
+        .expect("asked");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).expect("an answer");
         let (head, body) = answer.split_once("\r\n\r\n").expect("a head");

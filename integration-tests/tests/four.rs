@@ -318,7 +318,7 @@ fn each_service_logs_what_others_can_reach() {
             logged(name, &own, host, &["--insecure"], &[insecure, metrics]);
         }
         let overheard = ["INSECURE: nothing is encrypted on 0.0.0.0:", ""];
-        logged(name, &own, "0.0.0.0", &["--token-file", &token], &[file, overheard, metrics]);
+        logged(name, &own, "0.0.0.0", &["--token-file", &token], &[file, overheard, overheard]);
     }
 }
 

@@ -303,7 +303,7 @@ impl Host {
             .trace_fn(telemetry::server_span)
             .layer(operators::RpcLayer)
             .layer(DeadlineLayer)
-            .layer(AdmissionLayer::new(token, self.ticketed.clone()))
+            .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
             .layer(self.activity.layer())
             .layer(gate.clone())
             .add_routes(always.routes())
@@ -314,7 +314,8 @@ impl Host {
         let pages = TaskTracker::new();
         if let Some((listener, recorder)) = self.metrics.take() {
             let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
-            pages.spawn(operators::serve(listener, recorder, readiness, gathers, ended.clone()));
+            let page = operators::Page::new(recorder, token, readiness, gathers);
+            pages.spawn(operators::serve(listener, page, ended.clone()));
         }
         let _ended = ended.drop_guard_ref();
 

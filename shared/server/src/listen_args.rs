@@ -34,7 +34,8 @@ pub struct ListenArgs {
     /// Without --token-file: ask callers over TCP for no token, so that every process that reaches the port may do everything
     #[arg(long, env = "GANTRY_INSECURE", value_parser = clap::builder::BoolishValueParser::new())]
     insecure: bool,
-    /// Where to serve /metrics, /healthz and /readyz over plain HTTP, to everybody: host:port. Default: nowhere
+    /// Where to serve /metrics, /healthz and /readyz over plain HTTP: host:port. /metrics wants the token, where the service has one. Default:
+    /// nowhere
     #[arg(long, env = "GANTRY_METRICS_LISTEN", value_name = "ADDRESS")]
     metrics_listen: Option<String>,
     /// What is logged: a level (error, warn, info, debug, trace), or target=level pairs with commas between them
@@ -102,7 +103,11 @@ impl ListenArgs {
                 let bound = bound.with_context(|| format!("cannot serve metrics on {address}"))?;
                 let address = bound.local_addr()?;
                 tracing::info!(endpoint = %address, "metrics");
-                tracing::warn!("INSECURE: every process that reaches {address} can read the metrics");
+                if token.is_none() {
+                    tracing::warn!("INSECURE: every process that reaches {address} can read the metrics");
+                } else {
+                    warn_of_dangers(address, true);
+                }
                 Some(bound)
             }
             None => None,

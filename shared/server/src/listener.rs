@@ -1,7 +1,7 @@
 //! Where a server listens: a Unix socket or a TCP port.
 //!
 //! A connection over a Unix socket is closed unless the user of its peer may call. A connection over TCP is closed unless a call of it is
-//! admitted in time.
+//! admitted in time, and earlier when too many others come meanwhile.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
-use crate::unauthenticated::{Probation, Unauthenticated};
+use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
 /// A bound address.
 #[derive(Debug)]
@@ -115,12 +115,10 @@ impl Listener {
                 let accepted = loop {
                     let accepted = match &listener {
                         Self::Tcp(tcp) | Self::InsecureTcp(tcp) => {
-                            tcp.accept().await.map(|(stream, peer)| {
-                                let probation = unauthenticated.admit(peer.ip())?;
-                                // That fails once the peer has gone.
-                                stream.set_nodelay(true).ok()?;
-                                Some(Connection::over_tcp(stream, probation, unauthenticated.deadline()))
-                            })
+                            let accepted = tcp.accept().await;
+                            accepted
+                                .map(|(stream, peer)| Tcp::new(stream, peer, &unauthenticated))
+                                .map(|tcp| tcp.map(Connection::Tcp))
                         }
                         Self::Unix(unix) => unix.accept().await.map(|(stream, _)| {
                             let may_call = check_user(&stream, unmapped);
@@ -184,33 +182,56 @@ pub(crate) enum Connection {
     Unix(UnixStream),
 }
 
-/// A connection over TCP, which breaks when its probation lasts too long.
+/// A connection over TCP, which breaks when its probation lasts too long, and when it must make room for another one.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
     probation: Probation,
-    /// `None` once the connection has authenticated.
-    deadline: Option<Pin<Box<Sleep>>>,
+    standing: Standing,
 }
 
-impl Connection {
-    fn over_tcp(stream: TcpStream, probation: Probation, deadline: Duration) -> Self {
-        let deadline = Some(Box::pin(tokio::time::sleep(deadline)));
-        Self::Tcp(Tcp { stream, probation, deadline })
-    }
+/// How it is with a connection.
+#[derive(Debug)]
+enum Standing {
+    OnProbation { deadline: Pin<Box<Sleep>>, close: CloseSignal },
+    Authenticated,
+    Broken,
 }
 
 impl Tcp {
-    /// Fails if the deadline has passed and the connection has not authenticated.
+    /// Counts the connection of `peer` as unauthenticated. `None` if the peer has gone.
+    pub(crate) fn new(
+        stream: TcpStream,
+        peer: SocketAddr,
+        unauthenticated: &Unauthenticated,
+    ) -> Option<Self> {
+        // That fails once the peer has gone.
+        stream.set_nodelay(true).ok()?;
+        let (probation, close) = unauthenticated.admit(peer.ip());
+        let deadline = Box::pin(tokio::time::sleep(unauthenticated.deadline()));
+        Some(Self { stream, probation, standing: Standing::OnProbation { deadline, close } })
+    }
+
+    pub(crate) fn caller(&self) -> Caller {
+        Caller(Reached::Tcp(self.probation.clone()))
+    }
+
+    /// Fails if the connection has not authenticated, and its deadline has passed or another one needs its room.
     fn check(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        let Some(deadline) = &mut self.deadline else { return Ok(()) };
-        if self.probation.has_ended() {
-            self.deadline = None;
-        } else if deadline.as_mut().poll(cx).is_ready() {
-            let message = "no call of this connection was admitted in time";
-            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
+        match &mut self.standing {
+            Standing::Authenticated => return Ok(()),
+            Standing::OnProbation { deadline, close } => match close.poll(cx) {
+                Poll::Ready(false) => {
+                    self.standing = Standing::Authenticated;
+                    return Ok(());
+                }
+                Poll::Pending if deadline.as_mut().poll(cx).is_pending() => return Ok(()),
+                Poll::Pending | Poll::Ready(true) => self.standing = Standing::Broken,
+            },
+            Standing::Broken => {}
         }
-        Ok(())
+        let message = "no call of this connection was admitted in time";
+        Err(io::Error::new(io::ErrorKind::TimedOut, message))
     }
 }
 
@@ -225,20 +246,56 @@ impl Connected for Connection {
     type ConnectInfo = Caller;
 
     fn connect_info(&self) -> Caller {
-        Caller(match self {
-            Self::Tcp(tcp) => Reached::Tcp(tcp.probation.clone()),
-            Self::Unix(_) => Reached::Unix,
-        })
+        match self {
+            Self::Tcp(tcp) => tcp.caller(),
+            Self::Unix(_) => Caller(Reached::Unix),
+        }
+    }
+}
+
+impl AsyncRead for Tcp {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        this.check(cx)?;
+        Pin::new(&mut this.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Tcp {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        // A peer that reads nothing must not outlast the deadline.
+        this.check(cx)?;
+        Pin::new(&mut this.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let this = self.get_mut();
+        this.check(cx)?;
+        Pin::new(&mut this.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(cx)
     }
 }
 
 impl AsyncRead for Connection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(tcp) => {
-                tcp.check(cx)?;
-                Pin::new(&mut tcp.stream).poll_read(cx, buf)
-            }
+            Self::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
             Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
         }
     }
@@ -247,11 +304,7 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Self::Tcp(tcp) => {
-                // A peer that reads nothing must not outlast the deadline.
-                tcp.check(cx)?;
-                Pin::new(&mut tcp.stream).poll_write(cx, buf)
-            }
+            Self::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
             Self::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
         }
     }
@@ -262,10 +315,7 @@ impl AsyncWrite for Connection {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
-            Self::Tcp(tcp) => {
-                tcp.check(cx)?;
-                Pin::new(&mut tcp.stream).poll_write_vectored(cx, bufs)
-            }
+            Self::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
             Self::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
         }
     }
@@ -276,14 +326,14 @@ impl AsyncWrite for Connection {
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(&mut tcp.stream).poll_flush(cx),
+            Self::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
             Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(&mut tcp.stream).poll_shutdown(cx),
+            Self::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
             Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }

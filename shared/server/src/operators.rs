@@ -1,9 +1,14 @@
 //! What a process counts, and where operators read it: `/metrics`, `/healthz` and `/readyz` over plain HTTP, on an address of their own.
 //!
+//! Where the process has a token, `/metrics` is for callers who present it; the two probes are for all. Connections that presented no token
+//! are limited in number and time, as everywhere ([`crate::unauthenticated`]).
+//!
 //! Every call that comes in is counted and timed, by service, method and code. Names that callers make up become no series of their own.
 //! Services add gauges, which are set when somebody reads them.
 
 use std::collections::HashSet;
+use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, LazyLock, PoisonError};
 use std::task::{Context, Poll};
@@ -11,9 +16,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use axum::Router;
-use axum::extract::State;
+use axum::extract::connect_info::Connected;
+use axum::extract::{ConnectInfo, State};
 use axum::http::StatusCode;
+use axum::http::header::WWW_AUTHENTICATE;
+use axum::response::IntoResponse;
 use axum::routing::get;
+use axum::serve::IncomingStream;
 use bytes::Bytes;
 use futures::future::join_all;
 use http::{HeaderMap, Request, Response};
@@ -27,7 +36,10 @@ use tokio_util::sync::CancellationToken;
 use tower_layer::Layer;
 use tower_service::Service;
 
+use crate::admission::presents;
+use crate::listener::{Caller, Tcp};
 use crate::readiness::Readiness;
+use crate::unauthenticated::{Limits, Unauthenticated};
 
 /// Upper bounds of the buckets of durations, in seconds.
 const BUCKETS: [f64; 14] =
@@ -36,6 +48,9 @@ const BUCKETS: [f64; 14] =
 const GATHER_EVERY: Duration = Duration::from_secs(2);
 /// Gauges that cannot be had in this time keep the values they have.
 const GATHER_PATIENCE: Duration = Duration::from_secs(5);
+/// Limits of connections that presented no token. Probes, and readers where there is no token, connect again after the deadline, so it is
+/// several times as long as gauges take.
+const LIMITS: Limits = Limits { deadline: Duration::from_secs(30), per_address: 128, total: 512 };
 
 type Gathering = Pin<Box<dyn Future<Output = ()> + Send>>;
 type Gather = Arc<dyn Fn() -> Gathering + Send + Sync>;
@@ -76,6 +91,12 @@ impl Recorder {
         describe();
         Ok(Self(handle))
     }
+
+    /// Nothing is counted.
+    #[cfg(test)]
+    pub(crate) fn for_test() -> Self {
+        Self(PrometheusBuilder::new().build_recorder().handle())
+    }
 }
 
 fn describe() {
@@ -95,42 +116,96 @@ fn describe() {
 
 /// What is served to operators.
 #[derive(Clone)]
-struct Page {
+pub(crate) struct Page {
     recorder: Recorder,
+    /// What readers of metrics present. `None`: nothing.
+    token: Option<Arc<str>>,
     readiness: Readiness,
     gathers: Gathers,
     gathered: Arc<Mutex<Option<Instant>>>,
 }
 
-/// Serves `/metrics`, `/healthz` and `/readyz` until told to stop.
-pub(crate) async fn serve(
+impl Page {
+    pub(crate) fn new(
+        recorder: Recorder,
+        token: Option<String>,
+        readiness: Readiness,
+        gathers: Gathers,
+    ) -> Self {
+        Self { recorder, token: token.map(Into::into), readiness, gathers, gathered: Arc::default() }
+    }
+
+    async fn metrics(&self) -> String {
+        let mut gathered = self.gathered.lock().await;
+        if gathered.is_none_or(|at| at.elapsed() >= GATHER_EVERY) {
+            self.gathers.gather().await;
+            *gathered = Some(Instant::now());
+        }
+        drop(gathered);
+        self.recorder.0.run_upkeep();
+        self.recorder.0.render()
+    }
+}
+
+/// A port that operators read from.
+struct Port {
     listener: TcpListener,
-    recorder: Recorder,
-    readiness: Readiness,
-    gathers: Gathers,
-    ended: CancellationToken,
-) {
-    let state = Page { recorder, readiness, gathers, gathered: Arc::default() };
+    unauthenticated: Unauthenticated,
+}
+
+impl axum::serve::Listener for Port {
+    type Io = Tcp;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Tcp, SocketAddr) {
+        loop {
+            // It waits a while when no descriptor is free.
+            let (stream, peer) = axum::serve::Listener::accept(&mut self.listener).await;
+            if let Some(tcp) = Tcp::new(stream, peer, &self.unauthenticated) {
+                return (tcp, peer);
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+impl Connected<IncomingStream<'_, Port>> for Caller {
+    fn connect_info(stream: IncomingStream<'_, Port>) -> Self {
+        stream.io().caller()
+    }
+}
+
+/// Serves `/metrics`, `/healthz` and `/readyz` until told to stop.
+pub(crate) async fn serve(listener: TcpListener, page: Page, ended: CancellationToken) {
+    let port = Port { listener, unauthenticated: Unauthenticated::new(LIMITS) };
     let router = Router::new()
         .route("/metrics", get(metrics_page))
         .route("/healthz", get(async || "ok\n"))
         .route("/readyz", get(readyz))
-        .with_state(state);
-    let served = axum::serve(listener, router).with_graceful_shutdown(ended.cancelled_owned()).await;
+        .with_state(page)
+        .into_make_service_with_connect_info::<Caller>();
+    let served = axum::serve(port, router).with_graceful_shutdown(ended.cancelled_owned()).await;
     if let Err(error) = served {
         tracing::error!(%error, "metrics are no longer served");
     }
 }
 
-async fn metrics_page(State(page): State<Page>) -> String {
-    let mut gathered = page.gathered.lock().await;
-    if gathered.is_none_or(|at| at.elapsed() >= GATHER_EVERY) {
-        page.gathers.gather().await;
-        *gathered = Some(Instant::now());
+async fn metrics_page(
+    State(page): State<Page>,
+    ConnectInfo(caller): ConnectInfo<Caller>,
+    headers: HeaderMap,
+) -> axum::response::Response {
+    if let Some(token) = &page.token {
+        if !presents(token, &headers) {
+            let why = "present the token of this cluster as `authorization: Bearer TOKEN`\n";
+            return (StatusCode::UNAUTHORIZED, [(WWW_AUTHENTICATE, "Bearer")], why).into_response();
+        }
+        caller.authenticated();
     }
-    drop(gathered);
-    page.recorder.0.run_upkeep();
-    page.recorder.0.render()
+    page.metrics().await.into_response()
 }
 
 async fn readyz(State(page): State<Page>) -> (StatusCode, String) {

@@ -13,10 +13,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tonic::Code;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
+use crate::operators::{self, Gathers, Page, Recorder};
+use crate::readiness::Readiness;
 use crate::unauthenticated::Limits;
 use crate::{Host, Listener};
 
@@ -126,29 +127,104 @@ async fn connection_without_admitted_call_is_closed_after_deadline() {
 }
 
 #[tokio::test]
-async fn unauthenticated_connections_of_an_address_are_limited() {
-    let limits = Limits { deadline: NO_DEADLINE, per_address: 2, ..Limits::default() };
-    let server = Server::start(limits).await;
-    let mut client = server.client();
-    client.check(about(crate::LIVENESS)).await.expect("admitted");
+async fn stranger_who_fills_the_limits_keeps_no_caller_out() {
+    let unlimited = Limits { deadline: NO_DEADLINE, per_address: usize::MAX, total: usize::MAX };
+    for limits in [Limits { per_address: 4, ..unlimited }, Limits { total: 4, ..unlimited }] {
+        let server = Server::start(limits).await;
+        let mut client = server.client();
+        client.check(about(crate::LIVENESS)).await.expect("admitted");
 
-    let first = server.welcomes().await.expect("the first");
-    let second = server.welcomes().await.expect("the second");
-    assert!(server.welcomes().await.is_none(), "the third is one too many");
-    let status = server.client().check(about(crate::LIVENESS)).await.expect_err("closed");
-    assert_ne!(status.code(), Code::Unauthenticated, "{status}");
-    client.check(about(crate::LIVENESS)).await.expect("a connection that authenticated is not counted");
-
-    drop(first);
-    let third = within(async {
-        loop {
-            if let Some(third) = server.welcomes().await {
-                return third;
+        let mut held = Vec::new();
+        for _ in 0..3 {
+            for _ in 0..6 {
+                held.push(server.welcomes().await.expect("accepted"));
             }
+            server.client().check(about(crate::LIVENESS)).await.expect("a caller on a new connection");
         }
-    });
-    drop((third.await, second));
-    server.end().await;
+        // Three are left beside that of the last caller.
+        for stream in &mut held[..15] {
+            // Reset or closed.
+            _ = within(stream.read_to_end(&mut Vec::new())).await;
+        }
+        client.check(about(crate::LIVENESS)).await.expect("a connection that authenticated makes no room");
+        drop(held);
+        server.end().await;
+    }
+}
+
+/// A port for operators.
+struct Port {
+    address: SocketAddr,
+    _stop: tokio_util::sync::DropGuard,
+}
+
+impl Port {
+    #[expect(clippy::disallowed_methods, reason = "it ends with the test")]
+    async fn start(token: Option<&str>) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("bound");
+        let page =
+            Page::new(Recorder::for_test(), token.map(str::to_owned), Readiness::new(), Gathers::default());
+        let stop = CancellationToken::new();
+        tokio::spawn(operators::serve(listener, page, stop.clone()));
+        Self { address, _stop: stop.drop_guard() }
+    }
+
+    async fn connect(&self) -> TcpStream {
+        TcpStream::connect(self.address).await.expect("connected")
+    }
+
+    /// The status of the answer at `path`.
+    async fn get(&self, path: &str, header: &str) -> u16 {
+        let mut stream = self.connect().await;
+        let request = format!("GET {path} HTTP/1.1\r\nHost: it\r\nConnection: close\r\n{header}\r\n");
+        stream.write_all(request.as_bytes()).await.expect("asked");
+        let mut answer = String::new();
+        within(stream.read_to_string(&mut answer)).await.expect("an answer");
+        let status = answer.split(' ').nth(1).expect("a status");
+        status.parse().expect("a number")
+    }
+}
+
+#[tokio::test]
+async fn metrics_are_read_with_the_token_only() {
+    let with = |token: &str| format!("Authorization: Bearer {token}\r\n");
+    let port = Port::start(Some(TOKEN)).await;
+    assert_eq!(port.get("/metrics", "").await, 401);
+    assert_eq!(port.get("/metrics", &with("another")).await, 401);
+    assert_eq!(port.get("/metrics", &with(TOKEN)).await, 200);
+    assert_eq!(port.get("/healthz", "").await, 200, "probes present no token");
+    assert_eq!(port.get("/readyz", "").await, 503);
+    let port = Port::start(None).await;
+    assert_eq!(port.get("/metrics", "").await, 200);
+}
+
+#[tokio::test]
+async fn stranger_keeps_no_reader_of_metrics_out() {
+    let port = Port::start(Some(TOKEN)).await;
+    let mut held = Vec::new();
+    for _ in 0..140 {
+        held.push(port.connect().await);
+    }
+    assert_eq!(port.get("/metrics", &format!("Authorization: Bearer {TOKEN}\r\n")).await, 200);
+    for stream in &mut held[..13] {
+        // Reset or closed.
+        _ = within(stream.read_to_end(&mut Vec::new())).await;
+    }
+}
+
+// The clock stands still, and moves on at once when everything waits for it.
+#[tokio::test(start_paused = true)]
+async fn port_for_operators_closes_connections_without_token() {
+    let port = Port::start(Some(TOKEN)).await;
+    for said in ["", "GET /metrics HT", "GET /healthz HTTP/1.1\r\nHost: it\r\n\r\n"] {
+        let mut stream = port.connect().await;
+        stream.write_all(said.as_bytes()).await.expect("written");
+        let mut said = Vec::new();
+        let ended = stream.read_to_end(&mut said);
+        // Reset or closed.
+        _ = tokio::time::timeout(NO_DEADLINE, ended).await.expect("it is closed");
+    }
 }
 
 #[tokio::test]

@@ -1,16 +1,22 @@
 //! Limits of connections over TCP that have not authenticated: how many a server keeps open, and for how long.
 //!
-//! The listener asks for a [`Probation`] of each connection that it accepts, and closes a connection that gets none. The admission layer
-//! ends the probation when the connection's first call is admitted. The connection breaks itself when its probation lasts too long.
+//! The listener asks for a [`Probation`] of each connection that it accepts. When a limit is reached, the oldest connection makes room for
+//! the new one: a stranger who holds as many connections as he may keeps no caller out, for a caller authenticates within moments. The
+//! admission layer ends the probation when the connection's first call is admitted. The connection breaks itself when its probation lasts too
+//! long, or when it has to make room.
 //!
-//! Invariant: a stranger holds at most [`Limits::per_address`] descriptors of the server. A [`Permit`], which counts its connection until
-//! it is dropped, enforces it.
+//! Invariant: strangers of one address hold at most [`Limits::per_address`] descriptors of the server, beside those that are being closed.
+//! The [`Table`], which has each connection until it authenticates or is closed, enforces it.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
+
+use tokio::sync::oneshot;
 
 /// Limits of connections that have not authenticated.
 #[derive(Debug, Clone, Copy)]
@@ -29,98 +35,138 @@ impl Default for Limits {
     }
 }
 
-/// Interval of warnings about connections that were closed at once.
+/// Interval of warnings about connections that had to make room.
 const WARNING_INTERVAL: Duration = Duration::from_secs(10);
 
 /// The connections of a server that have not authenticated. Clones count together.
 #[derive(Debug, Clone)]
 pub(crate) struct Unauthenticated {
     limits: Limits,
-    counts: Arc<Mutex<Counts>>,
+    table: Arc<Mutex<Table>>,
 }
 
+/// Connections by their number; a connection that was accepted later has a higher one.
 #[derive(Debug, Default)]
-struct Counts {
-    total: usize,
-    per_address: HashMap<IpAddr, usize>,
-    /// Connections that were closed since the last warning.
+struct Table {
+    next: u64,
+    connections: BTreeMap<u64, Entry>,
+    per_address: HashMap<IpAddr, BTreeSet<u64>>,
+    /// Connections that had to make room since the last warning.
     closed: u64,
     warned_at: Option<Instant>,
 }
 
+#[derive(Debug)]
+struct Entry {
+    network: IpAddr,
+    /// Closes the connection.
+    close: oneshot::Sender<()>,
+}
+
 impl Unauthenticated {
     pub(crate) fn new(limits: Limits) -> Self {
-        Self { limits, counts: Arc::default() }
+        Self { limits, table: Arc::default() }
     }
 
     pub(crate) fn deadline(&self) -> Duration {
         self.limits.deadline
     }
 
-    /// Counts a new connection from `address`. `None` if there are too many: the connection must be closed.
-    pub(crate) fn admit(&self, address: IpAddr) -> Option<Probation> {
+    /// Counts a new connection from `address`. Closes the oldest one if there are too many, of this address or of all.
+    pub(crate) fn admit(&self, address: IpAddr) -> (Probation, CloseSignal) {
         let network = network(address);
-        let mut counts = lock(&self.counts);
-        let of_address = counts.per_address.get(&network).copied().unwrap_or(0);
-        if counts.total >= self.limits.total || of_address >= self.limits.per_address {
-            counts.closed += 1;
-            let now = Instant::now();
-            if counts.warned_at.is_none_or(|warned_at| now.duration_since(warned_at) >= WARNING_INTERVAL) {
-                tracing::warn!(
-                    peer.address = %address,
-                    connections.of_address = of_address,
-                    connections.total = counts.total,
-                    connections.closed = counts.closed,
-                    "closed connections: too many others have not authenticated yet"
-                );
-                (counts.closed, counts.warned_at) = (0, Some(now));
-            }
-            return None;
+        let (close, closed) = oneshot::channel();
+        let mut table = lock(&self.table);
+        let of_address = table.per_address.get(&network);
+        let oldest_of_address = of_address.filter(|its| its.len() >= self.limits.per_address);
+        let oldest_of_address = oldest_of_address.and_then(BTreeSet::first).copied();
+        if let Some(oldest) = oldest_of_address {
+            table.close(oldest, "connections of this address");
+        } else if table.connections.len() >= self.limits.total
+            && let Some(oldest) = table.connections.keys().next().copied()
+        {
+            table.close(oldest, "connections");
         }
-        counts.total += 1;
-        *counts.per_address.entry(network).or_default() += 1;
-        let permit = Permit { network, counts: self.counts.clone() };
-        Some(Probation(Arc::new(Mutex::new(Some(permit)))))
+        let number = table.next;
+        table.next += 1;
+        table.connections.insert(number, Entry { network, close });
+        table.per_address.entry(network).or_default().insert(number);
+        let ended = AtomicBool::new(false);
+        (Probation(Arc::new(State { number, ended, table: self.table.clone() })), CloseSignal(closed))
     }
 
     #[cfg(test)]
     pub(crate) fn total(&self) -> usize {
-        lock(&self.counts).total
+        lock(&self.table).connections.len()
+    }
+}
+
+impl Table {
+    /// Closes the connection `number`, for there are too many `what` that have not authenticated.
+    fn close(&mut self, number: u64, what: &str) {
+        let Some(Entry { network, close }) = self.remove(number) else { return };
+        // A connection that is just ending listens no more.
+        _ = close.send(());
+        self.closed += 1;
+        let now = Instant::now();
+        if self.warned_at.is_none_or(|warned_at| now.duration_since(warned_at) >= WARNING_INTERVAL) {
+            tracing::warn!(
+                peer.network = %network,
+                connections.total = self.connections.len(),
+                connections.closed = self.closed,
+                "closed the oldest of too many {what} that have not authenticated"
+            );
+            (self.closed, self.warned_at) = (0, Some(now));
+        }
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Entry> {
+        let entry = self.connections.remove(&number)?;
+        if let Some(of_address) = self.per_address.get_mut(&entry.network) {
+            of_address.remove(&number);
+            if of_address.is_empty() {
+                self.per_address.remove(&entry.network);
+            }
+        }
+        Some(entry)
     }
 }
 
 /// The time of a connection before it authenticates. Clones are of the same connection.
 #[derive(Debug, Clone)]
-pub(crate) struct Probation(Arc<Mutex<Option<Permit>>>);
+pub(crate) struct Probation(Arc<State>);
+
+#[derive(Debug)]
+struct State {
+    number: u64,
+    /// Spares each later call of the connection the lock of the table.
+    ended: AtomicBool,
+    table: Arc<Mutex<Table>>,
+}
 
 impl Probation {
     /// Ends the probation: the connection has authenticated, or is closed.
     pub(crate) fn end(&self) {
-        lock(&self.0).take();
-    }
-
-    pub(crate) fn has_ended(&self) -> bool {
-        lock(&self.0).is_none()
-    }
-}
-
-/// Counts one connection as long as it exists.
-#[derive(Debug)]
-struct Permit {
-    network: IpAddr,
-    counts: Arc<Mutex<Counts>>,
-}
-
-impl Drop for Permit {
-    fn drop(&mut self) {
-        let mut counts = lock(&self.counts);
-        counts.total -= 1;
-        if let Entry::Occupied(mut of_address) = counts.per_address.entry(self.network) {
-            *of_address.get_mut() -= 1;
-            if *of_address.get() == 0 {
-                of_address.remove();
-            }
+        if !self.0.ended.swap(true, Ordering::Relaxed) {
+            lock(&self.0.table).remove(self.0.number);
         }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn has_ended(&self) -> bool {
+        self.0.ended.load(Ordering::Relaxed)
+    }
+}
+
+/// Tells a connection that it must make room for another one.
+#[derive(Debug)]
+pub(crate) struct CloseSignal(oneshot::Receiver<()>);
+
+impl CloseSignal {
+    /// `Pending` as long as the probation lasts, then `true` if the connection must be closed, `false` if it has authenticated. Must not be
+    /// called again after that.
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<bool> {
+        Pin::new(&mut self.0).poll(cx).map(|told| told.is_ok())
     }
 }
 
@@ -138,26 +184,47 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::task::Waker;
+
     use super::*;
 
+    impl CloseSignal {
+        fn is_closed(&mut self) -> bool {
+            self.poll(&mut Context::from_waker(Waker::noop())) == Poll::Ready(true)
+        }
+    }
+
     #[test]
-    fn each_address_and_all_together_are_limited() {
+    fn oldest_connection_makes_room_for_new_one() {
         let limits = Limits { per_address: 2, total: 3, ..Limits::default() };
         let connections = Unauthenticated::new(limits);
         let admit = |address: &str| connections.admit(address.parse().expect("an address"));
-        let first = admit("192.0.2.1").expect("the first");
-        let second = admit("::ffff:192.0.2.1").expect("the second");
-        assert!(admit("192.0.2.1").is_none(), "two of this address are open");
-        let other = admit("2001:db8::1").expect("another address");
-        assert!(admit("192.0.2.3").is_none(), "three are open");
+        let mut first = admit("192.0.2.1");
+        let mut second = admit("::ffff:192.0.2.1");
+        let mut other = admit("2001:db8::1");
+        assert!(!first.1.is_closed());
+        let mut third = admit("192.0.2.1");
+        assert!(first.1.is_closed(), "two of this address were open, and it is the oldest of them");
+        assert!(!second.1.is_closed() && !other.1.is_closed());
+        let mut last = admit("198.51.100.1");
+        assert!(second.1.is_closed(), "three were open, and it is the oldest of all");
+        assert_eq!(connections.total(), 3);
 
-        first.end();
-        assert!(first.has_ended() && !second.has_ended());
-        let again = admit("2001:db8::2:1").expect("one has authenticated");
-        drop(second);
-        assert!(admit("2001:db8::3:1").is_none(), "two of this network are open");
-        drop((other, again));
+        other.0.end();
+        assert!(other.0.has_ended() && connections.total() == 2);
+        let again = (admit("2001:db8::2:1"), admit("2001:db8::1:0:0:1"));
+        assert!(!other.1.is_closed(), "it has authenticated, and makes room for none");
+        assert!(third.1.is_closed() && !last.1.is_closed());
+        // A connection that has made room already changes nothing when it ends.
+        for (probation, _) in [first, second, third] {
+            probation.end();
+        }
+        assert_eq!(connections.total(), 3);
+        last.0.end();
+        for (probation, _) in [again.0, again.1] {
+            probation.end();
+        }
         assert_eq!(connections.total(), 0);
-        assert!(lock(&connections.counts).per_address.is_empty(), "addresses are forgotten");
+        assert!(lock(&connections.table).per_address.is_empty(), "addresses are forgotten");
     }
 }

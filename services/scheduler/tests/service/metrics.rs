@@ -43,6 +43,8 @@ impl Process {
             command.env_remove(name);
         });
         let child = command
+            // There is no token file, so metrics are for everybody.
+            .env("XDG_STATE_HOME", directory.path())
             .args(["--listen", &path("socket"), "--metrics-listen", "127.0.0.1:0", "--log", "info"])
             .args(["--database-url", &format!("sqlite://{}", path("database"))])
             .args(["--artifact-store", "http://127.0.0.1:9", "--poll-interval", "100ms"])
