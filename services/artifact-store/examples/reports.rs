@@ -166,7 +166,8 @@ impl Gateway {
     }
 
     async fn begin(&self) -> anyhow::Result<pb::ReportToken> {
-        let request = pb::BeginReportRequest { session_credential: self.credential.clone(), last: None };
+        let request =
+            pb::BeginReportRequest { session_credential: self.credential.clone(), ..Default::default() };
         let answer = self.inventory.clone().begin_report(request).await?.into_inner();
         answer.token.context("no token")
     }
@@ -186,7 +187,9 @@ impl Gateway {
         messages.push(Message::Commit(pb::ReportCommit { count: u64::try_from(held)? }));
         let messages = messages.into_iter().map(|message| pb::ReportRequest { message: Some(message) });
         let messages = tokio_stream::iter(messages.collect::<Vec<_>>());
-        Ok(self.inventory.clone().report(messages).await?.into_inner())
+        let answer = self.inventory.clone().report(messages).await?.into_inner();
+        ensure!(!answer.receipt.is_empty(), "no receipt");
+        Ok(pb::ReportResponse { receipt: Default::default(), ..answer })
     }
 
     /// Writes the rows of what it holds.

@@ -126,6 +126,7 @@ entity! {
         life: Uuid,
         losses: i64,
         losses_forgotten: i64,
+        receipt_key: Option<Vec<u8>>,
     }
 }
 

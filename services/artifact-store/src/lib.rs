@@ -63,6 +63,7 @@ mod marks;
 mod migrations;
 mod owners;
 mod pins;
+mod receipts;
 mod replicas;
 mod report;
 mod rules;

@@ -14,18 +14,19 @@ use sea_orm::{
 
 use crate::entity::store;
 use crate::migrations::Schema;
+use crate::receipts;
 
 /// The one row.
-const ROW: i64 = 1;
+pub(crate) const ROW: i64 = 1;
 
-/// Mints the life of a new database. One that has a life keeps it.
+/// Mints the life and the key of receipts of a new database. One that has them keeps them.
 pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
     let fresh = store::ActiveModel { id: Set(ROW), life: Set(StoreLife::new().uuid()), ..Default::default() };
     store::Entity::insert(fresh)
         .on_conflict_do_nothing_on([store::Column::Id])
         .exec_without_returning(txn)
-        .await
-        .map(|_| ())
+        .await?;
+    receipts::mint(txn).await
 }
 
 /// The life of this database.

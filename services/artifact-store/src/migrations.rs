@@ -26,6 +26,7 @@ impl Migrations for Schema {
             name: "0015_marked_with_artifacts",
             sql: include_str!("migrations/0015_marked_with_artifacts.sql"),
         },
+        SqlMigration { name: "0016_receipts", sql: include_str!("migrations/0016_receipts.sql") },
     ];
 }
 

@@ -18,7 +18,7 @@ mod forget;
 
 use std::collections::{HashMap, HashSet};
 
-use domain::worker::SessionClaims;
+use domain::worker::{Receipt, SessionClaims};
 use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
 use sea_orm::sea_query::Expr;
 use sea_orm::{
@@ -32,7 +32,7 @@ use crate::graves;
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 use crate::sweep::Sweepable;
-use crate::{life, mark, marks, set_aside};
+use crate::{life, mark, marks, receipts, set_aside};
 use forget::{Memory, forget};
 
 /// How many handles one report may have: 16 bytes of memory each.
@@ -63,23 +63,31 @@ pub(crate) struct Begun {
     pub(crate) token: Token,
     /// The life that ended with it: the worker remembers more than this database does, which came out of a backup.
     pub(crate) ended: Option<StoreLife>,
+    /// The worker says that it remembers more than this database does, and has no receipt for it.
+    pub(crate) unproven: bool,
 }
 
-/// Opens a report. `last`: the token of the last report of the worker that was answered.
+/// Opens a report. `last`: the token of the last report of the worker that was answered, with its receipt.
+///
+/// Without a receipt that token proves nothing: any worker could show one, and begin one life after another.
 ///
 /// Before a report is answered, that it was judged is durable. So in one life no report that a worker remembers is younger than the last that is
 /// on record.
 pub(crate) async fn begin(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    last: Option<Token>,
+    last: Option<(Token, Option<Receipt>)>,
 ) -> Result<Begun, SessionError> {
     let worker::Model { sequence, reported, .. } = sessions::advance(txn, claims).await?;
     let current = life::current(txn).await?;
-    let went_back = last.is_some_and(|last| last.life == current && last.sequence > reported);
+    let unknown = last.filter(|(last, _)| last.life == current && last.sequence > reported);
+    let went_back = match unknown {
+        Some((last, Some(receipt))) => receipts::is_genuine(txn, claims.worker, last, receipt).await?,
+        Some((_, None)) | None => false,
+    };
     let (life, ended) =
         if went_back { (life::begin_after(txn, current).await?, Some(current)) } else { (current, None) };
-    Ok(Begun { token: Token { sequence, life }, ended })
+    Ok(Begun { token: Token { sequence, life }, ended, unproven: unknown.is_some() && !went_back })
 }
 
 /// Everything that a worker holds, as it was listed after the token was taken.
@@ -115,6 +123,8 @@ pub(crate) struct Outcome {
     pub(crate) set_aside: u64,
     /// Volumes that are, and were not described yet.
     pub(crate) undescribed: Vec<VolumeHandle>,
+    /// For the worker: that this was judged.
+    pub(crate) receipt: Option<Receipt>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -173,6 +183,7 @@ pub(crate) async fn apply(
         return Err(ReportError::Stale);
     }
     outcome.undescribed = undescribed(store, claims).await?;
+    outcome.receipt = Some(receipts::issue(store.db.read(), claims.worker, token).await?);
     let Unknown { volumes, containers } = unknown;
     outcome.unknown_volumes = volumes.into_iter().take(MOST_UNKNOWN).map(VolumeHandle::from_uuid).collect();
     outcome.unknown_containers =

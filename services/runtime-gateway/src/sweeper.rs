@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use domain::worker::StoreMark;
+use domain::worker::{Receipt, StoreMark};
 use domain::{ContainerHandle, VolumeHandle, chain};
 use futures::StreamExt;
 use rpc::Refusal;
@@ -187,11 +187,16 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     let mark = worker.runtime.store_mark().await?;
     let last =
         mark.map(|mark| pb::ReportToken { sequence: mark.sequence, store_life: mark.life.to_string() });
-    let begin = pb::BeginReportRequest { session_credential: session.credential.clone(), last };
+    let receipt = mark.and_then(|mark| mark.receipt).map(|receipt| receipt.0.to_vec().into());
+    let begin = pb::BeginReportRequest {
+        session_credential: session.credential.clone(),
+        last,
+        receipt: receipt.unwrap_or_default(),
+    };
     // The token comes before the listing: what is made in between is younger than the report, and not judged by it.
     let token =
         client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
-    let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence };
+    let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence, receipt: None };
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
     let before = worker.held.begin();
     let mut holdings = worker.runtime.list().await?;
@@ -224,7 +229,8 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
             "the artifact store came out of a backup: from now on the worker belongs to its new life"
         );
     }
-    worker.runtime.set_store_mark(now).await?;
+    let receipt = <[u8; 32]>::try_from(&answer.receipt[..]).ok().map(Receipt);
+    worker.runtime.set_store_mark(StoreMark { receipt, ..now }).await?;
     describe(worker, session, &parse(&answer.undescribed_volume_handles)?).await?;
     if volumes.is_empty() && containers.is_empty() {
         return Ok(());

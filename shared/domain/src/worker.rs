@@ -28,34 +28,68 @@ pub struct Marker {
 }
 
 /// What a worker keeps beside its marker of the artifact store: of which life of it the worker's volumes are, and how far that was. As text
-/// it is both, with a space between them.
+/// it is the life, the sequence number and the receipt in hexadecimal, with spaces between them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StoreMark {
     /// The life.
     pub life: StoreLife,
     /// The sequence number of the last report that was judged in it.
     pub sequence: u64,
+    /// The store's receipt for that report. `None`: the store gave none.
+    pub receipt: Option<Receipt>,
 }
+
+/// Proves to an artifact store that it has judged a report. Only the store can make or check one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Receipt(pub [u8; 32]);
 
 impl fmt::Display for StoreMark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.life, self.sequence)
+        write!(f, "{} {}", self.life, self.sequence)?;
+        match &self.receipt {
+            Some(receipt) => write!(f, " {receipt}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Display for Receipt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl FromStr for Receipt {
+    type Err = ParseStoreMarkError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text.len() != 64 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(ParseStoreMarkError);
+        }
+        let mut bytes = [0; 32];
+        for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+            let digits = std::str::from_utf8(digits).map_err(|_| ParseStoreMarkError)?;
+            *byte = u8::from_str_radix(digits, 16).map_err(|_| ParseStoreMarkError)?;
+        }
+        Ok(Self(bytes))
     }
 }
 
 /// The text is no mark of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("it does not name a life of an artifact store, and a number")]
+#[error("it does not name a life of an artifact store, a number and a receipt")]
 pub struct ParseStoreMarkError;
 
 impl FromStr for StoreMark {
     type Err = ParseStoreMarkError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (life, sequence) = text.trim().split_once(' ').ok_or(ParseStoreMarkError)?;
+        let mut parts = text.trim().splitn(3, ' ');
+        let mut next = || parts.next().ok_or(ParseStoreMarkError);
         Ok(Self {
-            life: life.parse().map_err(|_| ParseStoreMarkError)?,
-            sequence: sequence.parse().map_err(|_| ParseStoreMarkError)?,
+            life: next()?.parse().map_err(|_| ParseStoreMarkError)?,
+            sequence: next()?.parse().map_err(|_| ParseStoreMarkError)?,
+            receipt: parts.next().map(str::parse).transpose()?,
         })
     }
 }
@@ -183,9 +217,15 @@ mod tests {
 
     #[test]
     fn a_mark_of_a_store_comes_back_from_its_text_and_nothing_else_does() {
-        let mark = StoreMark { life: StoreLife::new(), sequence: u64::MAX };
-        assert_eq!(format!("{mark}\n").parse(), Ok(mark));
-        for text in ["", " ", &mark.life.to_string(), &format!("{} x", mark.life), "x 1", "1"] {
+        let life = StoreLife::new();
+        for receipt in [None, Some(Receipt(std::array::from_fn(|at| u8::try_from(at).expect("small") * 8)))] {
+            let mark = StoreMark { life, sequence: u64::MAX, receipt };
+            assert_eq!(format!("{mark}\n").parse(), Ok(mark));
+        }
+        let short = format!("{life} 1 00");
+        let more = format!("{life} 1 {:064x} 1", 1);
+        let signs = format!("{life} 1 {}", "+1".repeat(32));
+        for text in ["", " ", &life.to_string(), &format!("{life} x"), "x 1", "1", &short, &more, &signs] {
             assert_eq!(text.parse::<StoreMark>(), Err(ParseStoreMarkError), "{text:?}");
         }
     }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::pin::Pin;
 
-use domain::worker::SessionClaims;
+use domain::worker::{Receipt, SessionClaims};
 use domain::{ContainerHandle, StoreLife, Timestamp, VolumeHandle};
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
@@ -243,7 +243,9 @@ impl pb::inventory_server::Inventory for Handlers {
         request: Request<pb::BeginReportRequest>,
     ) -> Result<Response<pb::BeginReportResponse>, Status> {
         let request = request.into_inner();
+        let receipt = parse_receipt(&request.receipt)?;
         let last = request.last.as_ref().map(|last| parse_token("last", last)).transpose()?;
+        let last = last.map(|last| (last, receipt));
         let claims = &self.session(&request.session_credential).await?;
 
         let begun = self
@@ -260,6 +262,13 @@ impl pb::inventory_server::Inventory for Handlers {
                 store.life = %token.life,
                 store.ended_life = %ended,
                 "a worker remembers more than this database, which came out of a backup: it has begun a new life"
+            );
+        }
+        if begun.unproven {
+            tracing::warn!(
+                worker.id = %claims.worker,
+                "a worker says that it remembers more than this database, and has no receipt for it: if the database came out of a backup, run \
+                 `artifact-store restored`"
             );
         }
         let token = pb::ReportToken {
@@ -288,6 +297,7 @@ impl pb::inventory_server::Inventory for Handlers {
             unknown_container_handles: texts(&outcome.unknown_containers),
             set_aside: outcome.set_aside,
             undescribed_volume_handles: texts(&outcome.undescribed),
+            receipt: outcome.receipt.map(|receipt| receipt.0.to_vec().into()).unwrap_or_default(),
         }))
     }
 
@@ -517,6 +527,15 @@ impl Handlers {
         report::check(self.store.db.read(), &claims, token).await.map_err(|error| self.noticing(error))?;
         Ok((claims, token, worker_life))
     }
+}
+
+/// `None`: it is empty.
+fn parse_receipt(receipt: &[u8]) -> Result<Option<Receipt>, Status> {
+    if receipt.is_empty() {
+        return Ok(None);
+    }
+    let receipt = receipt.try_into().map_err(|_| rpc::invalid_field("receipt", "must be 32 bytes"))?;
+    Ok(Some(Receipt(receipt)))
 }
 
 fn parse_token(field: &str, token: &pb::ReportToken) -> Result<Token, Status> {

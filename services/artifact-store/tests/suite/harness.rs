@@ -109,6 +109,23 @@ fn signer() -> TokenSigner {
 }
 
 /// What a store is started with whose garbage goes at once and only when asked for.
+/// The key of the receipts of a store.
+pub(crate) async fn receipt_key(url: &str) -> [u8; 32] {
+    let connection = sea_orm::Database::connect(url).await.expect("the database");
+    let asked = Statement::from_string(connection.get_database_backend(), "SELECT receipt_key FROM store");
+    let row = connection.query_one_raw(asked).await.expect("asked").expect("a store");
+    let key: Vec<u8> = row.try_get("", "receipt_key").expect("a key");
+    key.try_into().expect("32 bytes")
+}
+
+/// A receipt for any report, as only the store can make it.
+pub(crate) fn receipt(key: &[u8; 32], worker: WorkerId, token: &pb::ReportToken) -> Vec<u8> {
+    let life: domain::StoreLife = token.store_life.parse().expect("a life");
+    let sequence = token.sequence.to_be_bytes();
+    let text = [&worker.uuid().as_bytes()[..], &life.uuid().as_bytes()[..], &sequence].concat();
+    blake3::keyed_hash(key, &text).as_bytes().to_vec()
+}
+
 pub(crate) fn config(url: &str) -> Config {
     Config {
         // What tests count with, whatever the default is.
@@ -475,12 +492,17 @@ impl Gateway {
     }
 
     pub(crate) async fn begin_report(&self) -> Answer<pb::ReportToken> {
-        self.begin_report_after(None).await
+        self.begin_report_after(None, &[]).await
     }
 
-    /// The same, of a worker that saw this token last.
-    pub(crate) async fn begin_report_after(&self, last: Option<pb::ReportToken>) -> Answer<pb::ReportToken> {
-        let request = pb::BeginReportRequest { session_credential: self.credential.clone(), last };
+    /// The same, of a worker whose report with this token was the last that was judged, as `receipt` proves.
+    pub(crate) async fn begin_report_after(
+        &self,
+        last: Option<pb::ReportToken>,
+        receipt: &[u8],
+    ) -> Answer<pb::ReportToken> {
+        let receipt = receipt.to_vec().into();
+        let request = pb::BeginReportRequest { session_credential: self.credential.clone(), last, receipt };
         let answer = self.inventory().begin_report(request).await?.into_inner();
         Ok(answer.token.expect("a token"))
     }

@@ -12,6 +12,7 @@ use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both
 on_both_databases! {
     what_a_restored_store_does_not_know_is_set_aside_and_survives,
     a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it,
+    worker_begins_no_life_without_a_receipt,
     what_happens_before_a_worker_says_what_it_remembers_hides_nothing,
     what_a_worker_without_a_life_holds_is_set_aside,
     a_worker_that_began_anew_describes_what_is_set_aside_again,
@@ -37,8 +38,9 @@ struct Restored {
     prepared: pb::PrepareResponse,
     /// The output's artifact.
     output: ArtifactId,
-    /// The last token that the worker saw.
+    /// The token of the worker's last report that was judged, and the receipt for it.
     last: pb::ReportToken,
+    receipt: Vec<u8>,
 }
 
 impl Restored {
@@ -134,6 +136,11 @@ async fn restored(database: TestDatabase, tell: bool) -> Restored {
     for _ in 0..10 {
         last = gateway.begin_report().await.expect("begun");
     }
+    let volumes: Vec<_> = prepared.volumes.iter().map(|volume| volume.volume_handle.clone()).collect();
+    let volumes = [volumes, vec![known.1.clone(), newer.1.clone()]].concat();
+    let containers = [prepared.container_handle.clone()];
+    let reported = gateway.report_with(last.clone(), &volumes, &containers).await.expect("reported");
+    let receipt = reported.receipt.to_vec();
     suite.stop().await;
 
     if tell {
@@ -143,7 +150,7 @@ async fn restored(database: TestDatabase, tell: bool) -> Restored {
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
     let suite = Suite::start_with(backup, adjust).await;
     let gateway = suite.silent_gateway(gateway.worker, 1, 1);
-    Restored { suite, gateway, known, newer, prepared, output: output_artifact, last }
+    Restored { suite, gateway, known, newer, prepared, output: output_artifact, last, receipt }
 }
 
 async fn list(suite: &Suite, worker: Option<WorkerId>, page_size: u32) -> Vec<pb::SetAside> {
@@ -245,19 +252,19 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
 
 async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(database: TestDatabase) {
     let mut restored = restored(database, false).await;
-    let last = restored.last.clone();
+    let (last, receipt) = (restored.last.clone(), restored.receipt.clone());
     // One that was there from the start remembers no more than the backup.
     let life = last.store_life.clone();
     let earlier = pb::ReportToken { sequence: 1, ..last.clone() };
-    let token = restored.gateway.begin_report_after(Some(earlier)).await.expect("begun");
+    let token = restored.gateway.begin_report_after(Some(earlier), &receipt).await.expect("begun");
     assert_eq!(token.store_life, life, "nothing shows that it came out of a backup");
     let other = pb::ReportToken { store_life: StoreLife::new().to_string(), ..last.clone() };
-    let token = restored.gateway.begin_report_after(Some(other)).await.expect("begun");
+    let token = restored.gateway.begin_report_after(Some(other), &receipt).await.expect("begun");
     assert_eq!(token.store_life, life, "of another store it says nothing");
 
-    let token = restored.gateway.begin_report_after(Some(last.clone())).await.expect("begun");
+    let token = restored.gateway.begin_report_after(Some(last.clone()), &receipt).await.expect("begun");
     assert_ne!(token.store_life, life);
-    let again = restored.gateway.begin_report_after(Some(last)).await.expect("begun");
+    let again = restored.gateway.begin_report_after(Some(last), &receipt).await.expect("begun");
     assert_eq!(again.store_life, token.store_life, "of all that show it the first begins the new life");
     let reported = restored.learn().await;
     assert_nothing_unknown(&reported);
@@ -268,9 +275,32 @@ async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(dat
     suite.stop().await;
 }
 
+async fn worker_begins_no_life_without_a_receipt(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let first = gateway.begin_report().await.expect("begun");
+    let receipt = gateway.report_with(first.clone(), &[], &[]).await.expect("reported").receipt;
+    let other = suite.silent_gateway(WorkerId::new(), 1, 1);
+    let others = other.report(&[], &[]).await.expect("reported").receipt;
+    assert_ne!(receipt, others);
+    let opened = gateway.begin_report().await.expect("begun");
+    let later = pb::ReportToken { sequence: i64::MAX.unsigned_abs(), ..first.clone() };
+    // A sequence that was made up; one that was given out, and not judged; and one that was judged.
+    for last in [&later, &opened, &first] {
+        for receipt in [&[][..], &[7; 32], &receipt, &others] {
+            let begun = gateway.begin_report_after(Some(last.clone()), receipt).await.expect("begun");
+            assert_eq!(begun.store_life, first.store_life, "{last:?}");
+        }
+    }
+    let short = gateway.begin_report_after(Some(later), &[7; 31]).await;
+    assert_refused(short, Reason::InvalidField);
+    suite.stop().await;
+}
+
 async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(database: TestDatabase) {
     let mut restored = restored(database, false).await;
     let (last, life) = (restored.last.clone(), restored.last.store_life.clone());
+    let receipt = restored.receipt.clone();
     // Tokens are made for whoever asks, and marks are handed out: soon there are as many as the worker saw.
     restored.gateway = restored.suite.silent_gateway(restored.gateway.worker, 1, 2);
     let mut sequence = 0;
@@ -279,7 +309,7 @@ async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(datab
         assert_eq!(token.store_life, life);
         sequence = token.sequence;
     }
-    let token = restored.gateway.begin_report_after(Some(last)).await.expect("begun");
+    let token = restored.gateway.begin_report_after(Some(last), &receipt).await.expect("begun");
     assert_ne!(token.store_life, life, "no such report was ever judged");
     restored.suite.stop().await;
 }

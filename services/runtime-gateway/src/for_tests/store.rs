@@ -282,10 +282,9 @@ impl Store {
         self.said.lock().unwrap_or_else(PoisonError::into_inner).opened.clone()
     }
 
-    /// The token that was shown when the last report was begun, if one was.
-    pub(crate) fn last(&self) -> Option<Option<pb::ReportToken>> {
-        let said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        said.begun.as_ref().map(|begun| begun.last.clone())
+    /// How the last report was begun, if one was.
+    pub(crate) fn begun(&self) -> Option<pb::BeginReportRequest> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).begun.clone()
     }
 
     /// What it is asked next.

@@ -92,24 +92,35 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
         unknown_container_handles: vec![container.to_string()],
         ..pb::ReportResponse::default()
     };
-    let aside = pb::ReportResponse { set_aside: 2, ..pb::ReportResponse::default() };
+    let receipt = Receipt([9; 32]);
+    let aside = pb::ReportResponse {
+        set_aside: 2,
+        receipt: receipt.0.to_vec().into(),
+        ..pb::ReportResponse::default()
+    };
     // The store that the worker belongs to; one that came out of a backup, and first says what no store says; and again, as it should.
-    for (life, response, before, after) in [
-        (LIFE, pb::ReportResponse::default(), "", LIFE),
-        (OTHER, unknown.clone(), LIFE, LIFE),
-        (OTHER, aside.clone(), LIFE, OTHER),
-        (OTHER, aside, OTHER, OTHER),
+    for (life, response, before, after, kept) in [
+        (LIFE, pb::ReportResponse::default(), "", LIFE, None),
+        (OTHER, unknown.clone(), LIFE, LIFE, None),
+        (OTHER, aside.clone(), LIFE, OTHER, Some(receipt)),
+        (OTHER, aside, OTHER, OTHER, Some(receipt)),
     ] {
+        let had = machine.runtime().store_mark().await.expect("looked for").and_then(|mark| mark.receipt);
         store.begin_life(life);
         let session = session("credential");
         let (reported, opened) =
             tokio::join!(report(&worker, &session), answer_report(&mut store, &machine, response));
         reported.expect("reported");
         assert_eq!(opened.worker_life, before, "{life}");
-        let last = store.last().expect("it was begun");
-        assert_eq!(last.map(|last| last.store_life).unwrap_or_default(), before, "the last token is shown");
+        let begun = store.begun().expect("it was begun");
+        assert_eq!(begun.receipt, had.map(|receipt| receipt.0.to_vec()).unwrap_or_default());
+        assert_eq!(
+            begun.last.map(|last| last.store_life).unwrap_or_default(),
+            before,
+            "the last token is shown"
+        );
         let mark = machine.runtime().store_mark().await.expect("a mark").expect("kept");
-        assert_eq!(mark.life.to_string(), after, "{life}");
+        assert_eq!((mark.life.to_string(), mark.receipt), (after.to_owned(), kept), "{life}");
         let left = machine.runtime().list().await.expect("listed");
         assert_eq!((&left.volumes[..], &left.containers[..]), (&[volume][..], &[container][..]));
     }
@@ -176,7 +187,7 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
 
 /// The volumes of a worker are of the life that a store begins with.
 async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
-    let mark = StoreMark { life: LIFE.parse().expect("a life"), sequence: 1 };
+    let mark = StoreMark { life: LIFE.parse().expect("a life"), sequence: 1, receipt: None };
     machine.runtime().set_store_mark(mark).await.expect("kept");
 }
 

@@ -71,7 +71,8 @@ impl Store {
         let session_credential = self.credential(worker);
         let (mut replicas, mut inventory) =
             (ReplicasClient::new(self.peer()), InventoryClient::new(self.peer()));
-        let begin = pb::BeginReportRequest { session_credential: session_credential.clone(), last: None };
+        let begin =
+            pb::BeginReportRequest { session_credential: session_credential.clone(), ..Default::default() };
         inventory.begin_report(begin).await?;
         let create = pb::CreateArtifactRequest {
             artifact_id: artifact_id.clone(),

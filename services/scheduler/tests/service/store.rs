@@ -105,7 +105,10 @@ impl Place {
         let session_credential = credential(worker);
         let (mut replicas, mut inventory) =
             (ReplicasClient::new(self.peer()), InventoryClient::new(self.peer()));
-        let begin = store::BeginReportRequest { session_credential: session_credential.clone(), last: None };
+        let begin = store::BeginReportRequest {
+            session_credential: session_credential.clone(),
+            ..Default::default()
+        };
         inventory.begin_report(begin).await?;
         let (artifact, digest, team) = (ArtifactId::new(), vec![7; 32], team.to_owned());
         let create = store::CreateArtifactRequest {

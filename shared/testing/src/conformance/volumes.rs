@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use domain::worker::StoreMark;
+use domain::worker::{Receipt, StoreMark};
 use domain::{ArtifactId, StoreLife, VolumeHandle};
 use runtime::{Brought, BroughtAlong, Contents, Notes, RuntimeError, VolumeSource};
 
@@ -142,14 +142,14 @@ pub async fn manifests_are_kept(mut subject: impl Subject) {
 pub async fn what_a_store_must_know_again_is_kept(mut subject: impl Subject) {
     let runtime = subject.runtime();
     assert_eq!(runtime.store_mark().await.expect("none yet"), None);
-    let mut mark = StoreMark { life: StoreLife::new(), sequence: 1 };
+    let mut mark = StoreMark { life: StoreLife::new(), sequence: 1, receipt: None };
     runtime.set_store_mark(mark).await.expect("keep");
     let marker = runtime.marker().await.expect("a marker");
     let (parent, artifact) = (runtime.volume().await, ArtifactId::new());
     let child = runtime.child(parent).await;
     runtime.note_artifact(parent, ArtifactId::new()).await.expect("note");
     runtime.note_artifact(parent, artifact).await.expect("note another");
-    mark = StoreMark { life: StoreLife::new(), sequence: u64::MAX };
+    mark = StoreMark { life: StoreLife::new(), sequence: u64::MAX, receipt: Some(Receipt([7; 32])) };
     runtime.set_store_mark(mark).await.expect("keep another");
     drop(runtime);
     subject.reopen().await;

@@ -535,7 +535,11 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
     ];
     let report = whole.map(|message| pb::ReportRequest { message: Some(message) });
     let last = Some(pb::ReportToken { sequence: 1, ..token.clone() });
-    let begin = pb::BeginReportRequest { session_credential: session_credential.clone(), last };
+    let begin = pb::BeginReportRequest {
+        session_credential: session_credential.clone(),
+        last,
+        receipt: digest(1).as_bytes().to_vec().into(),
+    };
     let watch = pb::WatchDestroyingRequest { session_credential };
     vec![
         Call::new(
@@ -623,6 +627,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
                 credential("session_credential", world.suite, &world.here),
                 invalid("last.sequence", "absurd", Value::U64(u64::MAX), "last.sequence"),
                 id("last.store_life"),
+                invalid("receipt", "short", Value::Bytes(vec![7; 31].into()), "receipt"),
             ],
         ),
         Call::new(

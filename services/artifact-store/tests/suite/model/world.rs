@@ -29,7 +29,7 @@ use super::state::{
     Build, CLAIM_TERM, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, State, UNOWNED_TTL, artifact_id, attempt_id,
     build_id, claim_id, digest_of, transfer_id, tree, worker_id, workload_id,
 };
-use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, input, output};
+use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, input, output, receipt_key};
 
 /// One process that serves the store, as far as it can be killed.
 struct Replica {
@@ -88,6 +88,7 @@ pub(crate) struct World {
     forgets: Vec<Mutex<Forgets>>,
     forgetting: tokio::sync::Mutex<()>,
     life: Mutex<String>,
+    receipt_key: [u8; 32],
     /// How far the clock is ahead of what the model knows.
     ahead: Mutex<Duration>,
 }
@@ -104,7 +105,8 @@ impl World {
             session: 1,
             former: None,
         };
-        let world = Self {
+        let mut world = Self {
+            receipt_key: [0; 32],
             database,
             clock,
             replicas: Mutex::new(replicas),
@@ -123,6 +125,7 @@ impl World {
             let token = world.ask(begin).await.expect("a new worker may speak");
             *world.life.lock().unwrap_or_else(PoisonError::into_inner) = token.store_life;
         }
+        world.receipt_key = receipt_key(&world.database.url).await;
         world
     }
 

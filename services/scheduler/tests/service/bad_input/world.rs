@@ -143,7 +143,8 @@ async fn left(scheduler: &Running, hello: pb::Hello) -> pb::Welcome {
 async fn set_aside(place: &Place, worker: WorkerId) -> Result<(), Refusal> {
     use store::report_request::Message;
     let (mut inventory, session_credential) = (InventoryClient::new(place.peer()), credential(worker));
-    let begin = store::BeginReportRequest { session_credential: session_credential.clone(), last: None };
+    let begin =
+        store::BeginReportRequest { session_credential: session_credential.clone(), ..Default::default() };
     let token = inventory.begin_report(begin).await?.into_inner().token;
     let holdings = store::Holdings {
         volume_handles: vec![VolumeHandle::new().to_string()],

@@ -10,6 +10,7 @@ use uuid::Uuid;
 use super::gateways::refused;
 use super::shown::all;
 use super::{World, done};
+use crate::harness::receipt;
 use crate::model::check::SIZE;
 use crate::model::operations::Operation;
 use crate::model::state::{Described, Outcome, State, artifact_id, build_id, digest_of};
@@ -66,9 +67,11 @@ impl World {
             Ok(token) => token.store_life,
             Err(refusal) => return Outcome::Refused(refusal),
         };
-        let last = || Some(pb::ReportToken { sequence: LATER, store_life: before.clone() });
-        let prove =
-            |callers: Callers| async move { gateway.by_way_of(&callers).begin_report_after(last()).await };
+        let last = &pb::ReportToken { sequence: LATER, store_life: before.clone() };
+        let receipt = &receipt(&self.receipt_key, gateway.worker, last);
+        let prove = |callers: Callers| async move {
+            gateway.by_way_of(&callers).begin_report_after(Some(last.clone()), receipt).await
+        };
         let begun = self.ask(prove).await;
         if let Ok(token) = &begun {
             if token.store_life == before {
