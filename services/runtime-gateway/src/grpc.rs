@@ -11,7 +11,7 @@ use bytes::Bytes;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::workload::Exit;
 use domain::{AttemptId, Digest, chain};
-use futures::StreamExt;
+use futures::{Stream, StreamExt};
 use rpc::pb::artifacts;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
@@ -49,6 +49,10 @@ const STDIN_MESSAGES: usize = 257;
 
 /// How often the artifact store is told that somebody is attached to a process.
 const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
+
+/// Longest pause between two messages of an upload. What an upload reserves, such as memory for its manifest, it keeps no longer than that
+/// without making progress. Long, for a caller may have to find or make what it sends.
+const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -364,6 +368,18 @@ fn truncated() -> Status {
     Reason::TransferTruncated.status(SERVICE, "the stream ended before the transfer was complete")
 }
 
+/// The next message of an upload.
+async fn next_uploaded<T>(said: &mut (impl Stream<Item = Result<T, Status>> + Unpin)) -> Result<T, Status> {
+    let next = tokio::time::timeout(UPLOAD_PAUSE, said.next()).await.map_err(|_| paused("sent"))?;
+    next.ok_or_else(truncated)?
+}
+
+/// An upload made no progress, for its caller `did` nothing.
+fn paused(did: &str) -> Status {
+    let minutes = UPLOAD_PAUSE.as_secs() / 60;
+    Reason::TransferTruncated.status(SERVICE, format!("the caller {did} nothing for {minutes} minutes"))
+}
+
 async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
     answers.send(Ok(answer)).await.map_err(|_| truncated())
 }
@@ -373,7 +389,10 @@ async fn write(
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
-    let answer = |message| send(&answers, pb::WriteResponse { message: Some(message) });
+    let answer = async |message| {
+        let sent = send(&answers, pb::WriteResponse { message: Some(message) });
+        tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took"))?
+    };
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
@@ -407,12 +426,15 @@ async fn write(
     answer(WriteAnswer::Committed(pb::Committed { digest, size_bytes: manifest.size_bytes() })).await
 }
 
-async fn next(said: &mut Streaming<pb::WriteRequest>) -> Result<WriteSaid, Status> {
-    let request = said.message().await?.ok_or_else(truncated)?;
-    rpc::required("message", request.message)
+async fn next(
+    said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
+) -> Result<WriteSaid, Status> {
+    rpc::required("message", next_uploaded(said).await?.message)
 }
 
-async fn receive_manifest(said: &mut Streaming<pb::WriteRequest>) -> Result<Manifest, Status> {
+async fn receive_manifest(
+    said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
+) -> Result<Manifest, Status> {
     let mut builder = ManifestBuilder::new(Limits::of_process());
     let invalid = |error| rpc::tree::invalid_manifest(SERVICE, &error);
     let end = loop {

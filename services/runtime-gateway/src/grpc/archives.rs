@@ -28,8 +28,7 @@ pub(super) async fn write(
 }
 
 async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Status> {
-    let request = said.message().await?.ok_or_else(truncated)?;
-    rpc::required("message", request.message)
+    rpc::required("message", next_uploaded(said).await?.message)
 }
 
 pub(super) async fn read(

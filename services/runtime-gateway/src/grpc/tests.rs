@@ -121,3 +121,27 @@ async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
     }
     store.end().await;
 }
+
+// The clock stands still, and moves on at once when everything waits for it.
+#[tokio::test(start_paused = true)]
+async fn upload_ends_when_its_caller_pauses() {
+    let root = transfer::Entry {
+        path: Vec::new(),
+        mode: 0o755,
+        uid: 0,
+        gid: 0,
+        mtime_seconds: 0,
+        mtime_nanos: 0,
+        xattrs: Vec::new(),
+        kind: transfer::EntryKind::Directory,
+    };
+    let manifest = Manifest::new(vec![root], Limits::default()).expect("it is valid");
+    let manifest_part = |part| pb::WriteRequest { message: Some(WriteSaid::Manifest(part)) };
+    let parts: Vec<_> = rpc::tree::manifest_parts(&manifest).map(manifest_part).collect();
+    let silence = futures::stream::pending::<Result<pb::WriteRequest, Status>>();
+    let mut said = futures::stream::iter(parts.into_iter().map(Ok)).chain(silence);
+    let began = tokio::time::Instant::now();
+    let ended = Refusal::from(receive_manifest(&mut said).await.expect_err("it ends"));
+    assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("15 minutes"), "{ended}");
+    assert!(began.elapsed() >= UPLOAD_PAUSE);
+}
