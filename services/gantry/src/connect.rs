@@ -67,7 +67,10 @@ impl Connection {
             }
         };
         let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
-        let token = named.or_else(|| default_token(&addresses).map(|(_, token)| token));
+        let token = match named {
+            Some(named) => Some(named),
+            None => default_token(&addresses)?.map(|(_, token)| token),
+        };
         let outgoing = Outgoing::default().with_token(token.as_deref());
         let connection = Self::new(addresses, outgoing, global.team.clone())?;
         Ok(Self { local, ..connection })
@@ -263,12 +266,19 @@ pub(crate) fn named_token(global: &Global) -> anyhow::Result<Option<String>> {
 
 /// Reads the token of services on this machine that were told of no token file, and answers its path, too. `None` if an address is not on
 /// the loopback: it may be somebody else's.
-pub(crate) fn default_token(addresses: &Addresses) -> Option<(PathBuf, String)> {
+///
+/// # Errors
+///
+/// Another user may have made the file.
+pub(crate) fn default_token(addresses: &Addresses) -> anyhow::Result<Option<(PathBuf, String)>> {
     if !addresses.are_on_loopback() {
-        return None;
+        return Ok(None);
     }
-    // A file that this user may not read is of other services.
-    server::token::read_default().ok().flatten()
+    match server::token::read_default() {
+        Err(error) if error.is::<server::token::UntrustedFile>() => Err(error),
+        // A file that this user may not read is of other services.
+        found => Ok(found.ok().flatten()),
+    }
 }
 
 pub(crate) fn read_token(file: &Path) -> anyhow::Result<String> {

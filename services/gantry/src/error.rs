@@ -190,7 +190,7 @@ impl Told<'_> {
                 file.display()
             )),
             ("UNAUTHENTICATED", Told { server: Some(server), .. }) => {
-                let (file, _) = default_token(&Addresses::parse(server).ok()?)?;
+                let (file, _) = default_token(&Addresses::parse(server).ok()?).ok()??;
                 Some(format!(
                     "what {} holds, the default for services on this machine, is not that; name the cluster's token file with --token-file",
                     file.display()

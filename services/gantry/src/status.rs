@@ -126,7 +126,10 @@ async fn look(global: &Global) -> anyhow::Result<Seen> {
     let Some(server) = &global.server else { return cluster::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
     let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
-    let token = named_token(global)?.or_else(|| default_token(&addresses).map(|(_, token)| token));
+    let token = match named_token(global)? {
+        Some(named) => Some(named),
+        None => default_token(&addresses)?.map(|(_, token)| token),
+    };
     let outgoing = Outgoing::internal().with_token(token.as_deref());
     let glance = Glance::of(&addresses, &outgoing).await?;
     let mut document = json!({});

@@ -13,11 +13,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsE
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
+use rustix::fs::OFlags;
 use rustix::process::geteuid;
 
 /// The directory of the default token file, below the place for state. Neither a gateway nor the cluster of `gantry up` keeps state
 /// there.
 const DIRECTORY: &str = "gantry-services";
+/// Longest default token file, in bytes.
+const MOST_BYTES: u64 = 4096;
 /// The place for state of services that run as root.
 const STATE_OF_ROOT: &str = "/var/lib";
 
@@ -45,7 +48,10 @@ fn default_file_of(state: Option<PathBuf>, root: bool, home: Option<PathBuf>) ->
 ///
 /// The file cannot be read, or holds something else than one token.
 pub fn read(path: &Path) -> anyhow::Result<String> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    parse(path, &fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?)
+}
+
+fn parse(path: &Path, text: &str) -> anyhow::Result<String> {
     let token = text.trim();
     anyhow::ensure!(!token.is_empty(), "{} holds no token", path.display());
     // It has to stand in a header.
@@ -57,17 +63,57 @@ pub fn read(path: &Path) -> anyhow::Result<String> {
     Ok(token.to_owned())
 }
 
+/// Another user may have made the default token file, and may know the token.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "{} {why}, so another user may know or choose the token: remove it, or name a token file with --token-file",
+    path.display()
+)]
+pub struct UntrustedFile {
+    path: PathBuf,
+    why: &'static str,
+}
+
+/// Refuses a directory or file that other users than this one and root may change.
+fn check_trusted(path: &Path, found: &fs::Metadata) -> Result<(), UntrustedFile> {
+    let refuse = |why| Err(UntrustedFile { path: path.to_owned(), why });
+    if found.is_symlink() {
+        return refuse("is a symbolic link");
+    }
+    if found.uid() != geteuid().as_raw() && found.uid() != 0 {
+        return refuse("belongs to another user");
+    }
+    if found.mode() & 0o022 != 0 {
+        return refuse("may be written by its group or by others");
+    }
+    Ok(())
+}
+
+/// Reads the token in a default file, which nobody named: it must be of this user or root, and so must its directory.
+fn read_trusted(path: &Path) -> anyhow::Result<String> {
+    let cannot = || format!("cannot read {}", path.display());
+    let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
+    check_trusted(directory, &fs::symlink_metadata(directory).with_context(cannot)?)?;
+    check_trusted(path, &fs::symlink_metadata(path).with_context(cannot)?)?;
+    // Nobody else may put another file in its place.
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let mut text = String::new();
+    let file = File::options().read(true).custom_flags(flags).open(path).with_context(cannot)?;
+    file.take(MOST_BYTES).read_to_string(&mut text).with_context(cannot)?;
+    parse(path, &text)
+}
+
 /// Reads the token in the default file. `None` if there is no such file.
 ///
 /// # Errors
 ///
-/// The file cannot be read, or holds something else than one token.
+/// The file cannot be read, is an [`UntrustedFile`], or holds something else than one token.
 pub fn read_default() -> anyhow::Result<Option<(PathBuf, String)>> {
     let Some(path) = default_file() else { return Ok(None) };
-    if fs::metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+    if fs::symlink_metadata(&path).is_err_and(|error| error.kind() == ErrorKind::NotFound) {
         return Ok(None);
     }
-    let token = read(&path)?;
+    let token = read_trusted(&path)?;
     Ok(Some((path, token)))
 }
 
@@ -76,7 +122,7 @@ pub(crate) fn read_or_make_private(path: &Path) -> anyhow::Result<String> {
     let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
     make_private(directory)?;
     make_if_missing(path)?;
-    read(path)
+    read_trusted(path)
 }
 
 /// Makes a token in the file at `path`, which only this user may read, unless the file exists. Returns whether it was made.
@@ -139,7 +185,8 @@ fn random() -> io::Result<String> {
     }))
 }
 
-/// Makes a directory that only this user may enter, or closes one that exists to others.
+/// Makes a directory that only this user may enter, or closes one that exists to others. What others could write already is refused: they may
+/// have put something there.
 fn make_private(directory: &Path) -> anyhow::Result<()> {
     DirBuilder::new()
         .recursive(true)
@@ -148,6 +195,7 @@ fn make_private(directory: &Path) -> anyhow::Result<()> {
         .with_context(|| format!("cannot make the directory {}", directory.display()))?;
     let found = fs::symlink_metadata(directory)
         .with_context(|| format!("cannot look at the directory {}", directory.display()))?;
+    check_trusted(directory, &found)?;
     anyhow::ensure!(
         found.is_dir() && found.uid() == geteuid().as_raw(),
         "{} is not a directory of this user",
@@ -214,9 +262,54 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let directory = root.path().join("open");
         fs::create_dir(&directory).expect("made");
-        fs::set_permissions(&directory, Permissions::from_mode(0o777)).expect("opened");
+        fs::set_permissions(&directory, Permissions::from_mode(0o755)).expect("opened");
         read_or_make_private(&directory.join("token")).expect("a token");
         assert_eq!(mode(&directory), 0o700);
+    }
+
+    #[test]
+    fn default_file_that_others_may_have_made_is_refused() {
+        let root = tempfile::tempdir().expect("a directory");
+        let directory = root.path().join("services");
+        let path = directory.join("token");
+        read_or_make_private(&path).expect("a token");
+        let refused = |why: &str| {
+            for refused in [read_or_make_private(&path), read_trusted(&path)] {
+                let refused = refused.expect_err(why).to_string();
+                assert!(refused.contains(why) && refused.contains("--token-file"), "{refused}");
+            }
+        };
+        let open = |path: &Path, mode| {
+            fs::set_permissions(path, Permissions::from_mode(mode)).expect("its mode is changed");
+        };
+        for mode in [0o620, 0o602] {
+            open(&path, mode);
+            refused("may be written by its group or by others");
+        }
+        open(&path, 0o644);
+        read_or_make_private(&path).expect("others may read it: that is for its owner to say");
+        for mode in [0o730, 0o703, 0o777] {
+            open(&directory, mode);
+            refused("may be written by its group or by others");
+        }
+        open(&directory, 0o700);
+
+        let planted = root.path().join("planted");
+        fs::rename(&path, &planted).expect("moved");
+        std::os::unix::fs::symlink(&planted, &path).expect("a link");
+        refused("is a symbolic link");
+        fs::remove_file(&path).expect("removed");
+        fs::rename(&planted, &path).expect("moved back");
+        if geteuid().is_root() {
+            for path in [&path, &directory] {
+                std::os::unix::fs::chown(path, Some(65_534), None).expect("given away");
+                refused("belongs to another user");
+                std::os::unix::fs::chown(path, Some(0), None).expect("taken back");
+            }
+        } else {
+            eprintln!("not applicable: this process is not root");
+        }
+        read_or_make_private(&path).expect("as it was");
     }
 
     #[test]
