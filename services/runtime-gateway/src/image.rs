@@ -138,6 +138,33 @@ mod tests {
     }
 
     #[test]
+    fn hostile_metadata_is_refused_or_no_larger_than_its_text() {
+        testing::hostile::each(5000, |draws| {
+            let mut names = HashSet::new();
+            let mut variable = |at: usize| {
+                let name = format!("{at}{}", draws.text(8).replace('=', ""));
+                names.insert(name.clone()).then(|| (name, draws.text(20)))
+            };
+            let variables: Vec<_> = (0..7).filter_map(&mut variable).collect();
+            let user = Some(draws.text(9)).filter(|user| !user.is_empty());
+            let env: Vec<_> = variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            let valid = serde_json::json!({ "env": env, "user": user }).to_string().into_bytes();
+            let environment = variables
+                .into_iter()
+                .map(|(name, value)| EnvironmentVariable { name: name.into(), value: value.into() });
+            let expected = Defaults { environment: environment.collect(), user };
+            assert_eq!(parse(&valid).expect("it is valid"), expected);
+
+            let text = draws.changed(&valid);
+            if let Ok(parsed) = parse(&text) {
+                let sizes = parsed.environment.iter().map(|it| it.name.len() + it.value.len());
+                let bytes = sizes.sum::<usize>() + parsed.user.map_or(0, |user| user.len());
+                assert!(bytes <= text.len(), "{bytes} of {}", text.len());
+            }
+        });
+    }
+
+    #[test]
     fn metadata_is_understood_or_refused() {
         let variable =
             |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };

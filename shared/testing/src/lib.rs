@@ -6,5 +6,6 @@ pub mod conformance;
 pub mod databases;
 pub mod fake;
 pub mod garden;
+pub mod hostile;
 pub mod seeds;
 pub mod tables;
