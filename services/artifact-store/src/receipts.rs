@@ -1,8 +1,10 @@
 //! Receipts: what proves to the artifact store that it has judged a report.
 //!
 //! A gateway gets one with each answer to a report and shows it when it begins the next ([`crate::report::begin`]). A receipt for a report that
-//! is not on record proves that the database came out of a backup, so nobody else may be able to make one: it is a keyed BLAKE3 of the report's
-//! worker, store life and sequence number, with a key that is minted with the database and leaves it in backups only.
+//! is not on record proves that the database came out of a backup.
+//!
+//! Invariant: only the store makes receipts. A receipt is a keyed BLAKE3 of the report's worker, store life and sequence number. The key is
+//! made with the database and leaves it only in backups.
 
 use domain::WorkerId;
 use domain::worker::Receipt;

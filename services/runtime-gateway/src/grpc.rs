@@ -50,8 +50,8 @@ const STDIN_MESSAGES: usize = 257;
 /// How often the artifact store is told that somebody is attached to a process.
 const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
 
-/// Longest pause between two messages of an upload. What an upload reserves, such as memory for its manifest, it keeps no longer than that
-/// without making progress. Long, for a caller may have to find or make what it sends.
+/// Longest pause between two messages of an upload. An upload that makes no progress keeps its reservations, such as memory for its manifest,
+/// no longer than that. The pause is long because a caller may compute the bytes that it sends.
 const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;

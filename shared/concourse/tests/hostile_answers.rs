@@ -29,7 +29,7 @@ fn answer(status: &str, body: &str) -> Vec<u8> {
     format!("{head}\r\n\r\n{body}").into_bytes()
 }
 
-/// The same body in chunks.
+/// An answer with this status and body, in two chunks.
 fn chunked(status: &str, body: &str) -> Vec<u8> {
     let (first, second) = body.split_at(body.len() / 2);
     let chunks = format!("{:x}\r\n{first}\r\n{:x}\r\n{second}\r\n0\r\n\r\n", first.len(), second.len());
@@ -46,7 +46,7 @@ async fn answered<T>(listener: &TcpListener, bytes: &[u8], call: impl Future<Out
             let bytes = bytes.to_vec();
             connections.spawn(async move {
                 stream.readable().await.ok();
-                // A caller who has read enough leaves.
+                // The caller closes the connection when it has read enough.
                 stream.write_all(&bytes).await.ok();
                 stream.shutdown().await.ok();
                 tokio::io::copy(&mut stream, &mut tokio::io::sink()).await.ok();

@@ -118,7 +118,7 @@ fn describe() {
 #[derive(Clone)]
 pub(crate) struct Page {
     recorder: Recorder,
-    /// What readers of metrics present. `None`: nothing.
+    /// Token that readers of metrics present. `None`: they present none.
     token: Option<Arc<str>>,
     readiness: Readiness,
     gathers: Gathers,

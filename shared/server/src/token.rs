@@ -89,13 +89,13 @@ fn check_trusted(path: &Path, found: &fs::Metadata) -> Result<(), UntrustedFile>
     Ok(())
 }
 
-/// Reads the token in a default file, which nobody named: it must be of this user or root, and so must its directory.
+/// Reads the token in a default file. The file and its directory must belong to this user or root.
 fn read_trusted(path: &Path) -> anyhow::Result<String> {
     let cannot = || format!("cannot read {}", path.display());
     let directory = path.parent().with_context(|| format!("{} has no directory", path.display()))?;
     check_trusted(directory, &fs::symlink_metadata(directory).with_context(cannot)?)?;
     check_trusted(path, &fs::symlink_metadata(path).with_context(cannot)?)?;
-    // Nobody else may put another file in its place.
+    // Only this user and root can replace the file between the check and this call.
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
     let mut text = String::new();
     let file = File::options().read(true).custom_flags(flags).open(path).with_context(cannot)?;

@@ -1,7 +1,7 @@
 //! Limits of connections over TCP that have not authenticated: how many a server keeps open, and for how long.
 //!
 //! The listener asks for a [`Probation`] of each connection that it accepts. When a limit is reached, the oldest connection makes room for
-//! the new one: a stranger who holds as many connections as he may keeps no caller out, for a caller authenticates within moments. The
+//! the new one. So a stranger that keeps the limits full locks no caller out: a caller authenticates within moments. The
 //! admission layer ends the probation when the connection's first call is admitted. The connection breaks itself when its probation lasts too
 //! long, or when it has to make room.
 //!

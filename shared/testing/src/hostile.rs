@@ -68,7 +68,7 @@ impl Draws {
                 // Large numbers, in some of the ways in which they are written.
                 5 => drop(bytes.splice(at..at, [0xff, 0xff, 0xff, 0xff, 0x7f])),
                 6 => bytes[at..at + length].fill(b'9'),
-                // What nests, as deep as a recursive reader fears.
+                // Values that nest deeper than a recursive reader can follow.
                 _ => drop(bytes.splice(at..at, std::iter::repeat_n(b'[', 1 + self.below(2000)))),
             }
         }

@@ -495,7 +495,7 @@ impl Gateway {
         self.begin_report_after(None, &[]).await
     }
 
-    /// The same, of a worker whose report with this token was the last that was judged, as `receipt` proves.
+    /// Begins a report of a worker that shows `last` as the token of its last judged report, and `receipt` as the proof.
     pub(crate) async fn begin_report_after(
         &self,
         last: Option<pb::ReportToken>,
