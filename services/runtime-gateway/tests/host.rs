@@ -9,6 +9,7 @@ mod host {
     mod networks;
     pub(crate) mod subject;
     mod takeover;
+    mod user_namespaces;
 }
 
 use host::subject::HostSubject;

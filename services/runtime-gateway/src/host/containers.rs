@@ -28,7 +28,7 @@ use super::policy::Permission;
 use super::processes::Process;
 use super::record::{Container, Intent};
 use super::users::{User, Users};
-use super::{Host, mounts, process_files as names};
+use super::{Host, mounts, process_files as names, user_namespace};
 use crate::locks::held;
 
 /// What a half-made container is called, and one that is being destroyed.
@@ -83,6 +83,9 @@ impl Host {
     fn adopt_processes(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
         let directory = self.container(container).join(names::PROCESSES);
         files::remove_unfinished(&directory)?;
+        let record = self.read_container(container)?;
+        let volumes: Vec<_> = record.iter().flat_map(Container::written).collect();
+        let mut written = Vec::new();
         for id in files::handles_in(&directory, &[])? {
             let process = Process::new(self, container, id);
             let mut known = false;
@@ -91,6 +94,7 @@ impl Host {
             }
             if known {
                 held(&self.processes).insert(id, container);
+                written.extend(volumes.iter().map(|volume| (*volume, id)));
                 // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
                 if let Err(error) = self.status(&process) {
                     tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
@@ -99,6 +103,8 @@ impl Host {
                 files::remove_or_leave(&process.dir);
             }
         }
+        // Also of those that have ended: nobody knows what the machine saw last.
+        held(&self.written).extend(written);
         Ok(())
     }
 
@@ -190,6 +196,14 @@ impl Host {
             check_image(root.as_fd())?;
         }
         let user = find_user(root.as_fd(), spec.user.as_deref())?;
+        let mapped = !spec.privileged && self.volumes.owners_fixed().is_none();
+        if mapped && [user.uid, user.gid].iter().chain(&user.groups).any(|id| *id >= user_namespace::IDS) {
+            let wanted = spec.user.unwrap_or_default();
+            return Err(RuntimeError::UserNotFound(format!(
+                "{wanted} (ids end at {})",
+                user_namespace::IDS - 1
+            )));
+        }
         if let Some(missing) = self.cgroups.missing(&spec.limits) {
             return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
         }
@@ -204,7 +218,7 @@ impl Host {
         check_mounts(root.as_fd(), &spec, self.image())?;
         let mut volumes = Vec::new();
         for mount in &spec.mounts {
-            volumes.push((mount, self.volumes.directory(mount.volume)?));
+            volumes.push((mount, self.directory(mount.volume)?));
         }
         let make_directory = must_make(&spec);
         let directory = path(&spec.directory);
@@ -264,7 +278,7 @@ impl Host {
     fn root_of(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
         let (path, flags) = match root {
             Root::Host => (PathBuf::from("/"), OFlags::empty()),
-            Root::Volume(volume) => (self.volumes.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
+            Root::Volume(volume) => (self.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
             Root::Whole(_) => {
                 return Err(RuntimeError::Unsupported("a volume that is a root as it is".to_owned()));
             }

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
+use std::os::fd::RawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -117,4 +118,17 @@ pub(super) fn handles_in<H: std::str::FromStr>(
         handles.extend(handle.parse::<H>().ok());
     }
     Ok(handles)
+}
+
+/// Closes every descriptor of this process but one, and the standard streams: closing at an exec is not enough for who never execs.
+/// Nothing in this process may use any of them again.
+pub(super) fn close_all_but(kept: RawFd) -> io::Result<()> {
+    let kept = kept.unsigned_abs();
+    for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)] {
+        // SAFETY: whose they were is not run any more, as is asked above.
+        if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
 }

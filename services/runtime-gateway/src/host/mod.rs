@@ -41,8 +41,8 @@ mod policy;
 mod process_files;
 mod processes;
 mod record;
-mod strangers;
 mod supervisor;
+mod user_namespace;
 mod users;
 mod volumes;
 
@@ -65,7 +65,7 @@ use runtime::{
 };
 
 use crate::blocking::blocking;
-use crate::locks::Locks;
+use crate::locks::{Locks, held};
 
 use cgroups::Cgroups;
 use control::Sockets;
@@ -73,6 +73,9 @@ use files::at;
 use hold::Hold;
 pub use network::{InvalidPool, Pool};
 pub use policy::{Permission, Policy};
+use processes::Status;
+use record::Container;
+use user_namespace::Range;
 use volumes::Volumes;
 
 /// How long a process may go on before the first contact, and by default.
@@ -181,6 +184,8 @@ struct Host {
     locks: Locks,
     /// The container of each process.
     processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
+    /// Volumes that a container writes to out of the machine's sight, with the process that does or did.
+    written: Mutex<HashMap<VolumeHandle, AttemptId>>,
     /// Held by who writes down the end of a process that lost its supervisor.
     settling: Mutex<()>,
     /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
@@ -257,8 +262,14 @@ impl HostRuntime {
         if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
             tracing::warn!(missing, "containers cannot be limited in everything");
         }
-        let capabilities =
+        let mut capabilities =
             capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
+        match host.volumes.owners_fixed() {
+            None => capabilities.features.push("user-namespace".to_owned()),
+            Some(why) => {
+                tracing::warn!(why, "no user namespaces: root of a container is root of this machine")
+            }
+        }
         Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
     }
 }
@@ -393,12 +404,39 @@ impl Host {
             network_pool: private_network(&config.policy),
             locks: Locks::new(),
             processes: Mutex::default(),
+            written: Mutex::default(),
             settling: Mutex::default(),
             contact: Mutex::default(),
             config,
         };
         host.adopt()?;
         Ok(host)
+    }
+
+    /// Who on the machine the users of a container are. `None`: themselves, for the container is privileged, or the machine has no other way.
+    fn range(&self, container: &Container) -> Option<Range> {
+        let confined = !container.privileged && self.volumes.owners_fixed().is_none();
+        confined.then(|| Range::of(container.handle))
+    }
+
+    /// Where the machine sees a volume.
+    fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let mut written = held(&self.written);
+        let Some(process) = written.get(&handle).copied() else {
+            drop(written);
+            return self.volumes.directory(handle);
+        };
+        let running = match self.find(process) {
+            Ok(process) => !matches!(self.status(&process)?, Status::Ended(_)),
+            Err(_) => false,
+        };
+        // What the machine saw last may be older than what is there.
+        self.volumes.unmount(handle)?;
+        if running {
+            return self.volumes.directory_while_written(handle);
+        }
+        written.remove(&handle);
+        self.volumes.directory(handle)
     }
 
     /// Of which life of the artifact store the volumes are, as it stands beside the marker.
@@ -501,6 +539,11 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.hold.check()?;
+            if let VolumeSource::CopyOnWrite { parent: below } | VolumeSource::Copy { original: below } =
+                source
+            {
+                host.directory(below)?;
+            }
             host.volumes.create(handle, &source)
         })
         .await
@@ -510,7 +553,7 @@ impl Runtime for HostRuntime {
         let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
         blocking(move || {
             let _turn = turn;
-            host.volumes.directory(handle).map(Contents::Directory)
+            host.directory(handle).map(Contents::Directory)
         })
         .await
     }
@@ -544,7 +587,7 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.hold.check()?;
-            let root = host.volumes.directory(handle)?;
+            let root = host.directory(handle)?;
             for directory in directories {
                 let path = root.join(directory);
                 std::fs::create_dir_all(&path).map_err(at("make", &path))?;
@@ -565,6 +608,7 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.hold.check()?;
+            host.directory(from)?;
             host.volumes.take(from, &path, into)
         })
         .await
@@ -575,7 +619,9 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.hold.check()?;
-            host.volumes.destroy(handle)
+            host.volumes.destroy(handle)?;
+            held(&host.written).remove(&handle);
+            Ok(())
         })
         .await
     }

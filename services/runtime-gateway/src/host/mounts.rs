@@ -72,11 +72,18 @@ pub(super) fn is_mount_point(path: &Path) -> io::Result<bool> {
 pub(super) struct Overlay<'a> {
     /// Topmost first.
     pub(super) lower: &'a [PathBuf],
-    pub(super) upper: &'a Path,
-    pub(super) work: &'a Path,
+    /// Where what is written goes. `None`: nothing can be written.
+    pub(super) upper: Option<Upper<'a>>,
     /// Options without a value, or `name=value`.
     pub(super) options: &'a [&'a str],
     pub(super) attributes: MountAttrFlags,
+}
+
+/// The topmost layer of an overlay that can be written to. Both are on one mount, and of one overlay at a time.
+#[derive(Clone, Copy)]
+pub(super) struct Upper<'a> {
+    pub(super) upper: &'a Path,
+    pub(super) work: &'a Path,
 }
 
 impl Overlay<'_> {
@@ -101,8 +108,10 @@ impl Overlay<'_> {
         let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
         rustix::mount::fsconfig_set_string(&fs, "source", "gantry")?;
         set_lower(fs.as_fd(), self.lower)?;
-        rustix::mount::fsconfig_set_string(&fs, "upperdir", self.upper)?;
-        rustix::mount::fsconfig_set_string(&fs, "workdir", self.work)?;
+        if let Some(Upper { upper, work }) = self.upper {
+            rustix::mount::fsconfig_set_string(&fs, "upperdir", upper)?;
+            rustix::mount::fsconfig_set_string(&fs, "workdir", work)?;
+        }
         for option in self.options {
             match option.split_once('=') {
                 Some((name, value)) => rustix::mount::fsconfig_set_string(&fs, name, value)?,

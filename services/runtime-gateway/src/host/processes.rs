@@ -28,6 +28,7 @@ use crate::clock::since_boot;
 use super::control::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
 use super::files::{self, at};
 use super::record::{Intent, Launch};
+use super::user_namespace::Range;
 use super::{Host, STOP_AFTER, mounts, process_files as names, supervisor};
 use crate::end::End;
 use crate::locks::held;
@@ -155,7 +156,7 @@ impl Process {
 }
 
 impl Host {
-    fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
+    pub(super) fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
         let container = held(&self.processes).get(&id).copied();
         container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
     }
@@ -302,15 +303,28 @@ impl Host {
                 return Err(RuntimeError::Unsupported(what));
             }
         }
-        for volume in container.volumes() {
-            // They may have been unmounted since, by a reboot.
-            self.volumes.directory(volume)?;
+        let range = self.range(&container);
+        let mut written = Vec::new();
+        if range.is_some() {
+            for volume in container.written() {
+                // The supervisor mounts it in another way. Only one mount at a time may be written to.
+                if self.volumes.notes(volume)?.parent.is_some() {
+                    self.volumes.unmount(volume)?;
+                    written.push(volume);
+                }
+            }
+        } else {
+            for volume in container.volumes() {
+                // They may have been unmounted since, by a reboot.
+                self.directory(volume)?;
+            }
         }
         let process = Process::new(self, handle, id);
-        let launched = self.launch(&process, spec);
+        let launched = self.launch(&process, spec, range);
         match &launched {
             Ok(()) => {
                 held(&self.processes).insert(id, handle);
+                held(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
             }
             // Who took over may have taken its files away, and made them anew.
             Err(_) if !self.hold.is_ours()? => {}
@@ -319,7 +333,7 @@ impl Host {
         launched
     }
 
-    fn launch(&self, process: &Process, spec: ProcessSpec) -> Result<(), RuntimeError> {
+    fn launch(&self, process: &Process, spec: ProcessSpec, range: Option<Range>) -> Result<(), RuntimeError> {
         let (alive, log) = self.intend(process, spec)?;
         self.hold.check()?;
         let name = process.id.to_string();
@@ -337,6 +351,14 @@ impl Host {
             upper_in_memory: self.upper_in_memory,
             hidden: self.hidden(),
             host_paths: self.config.policy.host_paths().to_owned(),
+            range,
+            overlay_options: self
+                .volumes
+                .overlay_options()
+                .into_iter()
+                .flatten()
+                .map(|&o| o.to_owned())
+                .collect(),
             network_pool: self.network_pool,
             contact: nanoseconds(contact),
             stop_after: nanoseconds(stop_after),

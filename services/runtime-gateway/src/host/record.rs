@@ -4,6 +4,7 @@
 //! of the trait, and fields are only ever added, with a default.
 
 use std::ffi::OsString;
+use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
@@ -12,6 +13,7 @@ use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, ProcessSpec, Root};
 use serde::{Deserialize, Serialize};
 
+use super::user_namespace::Range;
 use super::users::User;
 
 /// Text of the system below: as text where it is UTF-8, else as its bytes.
@@ -127,6 +129,12 @@ impl Container {
         self.mounts.iter().map(|mount| mount.volume).chain(self.root)
     }
 
+    /// The volumes that it may write to.
+    pub(super) fn written(&self) -> impl Iterator<Item = VolumeHandle> {
+        let writable = self.mounts.iter().filter(|mount| !mount.read_only);
+        writable.map(|mount| mount.volume).chain(self.root)
+    }
+
     pub(super) fn limits(&self) -> Limits {
         Limits { cpu_millis: self.cpu_millis, memory_bytes: self.memory_bytes, pids: self.pids }
     }
@@ -159,6 +167,13 @@ impl Intent {
     }
 }
 
+impl Launch {
+    /// Who on the machine a user or a group of the container is.
+    pub(super) fn id(&self, inside: u32) -> io::Result<u32> {
+        self.range.map_or(Ok(inside), |range| range.id(inside))
+    }
+}
+
 /// What a supervisor is told when it is started. Everything else is in the files it names.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Launch {
@@ -176,6 +191,12 @@ pub(super) struct Launch {
     /// What the image `host` shows beside what it always does.
     #[serde(default)]
     pub(super) host_paths: Vec<PathBuf>,
+    /// Who on the machine the container's users are. `None`: themselves.
+    #[serde(default)]
+    pub(super) range: Option<Range>,
+    /// How volumes with several layers are mounted.
+    #[serde(default)]
+    pub(super) overlay_options: Vec<String>,
     /// The addresses of containers with a private network, where there are any.
     #[serde(default)]
     pub(super) network_pool: Option<super::network::Pool>,

@@ -10,7 +10,7 @@
 use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -19,10 +19,12 @@ use domain::{ArtifactId, VolumeHandle};
 use runtime::{Notes, RuntimeError, VolumeSource};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
+use rustix::mount::MountAttrFlags;
 
 use super::copy::copy_tree;
 use super::files::{self, at};
-use super::mounts::{self, Mounted, Overlay};
+use super::mounts::{self, Mounted, Overlay, Upper};
+use super::user_namespace::Range;
 use crate::locks::held;
 
 /// What a half-made volume is called, and one that is being destroyed.
@@ -49,6 +51,8 @@ const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
 pub(super) struct Volumes {
     directory: PathBuf,
     copy_on_write: CopyOnWrite,
+    /// Why containers cannot see volumes with other owners than the disk has, where they cannot.
+    owners_fixed: Option<String>,
     /// Of each volume that is a layer of others: those right above it.
     children: Mutex<HashMap<VolumeHandle, HashSet<VolumeHandle>>>,
 }
@@ -74,7 +78,9 @@ impl Volumes {
         }
         left.iter().for_each(|path| files::remove_or_leave(path));
         let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
-        let volumes = Self { directory, copy_on_write, children: Mutex::default() };
+        let owners = probe_owners(&directory, copy_on_write.options());
+        let owners_fixed = owners.err().map(|error| error.to_string());
+        let volumes = Self { directory, copy_on_write, owners_fixed, children: Mutex::default() };
         for child in volumes.list()? {
             if let Some(parent) = volumes.parent(child)? {
                 held(&volumes.children).entry(parent).or_default().insert(child);
@@ -86,6 +92,16 @@ impl Volumes {
     /// Whether the file system can hold the upper layer of an overlay.
     pub(super) fn overlays(&self) -> bool {
         matches!(self.copy_on_write, CopyOnWrite::Overlay { .. })
+    }
+
+    /// How overlays are made. `None`: there are none.
+    pub(super) fn overlay_options(&self) -> Option<&'static [&'static str]> {
+        self.copy_on_write.options()
+    }
+
+    /// Why containers cannot see volumes with other owners than the disk has. `None`: they can.
+    pub(super) fn owners_fixed(&self) -> Option<&str> {
+        self.owners_fixed.as_deref()
     }
 
     /// How children are made, for people.
@@ -150,7 +166,7 @@ impl Volumes {
                 return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
             }
         };
-        let layers = self.layers(parent)?;
+        let layers = layers(&self.directory, parent)?;
         if !self.overlays() || layers.len() >= MAX_LAYERS {
             let from = self.directory(parent)?;
             return copy_tree(&from, &contents).map_err(at("copy", &from));
@@ -173,27 +189,8 @@ impl Volumes {
         });
     }
 
-    /// The layers of a volume, topmost first.
-    fn layers(&self, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
-        let mut layers = Vec::new();
-        let mut next = Some(handle);
-        while let Some(handle) = next {
-            let volume = self.volume(handle);
-            if !files::exists(&volume).map_err(at("look for", &volume))? {
-                return Err(RuntimeError::VolumeNotFound(handle));
-            }
-            next = self.parent(handle)?;
-            layers.push(volume.join(if next.is_some() { "upper" } else { "contents" }));
-        }
-        Ok(layers)
-    }
-
     fn parent(&self, handle: VolumeHandle) -> Result<Option<VolumeHandle>, RuntimeError> {
-        let path = self.volume(handle).join("parent");
-        let Some(text) = files::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
-        let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
-        // Written before the volume had its name; only a crash of the machine can have cut it.
-        parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
+        parent(&self.volume(handle))
     }
 
     /// Notes whose bytes a volume holds, beside them.
@@ -219,25 +216,34 @@ impl Volumes {
         exists.then_some(volume).ok_or(RuntimeError::VolumeNotFound(handle))
     }
 
+    /// Where the machine sees a volume.
     pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        self.view(handle, true)
+    }
+
+    /// Where the machine sees a volume that a container writes to. What it writes later may be seen there or not.
+    pub(super) fn directory_while_written(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        self.view(handle, false)
+    }
+
+    fn view(&self, handle: VolumeHandle, writable: bool) -> Result<PathBuf, RuntimeError> {
         let volume = self.volume(handle);
         let contents = volume.join("contents");
         if !files::exists(&contents).map_err(at("look for", &contents))? {
             return Err(RuntimeError::VolumeNotFound(handle));
         }
-        let Some(parent) = self.parent(handle)? else { return Ok(contents) };
+        if self.parent(handle)?.is_none() {
+            return Ok(contents);
+        }
         if mounts::is_mount_point(&contents).map_err(at("look at", &contents))? {
             return Ok(contents);
         }
         let CopyOnWrite::Overlay { options } = &self.copy_on_write else {
             return Err(RuntimeError::Unsupported(format!("volume {handle} needs overlays")));
         };
-        let work = volume.join("work");
-        forget_volatile(&work).map_err(at("clean", &work))?;
-        let upper = volume.join("upper");
-        let (lower, attributes) = (&self.layers(parent)?, mounts::CONFINED);
-        let overlay = Overlay { lower, upper: &upper, work: &work, options, attributes };
-        let mount = overlay.make().map_err(at("mount the layers of", &volume))?;
+        let layers = layers(&self.directory, handle)?;
+        let mount = overlay(&layers, writable, options, mounts::CONFINED)
+            .map_err(at("mount the layers of", &volume))?;
         mounts::attach_at(mount.as_fd(), &contents).map_err(at("mount at", &contents))?;
         Ok(contents)
     }
@@ -292,12 +298,17 @@ impl Volumes {
         }
     }
 
+    /// Lets go of what the machine sees of a volume, which changes elsewhere.
+    pub(super) fn unmount(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let contents = self.volume(handle).join("contents");
+        mounts::unmount(&contents).map_err(at("unmount", &contents))
+    }
+
     /// Unmounts every volume but these.
     pub(super) fn unmount_all_but(&self, used: &HashSet<VolumeHandle>) -> Result<(), RuntimeError> {
         for handle in self.list()? {
             if !used.contains(&handle) {
-                let contents = self.volume(handle).join("contents");
-                mounts::unmount(&contents).map_err(at("unmount", &contents))?;
+                self.unmount(handle)?;
             }
         }
         Ok(())
@@ -310,8 +321,7 @@ impl Volumes {
         let volume = self.volume(handle);
         let [new, gone] = self.unfinished(handle);
         if files::exists(&volume).map_err(at("look for", &volume))? {
-            let contents = volume.join("contents");
-            mounts::unmount(&contents).map_err(at("unmount", &contents))?;
+            self.unmount(handle)?;
             files::remove_tree(&gone).map_err(at("remove", &gone))?;
             fs::rename(&volume, &gone).map_err(at("remove", &volume))?;
         }
@@ -321,6 +331,57 @@ impl Volumes {
         self.forget_child(handle);
         Ok(())
     }
+}
+
+impl CopyOnWrite {
+    fn options(&self) -> Option<&'static [&'static str]> {
+        match self {
+            Self::Overlay { options } => Some(options),
+            Self::Copy(_) => None,
+        }
+    }
+}
+
+/// The layers of one of the volumes in `directory`, topmost first.
+pub(super) fn layers(directory: &Path, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
+    let mut layers = Vec::new();
+    let mut next = Some(handle);
+    while let Some(handle) = next {
+        let volume = directory.join(handle.to_string());
+        if !files::exists(&volume).map_err(at("look for", &volume))? {
+            return Err(RuntimeError::VolumeNotFound(handle));
+        }
+        next = parent(&volume)?;
+        layers.push(volume.join(if next.is_some() { "upper" } else { "contents" }));
+    }
+    Ok(layers)
+}
+
+/// Mounts the layers of a child over each other, attached nowhere. Only one such mount at a time may be writable.
+pub(super) fn overlay(
+    layers: &[PathBuf],
+    writable: bool,
+    options: &[impl AsRef<str>],
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
+    let options: Vec<_> = options.iter().map(AsRef::as_ref).collect();
+    let (Some((upper, lower)), true) = (layers.split_first(), writable) else {
+        let options: Vec<_> = options.into_iter().filter(|option| *option != "volatile").collect();
+        return Overlay { lower: layers, upper: None, options: &options, attributes }.make();
+    };
+    let work = upper.with_file_name("work");
+    forget_volatile(&work)?;
+    let upper = Some(Upper { upper, work: &work });
+    Overlay { lower, upper, options: &options, attributes }.make()
+}
+
+/// The volume that the one in the directory `volume` is a child of.
+fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
+    let path = volume.join("parent");
+    let Some(text) = files::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+    let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    // Written before the volume had its name; only a crash of the machine can have cut it.
+    parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
 }
 
 /// Gives a directory the owner and the mode of another.
@@ -350,7 +411,8 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     let attempt = |options: &'static [&'static str]| {
         forget_volatile(&work)?;
         let (lower, attributes) = (std::slice::from_ref(&lower), mounts::CONFINED);
-        let mount = Overlay { lower, upper: &upper, work: &work, options, attributes }.make()?;
+        let upper = Some(Upper { upper: &upper, work: &work });
+        let mount = Overlay { lower, upper, options, attributes }.make()?;
         mounts::attach_at(mount.as_fd(), &merged)?;
         drop(mount);
         let works = fs::write(merged.join("file"), "above").and_then(|()| fs::read(merged.join("file")));
@@ -360,4 +422,40 @@ fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
     let found = attempt(METACOPY).or_else(|_| attempt(PLAIN[0])).or_else(|_| attempt(PLAIN[1]));
     files::remove_tree(&place)?;
     Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))
+}
+
+/// Tries whether a container can see other owners than the disk has, as its supervisor does it: by changing a file through layers with
+/// mapped owners.
+fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
+    let place = directory.join(".probe");
+    files::remove_tree(&place)?;
+    let names = ["volumes", "volumes/lower", "volumes/upper", "volumes/work", "mapped", "merged"];
+    fs::create_dir(&place)?;
+    names.iter().try_for_each(|name| fs::create_dir(place.join(name)))?;
+    fs::write(place.join("volumes/lower/file"), "below")?;
+    let range = Range::of(domain::ContainerHandle::new());
+    let (mapped, merged) = (place.join("mapped"), place.join("merged"));
+    let changed = (|| {
+        let mount = mounts::clone_of(&place.join("volumes"), mounts::CONFINED)?;
+        mounts::map_owners(mount.as_fd(), range.namespace()?.as_fd())?;
+        mounts::attach_at(mount.as_fd(), &mapped)?;
+        let _acting = range.act()?;
+        let Some(options) = options else { return fs::write(mapped.join("lower/new"), "") };
+        let (lower, attributes) = (&[mapped.join("lower")], mounts::CONFINED);
+        let upper = Some(Upper { upper: &mapped.join("upper"), work: &mapped.join("work") });
+        let overlay = Overlay { lower, upper, options, attributes }.make()?;
+        mounts::attach_at(overlay.as_fd(), &merged)?;
+        fs::write(merged.join("file"), "above")?;
+        fs::write(merged.join("new"), "")?;
+        let owners = [merged.join("file"), place.join("volumes/upper/file"), place.join("volumes/upper/new")]
+            .map(|path| fs::metadata(path).map(|found| found.uid()));
+        match owners {
+            [Ok(seen), Ok(0), Ok(0)] if Ok(seen) == range.id(0).map_err(|_| ()) => Ok(()),
+            _ => Err(io::Error::other("an overlay of layers with mapped owners shows wrong ones")),
+        }
+    })();
+    mounts::unmount(&merged)?;
+    mounts::unmount(&mapped)?;
+    files::remove_tree(&place)?;
+    changed
 }

@@ -237,7 +237,7 @@ async fn volumes_that_nothing_uses_can_be_unmounted() {
     let parent = runtime.volume().await;
     let (used, idle) = (runtime.child(parent).await, runtime.child(parent).await);
     fs::write(conformance::directory(&*runtime, idle).await.join("file"), "kept").expect("write");
-    let spec = ContainerSpec { mounts: vec![mount(used, "/out", false)], ..container() };
+    let spec = ContainerSpec { mounts: vec![mount(used, "/out", false)], privileged: true, ..container() };
     let handle = runtime.made(spec).await;
     let id = runtime.started(handle, process(&programs::sleep())).await;
     subject.host().unmount_idle().expect("unmount");

@@ -220,6 +220,13 @@ pub(super) fn only_loopback() -> io::Result<()> {
     raise_loopback(&Connection::open(libc::NETLINK_ROUTE)?)
 }
 
+/// Lets everybody in this network listen at every port: the capability for it counts only for root of the machine.
+pub(super) fn open_low_ports() {
+    if let Err(error) = fs::write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0") {
+        eprintln!("supervisor: no ports below 1024 in this container: {error}");
+    }
+}
+
 fn raise_loopback(own: &Connection) -> io::Result<()> {
     raise(own, own.index_of("lo")?)
 }

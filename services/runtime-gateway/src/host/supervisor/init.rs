@@ -1,6 +1,7 @@
 //! The first process in a container.
 //!
-//! libcontainer calls it in place of the program, when the container is complete and its user and capabilities are set. It
+//! libcontainer calls it in place of the program, when the container is complete. It becomes the container's user, unless libcontainer
+//! has made it that, and
 //! starts the program as a child, so that the program is not process 1, whose signals the kernel withholds and whose orphans
 //! nobody reaps. It passes signals on, reaps, and when the program has ended it tells the supervisor how, and exits; the
 //! kernel then kills whatever is left in the container.
@@ -19,7 +20,11 @@ use libcontainer::workload::{Executor, ExecutorError, ExecutorSetEnvsError, Exec
 use rustix::event::{PollFd, PollFlags};
 use rustix::pipe::PipeFlags;
 use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::thread::LinkNameSpaceType;
 use seccompiler::BpfProgram;
+
+use crate::host::files;
+use crate::host::user_namespace::Identity;
 
 /// What init tells its supervisor, in five bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +40,8 @@ pub(super) enum Report {
 /// What can fail between the container and the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
+    /// Becoming a user of the container.
+    User,
     Fork,
     Directory,
     Seccomp,
@@ -66,11 +73,12 @@ impl Report {
             0 => Some(Self::Started),
             1 => Some(Self::Code(byte)),
             2 => Some(Self::Signal(byte)),
-            10 => step(Step::Fork),
-            11 => step(Step::Directory),
-            12 => step(Step::Seccomp),
-            13 => step(Step::Find),
-            14 => step(Step::Exec),
+            10 => step(Step::User),
+            11 => step(Step::Fork),
+            12 => step(Step::Directory),
+            13 => step(Step::Seccomp),
+            14 => step(Step::Find),
+            15 => step(Step::Exec),
             _ => None,
         }
     }
@@ -85,6 +93,8 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
+    /// The user namespace to enter, and who to be there. `None`: it is who libcontainer has made it.
+    pub(super) users: Option<(RawFd, Identity)>,
     /// Its end of the connection to the supervisor.
     pub(super) supervisor: RawFd,
     /// The supervisor's descriptors that must not live on in a container.
@@ -106,18 +116,22 @@ impl Executor for Init {
 
     /// Comes last before the wait for the start, after the last change of credentials, which would take the first line back.
     fn validate(&self, _: &Spec) -> Result<(), ExecutorValidationError> {
-        self.tie_to_supervisor()
-            .map_err(|error| ExecutorValidationError::ArgValidationError(error.to_string()))
+        self.close_and_tie().map_err(|error| ExecutorValidationError::ArgValidationError(error.to_string()))
     }
 }
 
 impl Init {
-    fn tie_to_supervisor(&self) -> io::Result<()> {
-        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+    fn close_and_tie(&self) -> io::Result<()> {
         for descriptor in &self.close {
             // SAFETY: this process never uses these again; it is a copy of the supervisor, which has its own.
             unsafe { rustix::io::close(*descriptor) };
         }
+        self.tie_to_supervisor()
+    }
+
+    /// Has the kernel kill this process when its supervisor dies. Every change of credentials takes that back.
+    fn tie_to_supervisor(&self) -> io::Result<()> {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // It may have died before the first line: then its end of the connection is closed.
         // SAFETY: the descriptor was inherited from the supervisor, and stays open as long as this process lives.
         let supervisor = unsafe { BorrowedFd::borrow_raw(self.supervisor) };
@@ -129,10 +143,27 @@ impl Init {
         Ok(())
     }
 
+    /// Enters the user namespace of the container.
+    fn become_user(&self, namespace: RawFd, identity: &Identity) -> io::Result<()> {
+        // SAFETY: the descriptor was inherited from the supervisor, and is open until all but one are closed.
+        let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
+        rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::User))?;
+        identity.assume()?;
+        self.tie_to_supervisor()
+    }
+
     fn run(&self) -> io::Result<Infallible> {
         // SAFETY: nothing else in this process owns it.
         let supervisor = unsafe { OwnedFd::from_raw_fd(self.supervisor) };
-        close_all_but(self.supervisor)?;
+        let report = |report: Report| rustix::io::write(&supervisor, &report.encode());
+        if let Some((namespace, identity)) = &self.users
+            && let Err(error) = self.become_user(*namespace, identity)
+        {
+            report(Report::Failed(Step::User, error.raw_os_error().unwrap_or(libc::EIO)))?;
+            exit();
+        }
+        // Nothing in this process uses the rest again.
+        files::close_all_but(self.supervisor)?;
         let signals = block_signals()?;
         let (failure, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         // SAFETY: this process has one thread.
@@ -144,7 +175,6 @@ impl Init {
             // SAFETY: ends this process without running anything of the supervisor's that it is a copy of.
             unsafe { libc::_exit(if told { 127 } else { 126 }) };
         }
-        let report = |report: Report| rustix::io::write(&supervisor, &report.encode());
         let Some(child) = Pid::from_raw(child) else {
             report(Report::Failed(Step::Fork, io::Error::last_os_error().raw_os_error().unwrap_or(0)))?;
             exit();
@@ -231,18 +261,6 @@ impl Init {
     }
 }
 
-/// Closes what is left of the supervisor's and of libcontainer's: closing at an exec is not enough for who never execs.
-fn close_all_but(kept: RawFd) -> io::Result<()> {
-    let kept = kept.unsigned_abs();
-    for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)] {
-        // SAFETY: nothing in this process uses any of these again.
-        if first <= last && unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } < 0 {
-            return Err(io::Error::last_os_error());
-        }
-    }
-    Ok(())
-}
-
 /// Keeps every signal for the descriptor that it returns.
 fn block_signals() -> io::Result<OwnedFd> {
     // SAFETY: the set is filled before it is used, and the descriptor is new.
@@ -325,7 +343,7 @@ mod tests {
 
     #[test]
     fn reports_come_back_as_they_were() {
-        let steps = [Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
+        let steps = [Step::User, Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
         let failed = steps.map(|step| Report::Failed(step, 13));
         let others = [Report::Started, Report::Code(3), Report::Signal(15)];
         for report in failed.into_iter().chain(others) {

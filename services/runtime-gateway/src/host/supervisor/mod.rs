@@ -36,6 +36,8 @@ use rustix::process::{Pid, Signal};
 
 use super::cgroups::Cgroups;
 use super::record::{Container, Intent, Launch, Text};
+use super::user_namespace::Identity;
+use super::users::User;
 use super::{files, hold, mounts, process_files as names};
 use crate::end::End;
 use crate::spool;
@@ -198,6 +200,7 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
         cgroup: &launch.cgroup,
         capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
+        range: launch.range,
         cgroups: &seen,
     };
     let configuration = spec::configuration(&container, &worker).to_string();
@@ -205,11 +208,15 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
         .map_err(Failed::while_doing("write the configuration"))?;
 
     let streams =
-        Streams::open(launch, &container, &intent).map_err(Failed::while_doing("open the streams"))?;
+        Streams::open(launch, &container.user, &intent).map_err(Failed::while_doing("open the streams"))?;
     let (connection, init_end) =
         init::connection().map_err(Failed::while_doing("make a connection to init"))?;
     let mut program = program(&container, &intent)?;
     program.supervisor = init_end.as_raw_fd();
+    program.users = places.users.as_ref().map(|users| {
+        let User { uid, gid, groups, .. } = container.user.clone();
+        (users.as_raw_fd(), Identity { uid, gid, groups, capabilities: spec::default_capabilities() })
+    });
     program.close =
         streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
 
@@ -291,13 +298,13 @@ struct Streams {
 }
 
 impl Streams {
-    fn open(launch: &Launch, container: &Container, intent: &Intent) -> rustix::io::Result<Self> {
+    fn open(launch: &Launch, user: &User, intent: &Intent) -> io::Result<Self> {
         use rustix::fs::{Gid, Mode, OFlags, Uid};
         use rustix::pipe::PipeFlags;
         let output = || {
             let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
             // So that a program may open it again, as /dev/stdout.
-            let (uid, gid) = (Uid::from_raw(container.user.uid), Gid::from_raw(container.user.gid));
+            let (uid, gid) = (Uid::from_raw(launch.id(user.uid)?), Gid::from_raw(launch.id(user.gid)?));
             rustix::fs::fchown(&write, Some(uid), Some(gid))?;
             // Only ours: a program need not expect that writing fails.
             rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK)?;
@@ -306,7 +313,7 @@ impl Streams {
             if let Err(error) = rustix::pipe::fcntl_setpipe_size(&read, size) {
                 eprintln!("supervisor: {}: pipes of the usual size: {error}", launch.cgroup);
             }
-            Ok::<_, rustix::io::Errno>((read, write))
+            Ok::<_, io::Error>((read, write))
         };
         let ((own_stdout, stdout), (own_stderr, stderr)) = (output()?, output()?);
         let mut own = vec![own_stdout, own_stderr];
@@ -361,6 +368,7 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
         environment: variables.map(|variable| string(&variable)).collect::<Result<_, _>>()?,
         directory: string(container.directory.as_path().as_os_str().as_bytes())?,
         filters,
+        users: None,
         supervisor: -1,
         close: Vec::new(),
     })

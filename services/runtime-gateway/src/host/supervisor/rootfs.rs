@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
+use domain::VolumeHandle;
 use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
@@ -17,10 +18,11 @@ use rustix::thread::UnshareFlags;
 use super::Failed;
 use crate::host::containers::ROOT;
 use crate::host::image::{self, Image};
-use crate::host::mounts::{self, Mounted, Overlay};
+use crate::host::mounts::{self, Mounted};
 use crate::host::network;
 use crate::host::record::{Container, Launch, OwnNetwork};
-use crate::host::strangers;
+use crate::host::user_namespace;
+use crate::host::volumes;
 
 /// Where in the container's directory the supervisor's own file system of memory is.
 const PRIVATE: &str = "run";
@@ -30,6 +32,12 @@ const LOWER: &str = "lower";
 
 const RESOLVER: &str = "/etc/resolv.conf";
 
+/// Where in it the worker's volumes are, and the container's own directory, with the owners that the container sees.
+const VOLUMES: &str = "volumes";
+const OWN: &str = "own";
+/// Where in it the volume is that holds the container's root.
+const IMAGE: &str = "image";
+
 /// Directories of the supervisor.
 pub(super) struct Places {
     /// The container's root.
@@ -38,6 +46,8 @@ pub(super) struct Places {
     pub(super) bundle: PathBuf,
     /// libcontainer's own state.
     pub(super) state: PathBuf,
+    /// The namespace of the container's users, unless they are the machine's.
+    pub(super) users: Option<OwnedFd>,
 }
 
 /// Enters namespaces of its own, and makes the container's root there.
@@ -48,34 +58,62 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let resolver = resolver(container);
     enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
 
+    let users = launch
+        .range
+        .map(user_namespace::Range::namespace)
+        .transpose()
+        .map_err(Failed::while_doing("make a user namespace"))?;
     let private = launch.container_dir.join(PRIVATE);
+    let _acting = launch
+        .range
+        .map(user_namespace::Range::act)
+        .transpose()
+        .map_err(Failed::while_doing("act as root"))?;
     make_private(&private).map_err(at("mount at", &private))?;
     let place = |name: &str| private.join(name);
-    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state") };
+    let sources = Sources {
+        volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
+        own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
+        overlay_options: users.as_ref().map(|_| &*launch.overlay_options),
+    };
+    if let Some(users) = &users {
+        let mapped = [
+            (launch.state_dir.join("volumes"), &sources.volumes),
+            (launch.container_dir.clone(), &sources.own),
+        ];
+        for (from, to) in mapped {
+            map(&from, to, users.as_fd()).map_err(at("map the owners of", &from))?;
+        }
+    }
+    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state"), users };
 
     let root = match container.root {
-        None => worker_root(launch, container, &private, &places)?,
-        Some(image) => image_root(launch, container, image, &places)?,
+        None => worker_root(launch, container, &sources, &private, &places)?,
+        Some(image) => image_root(container, image, &sources, &private, &places)?,
     };
     if let Some(contents) = resolver {
         write_resolver(root.as_fd(), contents.as_bytes())
             .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
     }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
+    // libcontainer would make them as nobody whom the root knows.
+    for path in ["/proc", "/sys", "/dev"].map(Path::new) {
+        mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
+    }
 
     let directory = container.directory.as_path();
     let make_directory = || {
         let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
-        if made { own(opened.as_fd(), container).map_err(at("own", directory)) } else { Ok(()) }
+        if made { own(opened.as_fd(), launch, container).map_err(at("own", directory)) } else { Ok(()) }
     };
     if container.make_directory {
         make_directory()?;
     }
     for mount in &container.mounts {
-        let contents = volume(&launch.state_dir, &mount.volume);
         let path = mount.path.as_path();
-        mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
-        bind(&contents, root.as_fd(), path, mount.read_only).map_err(at("mount a volume at", path))?;
+        let (target, _) = mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
+        let shown = sources.volume(mount.volume, !mount.read_only, mounts::CONFINED)?;
+        mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume at", path))?;
     }
     if container.make_directory {
         // A volume may have been mounted over it.
@@ -88,14 +126,18 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
 
 /// The root of an image: the container's own, to write to. Nothing of the worker is in it.
 fn image_root(
-    launch: &Launch,
     container: &Container,
-    image: domain::VolumeHandle,
+    image: VolumeHandle,
+    sources: &Sources<'_>,
+    private: &Path,
     places: &Places,
 ) -> Result<OwnedFd, Failed> {
-    let contents = volume(&launch.state_dir, &image).join(ROOT);
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
+    let whole = private.join(IMAGE);
+    let shown = sources.volume(image, true, attributes(container))?;
+    mounts::attach_at(shown.as_fd(), &whole).map_err(at("mount at", &whole))?;
+    let contents = whole.join(ROOT);
+    let root = mounts::clone_of(&contents, MountAttrFlags::empty()).map_err(at("mount", &contents))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
     Ok(root)
 }
@@ -104,6 +146,7 @@ fn image_root(
 fn worker_root(
     launch: &Launch,
     container: &Container,
+    sources: &Sources<'_>,
     private: &Path,
     places: &Places,
 ) -> Result<OwnedFd, Failed> {
@@ -111,16 +154,19 @@ fn worker_root(
     let image = Image { named: &launch.host_paths };
     let own = private.join(LOWER);
     image.make_own(&own).map_err(Failed::while_doing("make the image `host`"))?;
-    let root = mount_root(launch, &own, private, attributes(container))
+    let layer = if launch.upper_in_memory { private } else { &sources.own };
+    let layers = [layer.join("upper"), own];
+    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
+    let root = volumes::overlay(&layers, true, &["volatile"], attributes(container))
         .map_err(Failed::while_doing("mount the root"))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
 
-    let strangers = strangers::namespace().map_err(Failed::while_doing("make a user namespace"))?;
+    let nobody = user_namespace::of_nobody().map_err(Failed::while_doing("make a user namespace"))?;
     let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
     for path in bound {
         let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
             .map_err(at("show", &path))?;
-        let mapped = match mounts::map_owners(tree.as_fd(), strangers.as_fd()) {
+        let mapped = match mounts::map_owners(tree.as_fd(), nobody.as_fd()) {
             Ok(()) => true,
             // The root of a container engine's container, whose image has no secrets of a machine.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => false,
@@ -146,9 +192,46 @@ fn attributes(container: &Container) -> MountAttrFlags {
     if container.privileged { MountAttrFlags::empty() } else { mounts::CONFINED }
 }
 
-/// Where the contents of a volume are.
-fn volume(state_dir: &Path, handle: &domain::VolumeHandle) -> PathBuf {
-    state_dir.join("volumes").join(handle.to_string()).join("contents")
+/// Where what a container sees of the worker's disk is taken from.
+struct Sources<'a> {
+    /// The volumes.
+    volumes: PathBuf,
+    /// The container's own directory.
+    own: PathBuf,
+    /// How volumes with several layers are mounted. `None`: the worker has mounted them.
+    overlay_options: Option<&'a [String]>,
+}
+
+impl Sources<'_> {
+    /// A view of a volume, attached nowhere.
+    fn volume(
+        &self,
+        handle: VolumeHandle,
+        writable: bool,
+        attributes: MountAttrFlags,
+    ) -> Result<OwnedFd, Failed> {
+        let read_only = if writable { MountAttrFlags::empty() } else { MountAttrFlags::MOUNT_ATTR_RDONLY };
+        let attributes = attributes | read_only;
+        let contents = self.volumes.join(handle.to_string()).join("contents");
+        let doing = || Failed::while_doing(format!("mount volume {handle}"));
+        let Some(options) = self.overlay_options else {
+            return mounts::clone_of(&contents, attributes).map_err(doing());
+        };
+        let layers = volumes::layers(&self.volumes, handle)
+            .map_err(Failed::while_doing(format!("list the layers of volume {handle}")))?;
+        if layers.len() > 1 {
+            volumes::overlay(&layers, writable, options, attributes).map_err(doing())
+        } else {
+            mounts::clone_of(&contents, attributes).map_err(doing())
+        }
+    }
+}
+
+/// Shows `from` at `to` with the owners that the container sees.
+fn map(from: &Path, to: &Path, users: BorrowedFd<'_>) -> io::Result<()> {
+    let tree = mounts::clone_of(from, MountAttrFlags::empty())?;
+    mounts::map_owners(tree.as_fd(), users)?;
+    mounts::attach_at(tree.as_fd(), to)
 }
 
 /// Enters namespaces of mounts and of the network, and connects the second as the container asks.
@@ -163,44 +246,24 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
     unsafe { rustix::thread::unshare_unsafe(namespaces)? };
     rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
     match (container.network, launch.network_pool) {
-        (OwnNetwork::Host, _) => Ok(()),
-        (OwnNetwork::None, _) => network::only_loopback(),
-        (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup),
-        (OwnNetwork::Private, None) => Err(io::Error::other("this machine has no private networks")),
+        (OwnNetwork::Host, _) => return Ok(()),
+        (OwnNetwork::None, _) => network::only_loopback()?,
+        (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup)?,
+        (OwnNetwork::Private, None) => return Err(io::Error::other("this machine has no private networks")),
     }
+    network::open_low_ports();
+    Ok(())
 }
 
 fn make_private(at: &Path) -> io::Result<()> {
     let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
     mounts::attach_at(memory.as_fd(), at)?;
-    for name in ["root", "bundle", "state", LOWER, "upper", "work"] {
+    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, IMAGE] {
         // What is the container's `/` has the mode of one.
         let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
         fs::DirBuilder::new().mode(mode).create(at.join(name))?;
     }
     Ok(())
-}
-
-fn mount_root(
-    launch: &Launch,
-    lower: &Path,
-    private: &Path,
-    attributes: MountAttrFlags,
-) -> io::Result<OwnedFd> {
-    let layer = if launch.upper_in_memory { private } else { launch.container_dir.as_path() };
-    let (upper, work) = (layer.join("upper"), layer.join("work"));
-    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
-    crate::host::volumes::forget_volatile(&work)?;
-    let lower = &[lower.to_owned()];
-    Overlay { lower, upper: &upper, work: &work, options: &["volatile"], attributes }.make()
-}
-
-/// Shows `from`, of the worker, at `path` of the container.
-fn bind(from: &Path, root: BorrowedFd<'_>, path: &Path, read_only: bool) -> io::Result<()> {
-    let target = mounts::open_in(root, path, OFlags::PATH)?;
-    let read_only = if read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
-    let attributes = mounts::CONFINED | read_only;
-    mounts::attach(mounts::clone_of(from, attributes)?.as_fd(), target.as_fd())
 }
 
 /// Puts something empty in the place of what is at `path`, if anything is.
@@ -258,8 +321,9 @@ fn write_resolver(root: BorrowedFd<'_>, contents: &[u8]) -> io::Result<()> {
 }
 
 /// Gives a directory to the container's user.
-fn own(directory: BorrowedFd<'_>, container: &Container) -> io::Result<()> {
-    let (uid, gid) = (Uid::from_raw(container.user.uid), Gid::from_raw(container.user.gid));
+fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
+    let (uid, gid) =
+        (Uid::from_raw(launch.id(container.user.uid)?), Gid::from_raw(launch.id(container.user.gid)?));
     Ok(rustix::fs::chownat(directory, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?)
 }
 

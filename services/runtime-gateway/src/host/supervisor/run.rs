@@ -523,6 +523,9 @@ fn not_started(step: Step, error: &io::Error) -> End {
         Step::Seccomp => {
             End::not_started(FailureReason::StartFailed, format!("cannot filter system calls: {error}"))
         }
+        Step::User => {
+            End::not_started(FailureReason::StartFailed, format!("cannot become its user: {error}"))
+        }
         Step::Fork => End::not_started(FailureReason::StartFailed, format!("cannot fork: {error}")),
     }
 }

@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use rustix::thread::CapabilitySet;
 use serde_json::{Value, json};
 
 use crate::host::record::Container;
+use crate::host::user_namespace::Range;
 
 /// What the common engines give by default, but for what makes devices (`MKNOD`), raw packets (`NET_RAW`), file capabilities
 /// (`SETFCAP`) and records of the machine's audit (`AUDIT_WRITE`).
@@ -93,6 +95,9 @@ const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", 
 /// The most that `/dev/shm` holds, of the machine's memory. A memory limit of the container counts it too.
 const SHARED_MEMORY: &str = "size=10%";
 
+/// The group of terminals, by convention.
+const TERMINALS: u32 = 5;
+
 /// Where containers look for their groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -104,15 +109,37 @@ pub(super) struct Worker<'a> {
     pub(super) capabilities: u64,
     /// Whether swap counts against the memory limit.
     pub(super) limits_swap: bool,
+    /// Who on the machine the container's users are, if not themselves.
+    pub(super) range: Option<Range>,
     /// Groups of the container's own, and where it sees them.
     pub(super) cgroups: &'a [(PathBuf, String)],
+}
+
+/// The capabilities of everything in a container that is not privileged.
+pub(super) fn default_capabilities() -> CapabilitySet {
+    let known = ALL_CAPABILITIES.iter().enumerate();
+    let wanted = known.filter(|(_, name)| CAPABILITIES.contains(name));
+    CapabilitySet::from_bits_retain(wanted.map(|(number, _)| 1 << number).sum())
 }
 
 pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
     let wanted = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
     let known = ALL_CAPABILITIES.iter().enumerate();
     let held = known.filter(|(number, _)| worker.capabilities & (1 << number) != 0).map(|(_, name)| *name);
-    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name)).collect();
+    // Init enters the user namespace by itself, which needs the last, and drops all of them but the wanted ones there.
+    let extra = worker.range.map(|_| "CAP_SYS_ADMIN");
+    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name) || extra == Some(*name)).collect();
+    let user = match worker.range {
+        Some(_) => json!({ "uid": 0, "gid": 0, "additionalGids": [] }),
+        None => json!({
+            "uid": container.user.uid,
+            "gid": container.user.gid,
+            "additionalGids": container.user.groups,
+        }),
+    };
+    let machine = |inside: u32| worker.range.and_then(|range| range.id(inside).ok()).unwrap_or(inside);
+    let (uid, gid) = (format!("uid={}", machine(0)), format!("gid={}", machine(0)));
+    let (uid, gid, terminals) = (uid.as_str(), gid.as_str(), format!("gid={}", machine(TERMINALS)));
     let hostname: String = container.handle.uuid().simple().to_string().chars().take(12).collect();
     let (masked, read_only) = if container.privileged { (&[][..], &[][..]) } else { (MASKED, READ_ONLY) };
     let sys_options = if container.privileged {
@@ -122,13 +149,13 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     };
     let mut mounts = vec![
         mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
-        mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k"]),
+        mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k", uid, gid]),
         mount(
             "/dev/pts",
             "devpts",
-            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"],
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", &terminals],
         ),
-        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", SHARED_MEMORY]),
+        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", SHARED_MEMORY, uid, gid]),
         mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
         mount("/sys", "sysfs", &sys_options),
     ];
@@ -150,11 +177,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
             "args": ["init"],
             "env": [],
             "noNewPrivileges": !container.privileged,
-            "user": {
-                "uid": container.user.uid,
-                "gid": container.user.gid,
-                "additionalGids": container.user.groups,
-            },
+            "user": user,
             "capabilities": {
                 "bounding": capabilities,
                 "effective": capabilities,
@@ -235,6 +258,7 @@ mod tests {
             cgroup: "g",
             capabilities: !(1 << 24),
             limits_swap: true,
+            range: None,
             cgroups: &cgroups,
         };
         for privileged in [false, true] {

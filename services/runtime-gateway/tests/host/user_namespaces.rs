@@ -1,0 +1,219 @@
+//! Users of containers and owners of files: who they are on the machine, on the disk, and inside.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::AttemptId;
+use domain::workload::{FailureReason, Network, OutputMode, Stdin};
+use runtime::{ContainerSpec, Offsets, ProcessSpec, Runtime};
+use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until, until};
+
+use super::subject::HostSubject;
+
+/// Ids of users that a container has.
+const IDS: u32 = 1 << 20;
+
+fn shell(script: &str) -> ProcessSpec {
+    process(&["/bin/sh", "-c", script].map(str::to_owned))
+}
+
+/// What a script says, errors after the rest.
+async fn said(runtime: &Arc<dyn Runtime>, spec: ContainerSpec, script: &str) -> String {
+    let said = runtime.ran(spec, shell(script)).await;
+    format!("{}{}", said.text(), String::from_utf8_lossy(&said.stderr))
+}
+
+/// The machine's ids of all processes in the container of a process.
+fn processes(process: AttemptId) -> Vec<String> {
+    let group = format!("gantry-{process}");
+    let roots = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"].map(|root| Path::new(root).join(&group));
+    let listed = roots.iter().find_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
+    listed.unwrap_or_default().lines().map(str::to_owned).collect()
+}
+
+/// A field of what the kernel says of a process.
+fn field(pid: &str, name: &str) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a status");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+    line.expect("a field").trim().to_owned()
+}
+
+fn owners(directory: &Path, names: &[&str]) -> Vec<(u32, u32)> {
+    let owner = |name: &&str| {
+        let found = fs::symlink_metadata(directory.join(name)).expect("a file");
+        (found.uid(), found.gid())
+    };
+    names.iter().map(owner).collect()
+}
+
+#[tokio::test]
+async fn everybody_in_a_container_is_an_ordinary_user_of_the_machine() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    assert!(runtime.capabilities().features.iter().any(|feature| feature == "user-namespace"));
+    for user in [None, Some("1000:1000".to_owned())] {
+        let handle = runtime.made(ContainerSpec { user: user.clone(), ..container() }).await;
+        let spec = ProcessSpec {
+            stdin: Stdin::Attached,
+            output: OutputMode::Attached,
+            ..shell("cat /proc/self/uid_map; id -u; sleep 60 & echo ready; read word")
+        };
+        let id = runtime.started(handle, spec).await;
+        let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        let read = read_until(&mut attachment.events, "ready").await;
+        let text = String::from_utf8(read).expect("text");
+        let numbers: Vec<u32> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        let inside = if user.is_some() { 1000 } else { 0 };
+        let [0, first, IDS, seen] = numbers[..] else { panic!("{text}") };
+        assert_eq!(seen, inside);
+
+        let ids = |id: u32| [id; 4].map(|id| id.to_string()).join("\t");
+        let expected = (ids(first + inside), ids(first + inside), String::new());
+        let found = processes(id);
+        assert!(found.len() >= 3, "init, the shell and its child: {found:?}");
+        for pid in &found {
+            let (uid, gid, groups) = (field(pid, "Uid"), field(pid, "Gid"), field(pid, "Groups"));
+            assert_eq!((uid, gid, groups), expected);
+            assert_eq!(field(pid, "CapBnd"), "00000000000405fb");
+            assert_eq!(field(pid, "NoNewPrivs"), "1");
+            let namespace = File::open(format!("/proc/{pid}/ns/user")).expect("a namespace");
+            let mut owner: libc::uid_t = 0;
+            // SAFETY: the kernel writes a user into it. NS_GET_OWNER_UID of ioctl_nsfs(2).
+            let asked = unsafe { libc::ioctl(namespace.as_raw_fd(), 0xB704, &raw mut owner) };
+            assert_eq!((asked, owner), (0, first), "what it uses counts against nobody else");
+        }
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}
+
+#[tokio::test]
+async fn files_have_the_same_owners_in_containers_and_on_the_disk() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let (plain, parent) = (runtime.volume().await, runtime.volume().await);
+    let below = directory(&*runtime, parent).await;
+    for (name, owner) in [("root", 0), ("person", 1000), ("unknown", IDS)] {
+        fs::write(below.join(name), name).expect("write");
+        std::os::unix::fs::chown(below.join(name), Some(owner), Some(owner)).expect("own");
+    }
+    let child = runtime.child(parent).await;
+    let mounts = vec![mount(plain, "/plain", false), mount(child, "/child", false)];
+    let spec = ContainerSpec { mounts, ..container() };
+    let first = said(
+        &runtime,
+        spec.clone(),
+        "stat -c '%n %u' /child/*; cd /plain && touch a && mkdir b && chown 33:34 b && ln -s a c && \
+         cd /child && echo more >> person && chown 7 root && touch new && ! rm unknown 2> /dev/null && cat unknown",
+    )
+    .await;
+    assert_eq!(first, "/child/person 1000\n/child/root 0\n/child/unknown 65534\nunknown");
+    let person = ContainerSpec { user: Some("1000:1000".to_owned()), ..spec.clone() };
+    assert_eq!(said(&runtime, person, "cd /child && echo more >> person && touch /plain/d").await, "");
+
+    // A container with another user has got all of it.
+    assert_eq!(owners(&directory(&*runtime, plain).await, &["a", "b", "c", "d"]), [(1000, 1000); 4]);
+    let seen = directory(&*runtime, child).await;
+    assert_eq!(owners(&seen, &["person", "root", "new"]), [(1000, 1000); 3]);
+    assert_eq!(fs::read_to_string(seen.join("person")).expect("read"), "personmore\nmore\n");
+    assert_eq!(owners(&below, &["person", "root"]), [(1000, 1000), (0, 0)]);
+
+    // Root of the machine and root of another container see the same.
+    drop(runtime);
+    subject.reopen().await;
+    let runtime = subject.runtime();
+    let script = "cd /child && chown 0:5 new && stat -c '%n %u %g' new && touch more && ls";
+    for privileged in [true, false] {
+        let said = said(&runtime, ContainerSpec { privileged, ..spec.clone() }, script).await;
+        assert_eq!(said, "new 0 5\nmore\nnew\nperson\nroot\nunknown\n", "privileged: {privileged}");
+    }
+    let seen = directory(&*runtime, child).await;
+    assert_eq!(owners(&seen, &["new", "more"]), [(0, 5), (0, 0)]);
+}
+
+#[tokio::test]
+async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
+    let Some(mut subject) = HostSubject::new() else { return };
+    let parent = subject.runtime().volume().await;
+    let child = subject.runtime().child(parent).await;
+    let spec = ContainerSpec { mounts: vec![mount(child, "/child", false)], ..container() };
+    let handle = subject.runtime().made(spec).await;
+    let script = "cd /child; mkdir a; echo > a/one; echo first; read word; echo > a/two; echo > b; echo second; read word";
+    let spec = ProcessSpec { stdin: Stdin::Attached, output: OutputMode::Attached, ..shell(script) };
+    let id = subject.runtime().started(handle, spec).await;
+    for (turn, expected) in [["one"].as_slice(), &["one", "two"]].into_iter().enumerate() {
+        let runtime = subject.runtime();
+        let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        read_until(&mut attachment.events, ["first", "second"][turn]).await;
+        let seen = directory(&*runtime, child).await;
+        let names = |path: &Path| {
+            let entries = fs::read_dir(path).expect("list");
+            let names = entries.map(|entry| entry.expect("an entry").file_name());
+            names.map(|name| name.to_string_lossy().into_owned()).collect::<BTreeSet<_>>()
+        };
+        assert_eq!(names(&seen.join("a")), expected.iter().map(|name| (*name).to_owned()).collect());
+        assert!(fs::write(seen.join("c"), "").is_err(), "only one may write");
+        attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
+        if turn == 0 {
+            drop((attachment, runtime));
+            subject.reopen().await;
+        }
+    }
+    let runtime = subject.runtime();
+    runtime.ended(id).await;
+    let seen = directory(&*runtime, child).await;
+    assert!(seen.join("b").exists());
+    fs::write(seen.join("c"), "").expect("nobody else writes any more");
+    assert_eq!(directory(&*runtime, child).await, seen);
+    assert!(seen.join("c").exists());
+}
+
+#[tokio::test]
+async fn every_port_can_be_listened_at() {
+    let Some(subject) = HostSubject::new() else { return };
+    let script = "use Socket; socket(S, PF_INET, SOCK_STREAM, 0); \
+        bind(S, sockaddr_in(80, INADDR_ANY)) && listen(S, 1) and print 'listens' or print $!";
+    for network in [Network::Private, Network::None] {
+        let command = ["/usr/bin/perl", "-e", script].map(str::to_owned);
+        let spec = ContainerSpec { network, user: Some("1000".to_owned()), ..container() };
+        let said = subject.runtime().ran(spec, process(&command)).await;
+        assert_eq!(said.text(), "listens", "{said:?}");
+    }
+}
+
+#[tokio::test]
+async fn ids_that_no_container_has_are_refused() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    for user in [format!("{IDS}"), format!("0:{IDS}")] {
+        let spec = ContainerSpec { user: Some(user), ..container() };
+        let refused = runtime.create_container(domain::ContainerHandle::new(), spec).await;
+        let failure = refused.expect_err("it has no such user").failure();
+        assert_eq!(failure.reason, FailureReason::UserNotFound);
+        assert!(failure.message.contains("ids end at 1048575"), "{}", failure.message);
+    }
+    let spec = ContainerSpec { user: Some(format!("{0}:{0}", IDS - 1)), ..container() };
+    assert_eq!(said(&runtime, spec, "id -u; id -g").await, "1048575\n1048575\n");
+}
+
+/// Init becomes a user of the container after libcontainer has made it, which takes back that it dies with its supervisor.
+#[tokio::test]
+async fn container_dies_with_its_supervisor() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let handle = runtime.made(container()).await;
+    let id = runtime.started(handle, shell("sleep 60")).await;
+    until("its processes", || processes(id).len() >= 2).await;
+    let found = processes(id);
+    let parents = found.iter().map(|pid| field(pid, "PPid"));
+    let supervisor = parents.filter(|parent| !found.contains(parent)).next().expect("a supervisor");
+    let pid = rustix::process::Pid::from_raw(supervisor.parse().expect("a number")).expect("a process");
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill");
+    until("the end of all", || found.iter().all(|pid| !Path::new("/proc").join(pid).join("exe").exists()))
+        .await;
+    tokio::time::timeout(Duration::from_secs(10), runtime.ended(id)).await.expect("an end");
+}
