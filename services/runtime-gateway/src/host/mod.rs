@@ -26,6 +26,7 @@
 //! - Whatever is being made has a name that starts with a dot until it is complete.
 //! - A process is started only by whoever renames its intent, and an intent is written once.
 //! - What a container sees is mounted in namespaces that end with it. Only volumes are mounted where the machine sees them.
+//! - A volume with several layers has one writable mount at a time: the machine's, or that of a container with a [`user_namespace`].
 
 mod cgroups;
 mod containers;

@@ -1,8 +1,10 @@
 //! User namespaces: who on the machine the users of a container are, and who the owners of its files.
 //!
-//! A container that is not privileged has a [`Range`] of ids of the machine, which nobody else has. Its root is the first of them:
-//! an ordinary user without any right outside of the container. On the disk nothing knows of ranges. Files of a volume belong to 0,
-//! 1000 and so on, whichever container wrote them, and a container sees them through mounts that map their owners into its range.
+//! A container that is not privileged has a [`Range`] of the machine's ids. Its root is the first of them: an ordinary user without
+//! any right outside of the container. The disk does not know of ranges: files of a volume belong to 0, 1000 and so on. A container
+//! sees them through mounts that map their owners into its range.
+//!
+//! Supervisors call this. The gateway calls it once, to try whether it works.
 //!
 //! Facts: user_namespaces(7); mount_setattr(2), "ID-mapped mounts"; `capable_wrt_inode_uidgid` of the kernel. Which ids nobody has:
 //! "Users, Groups, UIDs and GIDs on systemd Systems".
@@ -22,12 +24,12 @@ use serde::{Deserialize, Serialize};
 /// users of companies, too.
 pub(super) const IDS: u32 = 1 << 20;
 
-/// Ids that distributions give to nobody: neither to people, nor to services, nor to containers of other engines.
+/// The first id above those that distributions give to people, services and containers.
 const FIRST: u32 = 0x7000_0000;
 const RANGES: u32 = 255;
 
-/// In a mapping of this one id no file has a known owner, for no file belongs to it. The rights of root reach only files whose owner
-/// is known: root may do with all others what their modes let everybody do, and no more.
+/// A mapping of an id that owns no file. The rights of root reach only files whose owner is in the mapping. Through this mapping, root
+/// has the rights of a stranger.
 const NOBODY: &str = "4294967294 4294967294 1";
 
 /// The ids of the machine that the users and groups of a container are, its root first.
@@ -37,8 +39,8 @@ pub(super) struct Range {
 }
 
 impl Range {
-    /// The range of a container. Another one may have the same, and has no right over it by that: they share no file, no process and
-    /// no network. They share what the kernel counts for each user.
+    /// The range of a container. Two containers may have the same range. They share no file, process or network, and so have no rights
+    /// over each other; they share what the kernel counts for each user.
     pub(super) fn of(container: ContainerHandle) -> Self {
         let ranges = u128::from(RANGES);
         let number = u32::try_from(container.uuid().as_u128() % ranges).unwrap_or_default();
@@ -53,11 +55,11 @@ impl Range {
 
     /// A user namespace of these ids, which its root owns.
     pub(super) fn namespace(self) -> io::Result<OwnedFd> {
-        // What a namespace uses of the machine's limits is counted to its owner, who is nobody else.
+        // The kernel counts what a namespace uses against its owner's limits.
         namespace(&format!("0 {} {IDS}", self.first), Some(self.first))
     }
 
-    /// Makes files as root of the container from now on: a file may be made only by somebody whom the mount knows.
+    /// Makes files as root of the container from now on. In a mapped mount only users of the mapping can make files.
     pub(super) fn act(self) -> io::Result<Acting> {
         let acting = Acting;
         set_file_ids(self.first)?;
@@ -67,13 +69,13 @@ impl Range {
     }
 }
 
-/// Until this is dropped, this thread makes files as somebody else.
+/// Lets this thread make files as root of a container until it is dropped.
 pub(super) struct Acting;
 
 impl Drop for Acting {
     fn drop(&mut self) {
         if set_file_ids(0).is_err() {
-            // Not possible for root. What it would make would be somebody else's.
+            // Cannot happen to root. Files of the worker would belong to a container from here on.
             std::process::abort();
         }
     }
@@ -84,7 +86,7 @@ fn set_file_ids(id: u32) -> io::Result<()> {
     let (user, group) = unsafe {
         libc::setfsgid(id);
         libc::setfsuid(id);
-        // Neither says whether it did anything, but who it was before; nobody is `u32::MAX`.
+        // Both return the id from before, also after a failure. `u32::MAX` changes nothing.
         (libc::setfsuid(u32::MAX), libc::setfsgid(u32::MAX))
     };
     if [user, group].map(i32::cast_unsigned) == [id, id] {
@@ -142,7 +144,7 @@ fn namespace(mapping: &str, owner: Option<u32>) -> io::Result<OwnedFd> {
     opened
 }
 
-/// Becomes another user of the machine, with all capabilities: where only they may make user namespaces, this one may.
+/// Becomes another user of the machine and keeps all capabilities, which some machines ask of a process that makes user namespaces.
 fn become_user(id: u32) -> rustix::io::Result<()> {
     rustix::thread::set_keep_capabilities(true)?;
     let (user, group) = (Uid::from_raw(id), Gid::from_raw(id));
@@ -151,32 +153,32 @@ fn become_user(id: u32) -> rustix::io::Result<()> {
     use_all_capabilities()
 }
 
-/// Who a process in a container is, and what it may do there.
+/// User, groups and capabilities of a process in a container.
 #[derive(Debug, Clone)]
 pub(super) struct Identity {
     pub(super) uid: u32,
     pub(super) gid: u32,
     pub(super) groups: Vec<u32>,
-    /// All that it and its children can ever have.
+    /// The most that the process and its children can have.
     pub(super) capabilities: CapabilitySet,
 }
 
 impl Identity {
-    /// Becomes this, in the user namespace that this process has just entered.
+    /// Gives this process the identity. The process has just entered the container's user namespace.
     pub(super) fn assume(&self) -> io::Result<()> {
         let groups: Vec<_> = self.groups.iter().map(|group| Gid::from_raw(*group)).collect();
         rustix::thread::set_thread_groups(&groups)?;
         let (user, group) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
         rustix::thread::set_thread_res_gid(group, group, group)?;
         rustix::thread::set_thread_res_uid(user, user, user)?;
-        // Whoever enters a namespace has every capability in it.
+        // A process that enters a namespace has every capability in it.
         for bit in 0..64 {
             let one = CapabilitySet::from_bits_retain(1 << bit);
             if self.capabilities.contains(one) {
                 continue;
             }
             match rustix::thread::remove_capability_from_bounding_set(one) {
-                // The kernel knows no more than those before it.
+                // The last capability that the kernel knows is the one before.
                 Err(rustix::io::Errno::INVAL) => break,
                 result => result?,
             }
