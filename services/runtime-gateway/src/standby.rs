@@ -46,6 +46,7 @@ pub async fn attend_this_machine(
     tokio::select! {
         () = runtime.superseded() => {}
         () = runtime.clone().serve_names() => runtime.superseded().await,
+        () = runtime.clone().guard_disk() => {}
     }
     tracing::error!(
         worker.name = name,

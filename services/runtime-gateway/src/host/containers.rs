@@ -215,6 +215,12 @@ impl Host {
             // So that what multiplies without end is its own failure, and not the machine's.
             spec.limits.pids = spec.limits.pids.or(pids.pids);
         }
+        let memory = self.cgroups.memory_bytes().map(|bytes| self.config.policy.container_memory(bytes));
+        let memory = Limits { memory_bytes: memory, ..Limits::default() };
+        if self.cgroups.missing(&memory).is_none() {
+            // So that what grows without end ends before the machine is out of memory.
+            spec.limits.memory_bytes = spec.limits.memory_bytes.or(memory.memory_bytes);
+        }
         check_mounts(root.as_fd(), &spec, self.image())?;
         let mut volumes = Vec::new();
         for mount in &spec.mounts {

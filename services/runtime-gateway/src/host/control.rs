@@ -68,6 +68,8 @@ pub(super) enum Request {
     Look,
     /// Answer when it has ended.
     AwaitEnd,
+    /// Kill everything, and say why it ended: to keep the disk usable.
+    EndForDisk(String),
 }
 
 /// What a supervisor answers.
@@ -153,6 +155,10 @@ impl Request {
             }
             Self::Look => out.push(9),
             Self::AwaitEnd => out.push(10),
+            Self::EndForDisk(why) => {
+                out.push(11);
+                out.extend_from_slice(why.as_bytes());
+            }
         }
         let length = u32::try_from(out.len() - 4).unwrap_or(u32::MAX);
         out[..4].copy_from_slice(&length.to_le_bytes());
@@ -179,6 +185,7 @@ impl Request {
             }
             9 => Self::Look,
             10 => Self::AwaitEnd,
+            11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
             _ => return None,
         })
     }
@@ -295,6 +302,7 @@ mod tests {
             Request::Contact { sent: Duration::from_secs(1), stop_after: Duration::from_secs(600) },
             Request::Look,
             Request::AwaitEnd,
+            Request::EndForDisk("full".to_owned()),
         ];
         for request in requests {
             assert_eq!(Request::decode(&request.encode()[4..]), Some(request));

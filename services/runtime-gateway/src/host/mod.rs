@@ -33,6 +33,7 @@ mod containers;
 mod control;
 mod copy;
 mod devices;
+mod disk_guard;
 mod files;
 mod hold;
 mod image;

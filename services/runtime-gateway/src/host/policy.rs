@@ -37,6 +37,9 @@ pub struct Policy {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     container_pids: u32,
+    /// Memory of a container whose workload states no limit: `8G`. Default: nine tenths of this machine's memory
+    #[arg(long, env = "GANTRY_WORKER_CONTAINER_MEMORY", value_name = "SIZE", value_parser = server::settings::size)]
+    container_memory: Option<u64>,
 }
 
 /// Processes and threads in a container whose workload states no limit, by default. Large builds stay below 1,000.
@@ -49,6 +52,7 @@ impl Default for Policy {
             host_paths: Vec::new(),
             network_pool: Pool::default(),
             container_pids: CONTAINER_PIDS,
+            container_memory: None,
         }
     }
 }
@@ -93,6 +97,17 @@ impl Policy {
     #[must_use]
     pub fn with_container_pids(self, container_pids: u32) -> Self {
         Self { container_pids, ..self }
+    }
+
+    /// Allows so many bytes of memory in a container whose workload states no limit.
+    #[must_use]
+    pub fn with_container_memory(self, bytes: u64) -> Self {
+        Self { container_memory: Some(bytes), ..self }
+    }
+
+    /// Bytes of memory in a container whose workload states no limit, on a machine with so many.
+    pub(super) fn container_memory(&self, machine_bytes: u64) -> u64 {
+        self.container_memory.unwrap_or(machine_bytes / 10 * 9)
     }
 
     pub(super) fn container_pids(&self) -> u64 {

@@ -489,7 +489,7 @@ impl Host {
     }
 
     /// Tells the supervisor of a process something. `None`: it has ended.
-    async fn tell(
+    pub(super) async fn tell(
         self: &Arc<Self>,
         process: &Process,
         request: &Request,

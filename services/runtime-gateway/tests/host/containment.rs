@@ -169,6 +169,25 @@ async fn fork_bomb_ends_as_its_own_failure() {
 }
 
 #[tokio::test]
+async fn container_without_limit_cannot_take_all_memory() {
+    if HostSubject::new().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let policy = Policy::allowing([Permission::HostImage]).with_container_memory(32 << 20);
+    let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
+    let runtime: std::sync::Arc<dyn Runtime> = runtime;
+    let eat = ["awk", "BEGIN { s = \"x\"; while (1) s = s s }"].map(str::to_owned);
+    let said = runtime.ran(container(), process(&eat)).await;
+    assert_eq!(said.ended, Some(runtime::Ended::Exited { exit: Exit::OutOfMemory, stopped: false }));
+    let score = runtime.ran(container(), shell("cat /proc/self/oom_score_adj")).await;
+    assert_eq!(score.text(), "500\n", "the machine's own processes are spared");
+    for handle in runtime.list().await.expect("list").containers {
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}
+
+#[tokio::test]
 async fn memory_file_systems_are_bounded() {
     let Some(subject) = HostSubject::new() else { return };
     let table = said(&subject, container(), "cat /proc/self/mountinfo").await;

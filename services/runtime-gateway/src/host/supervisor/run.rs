@@ -111,6 +111,8 @@ pub(super) struct Running {
     /// When everything is killed, once somebody asked for it.
     kill_at: Option<Duration>,
     stopped: bool,
+    /// Why everything was killed, if that was to keep the disk usable.
+    ended_for_disk: Option<String>,
 }
 
 impl Running {
@@ -152,6 +154,7 @@ impl Running {
             stop_after: Duration::from_nanos(launch.stop_after),
             kill_at: None,
             stopped: false,
+            ended_for_disk: None,
         })
     }
 
@@ -338,6 +341,11 @@ impl Running {
                 self.stop(since_boot().saturating_add(*grace))?;
                 self.mind_the_time()?;
             }
+            Request::EndForDisk(why) => {
+                self.ended_for_disk = Some(why.clone());
+                self.stop(Duration::ZERO)?;
+                self.mind_the_time()?;
+            }
             Request::Contact { sent, stop_after } => {
                 // Messages may overtake each other.
                 if *sent >= self.contact {
@@ -477,6 +485,9 @@ impl Running {
     fn end(&self, init_signal: Option<u8>) -> End {
         let stopped = self.stopped;
         let killed = u8::try_from(libc::SIGKILL).unwrap_or(9);
+        if let Some(why) = &self.ended_for_disk {
+            return End::unknown(FailureReason::DiskFull, why);
+        }
         let out_of_memory = || self.cgroups.out_of_memory_kills(&self.cgroup) > 0;
         match self.report {
             // A shell says so of the program that it ran.

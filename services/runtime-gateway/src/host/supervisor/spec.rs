@@ -95,6 +95,9 @@ const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", 
 /// The most that `/dev/shm` holds, of the machine's memory. A memory limit of the container counts it too.
 const SHARED_MEMORY: &str = "size=10%";
 
+/// When the machine runs out of memory, the kernel ends processes of containers before others of their size.
+const OOM_SCORE: i32 = 500;
+
 /// The group of terminals, by convention.
 const TERMINALS: u32 = 5;
 
@@ -177,6 +180,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
             "args": ["init"],
             "env": [],
             "noNewPrivileges": !container.privileged,
+            "oomScoreAdj": OOM_SCORE,
             "user": user,
             "capabilities": {
                 "bounding": capabilities,
