@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::fs::{self, DirBuilder, File};
 use std::io::{self, Read};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Component, Path, PathBuf};
@@ -16,7 +16,7 @@ use std::time::Duration;
 use domain::ContainerHandle;
 use domain::workload::{Bytes, Limits, Network};
 use runtime::{ContainerSpec, Root, RuntimeError};
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::{FileType, Mode, OFlags};
 use tokio::time::Instant;
 
 use super::copy::own_tree;
@@ -407,8 +407,8 @@ fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
 fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, RuntimeError> {
     let read = |path: &str| {
         let path = Path::new(path);
-        let contents = match mounts::open_in(root, path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY) {
-            Ok(file) => read_accounts(file.into()).map_err(at("read", path))?,
+        let contents = match mounts::open_in(root, path, OFlags::PATH) {
+            Ok(found) => read_accounts(found.as_fd()).map_err(at("read", path))?,
             // An image need not have one.
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
                 Vec::new()
@@ -425,10 +425,11 @@ fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, Runtime
     found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
 }
 
-/// What a file with accounts says: nothing, where it is no regular file.
-fn read_accounts(file: File) -> io::Result<Vec<u8>> {
+/// The contents of a file with accounts, which is open as a path. Empty if it is no regular file: to open a device may do something.
+fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
     let mut contents = Vec::new();
-    if file.metadata()?.is_file() {
+    if FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode).is_file() {
+        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
         file.take(MAX_ACCOUNTS).read_to_end(&mut contents)?;
     }
     Ok(contents)

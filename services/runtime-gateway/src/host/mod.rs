@@ -51,6 +51,7 @@ mod volumes;
 use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fs;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
@@ -65,6 +66,7 @@ use runtime::{
     Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
     ProcessState, Runtime, RuntimeError, VolumeSource,
 };
+use rustix::fs::{Mode, OFlags};
 
 use crate::blocking::blocking;
 use crate::locks::{Locks, held};
@@ -590,9 +592,13 @@ impl Runtime for HostRuntime {
             let _turn = turn;
             host.hold.check()?;
             let root = host.directory(handle)?;
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let opened = rustix::fs::open(&root, flags, Mode::empty())
+                .map_err(|error| at("open", &root)(error.into()))?;
             for directory in directories {
-                let path = root.join(directory);
-                std::fs::create_dir_all(&path).map_err(at("make", &path))?;
+                // A link in an input leads nowhere else.
+                mounts::directory_in(opened.as_fd(), &directory)
+                    .map_err(at("make", &root.join(&directory)))?;
             }
             Ok(())
         })
