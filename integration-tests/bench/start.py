@@ -13,9 +13,14 @@ from clusters import RELEASE, Cluster
 from measure import not_applicable, row, table, timed
 
 
-def runc_bundle(base):
-    """A bundle like ours: the machine's root below an overlay."""
+# Ids of the machine for a container of runc: as many as a container of ours has, and its first.
+IDS = {"containerID": 0, "hostID": 0x70000000, "size": 1 << 20}
+
+
+def runc_bundle(base, users):
+    """A bundle like ours: the machine's root below an overlay, a network namespace, and a user namespace if `users`."""
     bundle = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-runc-", dir=base))
+    bundle.chmod(0o755)
     for name in ("upper", "work", "rootfs"):
         (bundle / name).mkdir()
     options = f"lowerdir=/,upperdir={bundle}/upper,workdir={bundle}/work"
@@ -25,6 +30,9 @@ def runc_bundle(base):
     config["process"]["terminal"] = False
     config["process"]["args"] = ["true"]
     config["root"]["readonly"] = False
+    if users:
+        config["linux"]["namespaces"].append({"type": "user"})
+        config["linux"]["uidMappings"] = config["linux"]["gidMappings"] = [IDS]
     (bundle / "config.json").write_text(json.dumps(config))
     return bundle
 
@@ -60,8 +68,8 @@ def image():
         subprocess.run(["docker", "image", "rm", name], stdout=subprocess.DEVNULL, check=True)
 
 
-def bench_runc(base, runs):
-    bundle = runc_bundle(base)
+def bench_runc(base, runs, users):
+    bundle = runc_bundle(base, users)
     try:
         command = ["runc", "--root", str(bundle / "state"), "run", "--bundle", str(bundle), "gantry-bench"]
         run = lambda: subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -83,20 +91,21 @@ def bench_docker(runs):
 def bench_start(base, runs):
     lines = []
     reference = None
-    runc = "`runc run`, `true` in an overlay of the machine's root"
+    runc = "`runc run`, `true` in an overlay of the machine's root, with a network namespace"
     if shutil.which("runc"):
-        reference = bench_runc(base, runs)
-        lines.append(row(runc, reference))
+        lines.append(row(runc, bench_runc(base, runs, False)))
+        reference = bench_runc(base, runs, True)
+        lines.append(row("the same with a user namespace, too", reference))
     else:
         lines.append(not_applicable(runc, "there is no runc command"))
     directory = tempfile.mkdtemp(prefix="gantry-bench-direct-", dir=base)
     direct = subprocess.run([str(RELEASE / "examples/direct"), directory, str(runs + 3)], stdout=subprocess.PIPE, check=True)
-    lines.append(row("our supervisor alone, the same", [float(line) for line in direct.stdout.split()][3:], reference))
+    lines.append(row("our supervisor alone, with both namespaces", [float(line) for line in direct.stdout.split()][3:], reference))
     shutil.rmtree(directory)
     with Cluster(base) as cluster:
         run = lambda: cluster.run("run", "-q", "--", "true")
         timed(run, 3)
-        lines.append(row("`gantry run -- true` on a warm cluster", timed(run, runs), reference))
+        lines.append(row("`gantry run -- true` on a warm cluster, with both namespaces", timed(run, runs), reference))
     if fact := no_engine():
         lines.append(not_applicable("`docker run`", fact))
     else:

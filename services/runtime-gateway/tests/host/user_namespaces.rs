@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use domain::AttemptId;
 use domain::workload::{FailureReason, Network, OutputMode, Stdin};
-use runtime::{ContainerSpec, Offsets, ProcessSpec, Runtime};
+use runtime::{ContainerSpec, Offsets, ProcessSpec, Root, Runtime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until, until};
 
 use super::subject::HostSubject;
@@ -170,6 +170,44 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
     fs::write(seen.join("c"), "").expect("nobody else writes any more");
     assert_eq!(directory(&*runtime, child).await, seen);
     assert!(seen.join("c").exists());
+}
+
+/// Copies a program of this machine with its libraries.
+fn copy_program(program: &str, root: &Path) {
+    let linked = std::process::Command::new("ldd").arg(program).output().expect("run ldd");
+    let linked = String::from_utf8(linked.stdout).expect("text");
+    for path in linked.split_whitespace().filter(|word| word.starts_with('/')).chain([program]) {
+        let target = root.join(path.trim_start_matches('/'));
+        fs::create_dir_all(target.parent().expect("a directory")).expect("make");
+        fs::copy(path, target).expect("copy");
+    }
+}
+
+/// An image that has nothing but a few programs: every place that a container needs is made for it.
+#[tokio::test]
+async fn root_of_an_image_belongs_to_root_of_the_container() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let image = runtime.volume().await;
+    let rootfs = directory(&*runtime, image).await.join("rootfs");
+    ["/bin/sh", "/bin/stat", "/bin/chown", "/bin/cat"]
+        .iter()
+        .for_each(|program| copy_program(program, &rootfs));
+    fs::create_dir(rootfs.join("home")).expect("make");
+    std::os::unix::fs::chown(rootfs.join("home"), Some(1000), Some(1000)).expect("own");
+    let script = "stat -c '%n %u %g' / /bin /home /tmp /run /proc/1/environ /dev /dev/shm /work; \
+        echo > /new && chown 5:6 /new /bin/sh && : > /dev/null && ! cat /proc/1/environ 2> /dev/null && stat -c '%n %u %g' /new /bin/sh";
+    let everything = "/ 0 0\n/bin 0 0\n/home 1000 1000\n/tmp 0 0\n/run 0 0\n/proc/1/environ 65534 65534\n/dev 0 0\n\
+        /dev/shm 0 0\n/work 0 0\n/new 5 6\n/bin/sh 5 6\n";
+    for root in [image, runtime.child(image).await] {
+        let out = runtime.volume().await;
+        let mounts = vec![mount(out, "/work/out", false)];
+        let spec =
+            ContainerSpec { root: Root::Volume(root), mounts, directory: b"/work".to_vec(), ..container() };
+        assert_eq!(said(&runtime, spec, script).await, everything);
+        let seen = directory(&*runtime, root).await.join("rootfs");
+        assert_eq!(owners(&seen, &["new", "bin/sh", "home", "work"]), [(5, 6), (5, 6), (1000, 1000), (0, 0)]);
+    }
 }
 
 #[tokio::test]
