@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags};
@@ -89,25 +89,26 @@ pub(super) struct Upper<'a> {
 impl Overlay<'_> {
     /// Makes it, attached nowhere.
     pub(super) fn make(&self) -> io::Result<OwnedFd> {
-        match self.make_with(|fs, lower| {
-            lower.iter().try_for_each(|layer| rustix::mount::fsconfig_set_string(fs, "lowerdir+", layer))
-        }) {
-            // Older kernels know only the one string with all layers.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.make_with(|fs, lower| {
-                let layers: Vec<_> = lower.iter().map(|layer| layer.as_os_str().as_bytes()).collect();
-                rustix::mount::fsconfig_set_string(fs, "lowerdir", OsString::from_vec(layers.join(&b':')))
-            }),
-            result => result,
-        }
+        self.make_with(overlays_append()?)
     }
 
-    fn make_with(
-        &self,
-        set_lower: impl FnOnce(BorrowedFd<'_>, &[PathBuf]) -> rustix::io::Result<()>,
-    ) -> io::Result<OwnedFd> {
+    fn make_with(&self, append: bool) -> io::Result<OwnedFd> {
         let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
         rustix::mount::fsconfig_set_string(&fs, "source", "gantry")?;
-        set_lower(fs.as_fd(), self.lower)?;
+        if append {
+            for layer in self.lower {
+                rustix::mount::fsconfig_set_string(&fs, "lowerdir+", layer)?;
+            }
+        } else {
+            // One string of at most 255 bytes, so the paths are short.
+            let open = |layer: &PathBuf| {
+                rustix::fs::open(layer, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            };
+            let opened = self.lower.iter().map(open).collect::<Result<Vec<_>, _>>()?;
+            let short = |layer: &OwnedFd| format!("/proc/self/fd/{}", layer.as_raw_fd());
+            let layers = opened.iter().map(short).collect::<Vec<_>>().join(":");
+            rustix::mount::fsconfig_set_string(&fs, "lowerdir", layers)?;
+        }
         if let Some(Upper { upper, work }) = self.upper {
             rustix::mount::fsconfig_set_string(&fs, "upperdir", upper)?;
             rustix::mount::fsconfig_set_string(&fs, "workdir", work)?;
@@ -122,6 +123,26 @@ impl Overlay<'_> {
         Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, self.attributes)?)
     }
 }
+
+/// Whether layers can be given to an overlay one by one: since Linux 6.5. Older kernels take one short string with all layers.
+fn overlays_append() -> io::Result<bool> {
+    let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    match rustix::mount::fsconfig_set_string(&fs, "lowerdir+", "/") {
+        Ok(()) => Ok(true),
+        Err(Errno::INVAL) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The most lower layers that an overlay of this kernel has.
+pub(super) fn max_layers() -> io::Result<usize> {
+    Ok(if overlays_append()? { MAX_LAYERS } else { MAX_SHORT_LAYERS })
+}
+
+/// The most layers that are given one by one: mounting them all takes time.
+const MAX_LAYERS: usize = 100;
+/// The most layers whose paths in `/proc/self/fd` fit one string.
+const MAX_SHORT_LAYERS: usize = 12;
 
 /// No devices, and no programs that run as another user. For everything that containers write to.
 pub(super) const CONFINED: MountAttrFlags =
@@ -266,6 +287,29 @@ mod tests {
         assert!(parse_mounted(line).is_some_and(|mounted| mounted.read_only));
         assert_eq!(parse_mounted(b""), None);
         assert_eq!(parse_mounted(b"36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 -"), None);
+    }
+
+    /// As a kernel before 6.5 is given them.
+    #[test]
+    fn overlay_takes_all_layers_in_one_string() -> io::Result<()> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not applicable: this process is not root");
+            return Ok(());
+        }
+        let directory = tempfile::Builder::new().prefix(&"long-".repeat(20)).tempdir()?;
+        let layers: Vec<_> = (0..MAX_SHORT_LAYERS).map(|n| directory.path().join(n.to_string())).collect();
+        for layer in &layers {
+            fs::create_dir(layer)?;
+            fs::write(layer.join(layer.file_name().unwrap_or_default()), "")?;
+        }
+        let overlay = Overlay { lower: &layers, upper: None, options: &[], attributes: CONFINED };
+        for append in [true, false] {
+            let mount = overlay.make_with(append)?;
+            let merged = format!("/proc/self/fd/{}", mount.as_raw_fd());
+            assert_eq!(fs::read_dir(merged)?.count(), layers.len());
+        }
+        assert_eq!(max_layers()?, MAX_LAYERS, "the kernel of this test is newer");
+        Ok(())
     }
 
     #[test]

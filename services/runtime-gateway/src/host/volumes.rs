@@ -29,8 +29,6 @@ use crate::locks::held;
 
 /// What a half-made volume is called, and one that is being destroyed.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
-/// Layers that one mount may have, the top one not counted.
-const MAX_LAYERS: usize = 100;
 
 /// How copy-on-write children are made.
 #[derive(Debug)]
@@ -167,7 +165,8 @@ impl Volumes {
             }
         };
         let layers = layers(&self.directory, parent)?;
-        if !self.overlays() || layers.len() >= MAX_LAYERS {
+        let max_layers = mounts::max_layers().map_err(at("ask for overlays below", new))?;
+        if !self.overlays() || layers.len() >= max_layers {
             let from = self.directory(parent)?;
             return copy_tree(&from, &contents).map_err(at("copy", &from));
         }
