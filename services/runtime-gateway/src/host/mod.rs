@@ -425,22 +425,30 @@ impl Host {
 
     /// Where the machine sees a volume.
     fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
-        let mut written = held(&self.written);
-        let Some(process) = written.get(&handle).copied() else {
-            drop(written);
-            return self.volumes.directory(handle);
-        };
-        let running = match self.find(process) {
-            Ok(process) => !matches!(self.status(&process)?, Status::Ended(_)),
-            Err(_) => false,
-        };
-        // What the machine saw last may be older than what is there.
-        self.volumes.unmount(handle)?;
-        if running {
-            return self.volumes.directory_while_written(handle);
+        if self.refresh(handle)? {
+            self.volumes.directory_while_written(handle)
+        } else {
+            self.volumes.directory(handle)
         }
-        written.remove(&handle);
-        self.volumes.directory(handle)
+    }
+
+    /// Lets the machine look anew at a volume that a container wrote to out of its sight. `true`: the container still writes.
+    fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
+        let mut written = held(&self.written);
+        let Some(process) = written.get(&handle).copied() else { return Ok(false) };
+        let running = self.is_running(process)?;
+        self.volumes.unmount(handle)?;
+        if !running {
+            written.remove(&handle);
+        }
+        Ok(running)
+    }
+
+    fn is_running(&self, process: AttemptId) -> Result<bool, RuntimeError> {
+        match self.find(process) {
+            Ok(process) => Ok(!matches!(self.status(&process)?, Status::Ended(_))),
+            Err(_) => Ok(false),
+        }
     }
 
     /// Of which life of the artifact store the volumes are, as it stands beside the marker.
@@ -546,7 +554,7 @@ impl Runtime for HostRuntime {
             if let VolumeSource::CopyOnWrite { parent: below } | VolumeSource::Copy { original: below } =
                 source
             {
-                host.directory(below)?;
+                host.refresh(below)?;
             }
             host.volumes.create(handle, &source)
         })

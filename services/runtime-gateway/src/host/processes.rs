@@ -309,6 +309,10 @@ impl Host {
             for volume in container.written() {
                 // The supervisor mounts it in another way. Only one mount at a time may be written to.
                 if self.volumes.notes(volume)?.parent.is_some() {
+                    if self.refresh(volume)? {
+                        let what = format!("a second container that writes to volume {volume}");
+                        return Err(RuntimeError::Unsupported(what));
+                    }
                     self.volumes.unmount(volume)?;
                     written.push(volume);
                 }

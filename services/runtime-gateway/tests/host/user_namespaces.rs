@@ -211,6 +211,34 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
 }
 
 #[tokio::test]
+async fn volume_with_layers_has_one_writable_mount() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let parent = runtime.volume().await;
+    fs::write(directory(&*runtime, parent).await.join("file"), "below").expect("write");
+    let child = runtime.child(parent).await;
+    let mounts =
+        vec![mount(child, "/read", true), mount(child, "/write", false), mount(child, "/other", false)];
+    let spec = ContainerSpec { mounts, ..container() };
+    let script = "cat /read/file; echo above > /write/file; cat /read/file; echo new > /other/new; cat /write/new; \
+        (: > /read/new) 2> /dev/null || echo ready; read word";
+    let handle = runtime.made(spec.clone()).await;
+    let process = ProcessSpec { stdin: Stdin::Attached, output: OutputMode::Attached, ..shell(script) };
+    let id = runtime.started(handle, process).await;
+    let mut attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+    let read = read_until(&mut attachment.events, "ready").await;
+    assert_eq!(String::from_utf8_lossy(&read), "belowabove\nnew\nready\n");
+
+    let second = runtime.made(spec).await;
+    let refused = runtime.start(second, AttemptId::new(), shell("true")).await;
+    assert!(matches!(refused, Err(runtime::RuntimeError::Unsupported(_))), "{refused:?}");
+    attachment.input.stdin(attachment.stdin_offset, "go\n".into()).await.expect("write");
+    runtime.ended(id).await;
+    let id = runtime.started(second, shell("cat /read/new")).await;
+    assert_eq!(runtime.said(id).await.text(), "new\n", "the first has ended");
+}
+
+#[tokio::test]
 async fn every_port_can_be_listened_at() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "use Socket; socket(S, PF_INET, SOCK_STREAM, 0); \

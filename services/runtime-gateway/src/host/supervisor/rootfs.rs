@@ -35,8 +35,8 @@ const RESOLVER: &str = "/etc/resolv.conf";
 /// Where in it the worker's volumes are, and the container's own directory, with the owners that the container sees.
 const VOLUMES: &str = "volumes";
 const OWN: &str = "own";
-/// Where in it the volume is that holds the container's root.
-const IMAGE: &str = "image";
+/// Where in it volumes with several layers are, each under its handle.
+const MERGED: &str = "merged";
 
 /// Directories of the supervisor.
 pub(super) struct Places {
@@ -74,7 +74,9 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let sources = Sources {
         volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
         own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
+        merged: place(MERGED),
         overlay_options: users.as_ref().map(|_| &*launch.overlay_options),
+        written: container.written().collect(),
     };
     if let Some(users) = &users {
         let mapped = [
@@ -89,7 +91,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
 
     let root = match container.root {
         None => worker_root(launch, container, &sources, &private, &places)?,
-        Some(image) => image_root(container, image, &sources, &private, &places)?,
+        Some(image) => image_root(container, image, &sources, &places)?,
     };
     if let Some(contents) = resolver {
         write_resolver(root.as_fd(), contents.as_bytes())
@@ -112,7 +114,11 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     for mount in &container.mounts {
         let path = mount.path.as_path();
         let (target, _) = mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
-        let shown = sources.volume(mount.volume, !mount.read_only, mounts::CONFINED)?;
+        let read_only =
+            if mount.read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+        let contents = sources.contents(mount.volume)?;
+        let shown =
+            mounts::clone_of(&contents, mounts::CONFINED | read_only).map_err(at("show", &contents))?;
         mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume at", path))?;
     }
     if container.make_directory {
@@ -129,15 +135,11 @@ fn image_root(
     container: &Container,
     image: VolumeHandle,
     sources: &Sources<'_>,
-    private: &Path,
     places: &Places,
 ) -> Result<OwnedFd, Failed> {
+    let contents = sources.contents(image)?.join(ROOT);
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
-    let whole = private.join(IMAGE);
-    let shown = sources.volume(image, true, attributes(container))?;
-    mounts::attach_at(shown.as_fd(), &whole).map_err(at("mount at", &whole))?;
-    let contents = whole.join(ROOT);
-    let root = mounts::clone_of(&contents, MountAttrFlags::empty()).map_err(at("mount", &contents))?;
+    let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
     mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
     Ok(root)
 }
@@ -198,32 +200,36 @@ struct Sources<'a> {
     volumes: PathBuf,
     /// The container's own directory.
     own: PathBuf,
-    /// How volumes with several layers are mounted. `None`: the worker has mounted them.
+    /// Where volumes with several layers are mounted when they are first asked for.
+    merged: PathBuf,
+    /// How these are mounted. `None`: the worker has mounted them.
     overlay_options: Option<&'a [String]>,
+    /// The volumes that the container may write to.
+    written: Vec<VolumeHandle>,
 }
 
 impl Sources<'_> {
-    /// A view of a volume, attached nowhere.
-    fn volume(
-        &self,
-        handle: VolumeHandle,
-        writable: bool,
-        attributes: MountAttrFlags,
-    ) -> Result<OwnedFd, Failed> {
-        let read_only = if writable { MountAttrFlags::empty() } else { MountAttrFlags::MOUNT_ATTR_RDONLY };
-        let attributes = attributes | read_only;
+    /// Where the contents of a volume are. Of several layers one mount is made, wherever the container sees them.
+    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, Failed> {
         let contents = self.volumes.join(handle.to_string()).join("contents");
-        let doing = || Failed::while_doing(format!("mount volume {handle}"));
-        let Some(options) = self.overlay_options else {
-            return mounts::clone_of(&contents, attributes).map_err(doing());
-        };
+        let Some(options) = self.overlay_options else { return Ok(contents) };
         let layers = volumes::layers(&self.volumes, handle)
             .map_err(Failed::while_doing(format!("list the layers of volume {handle}")))?;
-        if layers.len() > 1 {
-            volumes::overlay(&layers, writable, options, attributes).map_err(doing())
-        } else {
-            mounts::clone_of(&contents, attributes).map_err(doing())
+        let merged = self.merged.join(handle.to_string());
+        if layers.len() < 2 {
+            return Ok(contents);
         }
+        let mount = || {
+            if merged.exists() {
+                return Ok(());
+            }
+            fs::create_dir(&merged)?;
+            let writable = self.written.contains(&handle);
+            let overlay = volumes::overlay(&layers, writable, options, MountAttrFlags::empty())?;
+            mounts::attach_at(overlay.as_fd(), &merged)
+        };
+        mount().map_err(Failed::while_doing(format!("mount the layers of volume {handle}")))?;
+        Ok(merged)
     }
 }
 
@@ -258,7 +264,7 @@ fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
 fn make_private(at: &Path) -> io::Result<()> {
     let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
     mounts::attach_at(memory.as_fd(), at)?;
-    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, IMAGE] {
+    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, MERGED] {
         // What is the container's `/` has the mode of one.
         let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
         fs::DirBuilder::new().mode(mode).create(at.join(name))?;
