@@ -287,7 +287,7 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     }
     let small = Small::new();
     let host = HostRuntime::open(config(small.0.path())).expect("open");
-    let guard = tokio::spawn(host.clone().guard_disk());
+    let guard = host.clone().guard_disk();
     let runtime: std::sync::Arc<dyn Runtime> = host;
     let shell = |script: &str| process(&["/bin/sh", "-c", script].map(str::to_owned));
     let modest = runtime.made(container()).await;
@@ -296,12 +296,15 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
     let greedy = runtime.made(spec).await;
     let greedy = runtime.started(greedy, shell("cat /dev/zero > /out/file; sleep 60")).await;
-    let Ended::Unknown(failure) = runtime.ended(greedy).await else { panic!("it ended otherwise") };
+    let ended = tokio::select! {
+        () = guard => panic!("the guard never ends"),
+        ended = runtime.ended(greedy) => ended,
+    };
+    let Ended::Unknown(failure) = ended else { panic!("{ended:?}") };
     assert_eq!(failure.reason, FailureReason::DiskFull);
     assert!(failure.message.contains("this container wrote the most"), "{}", failure.message);
     let state = runtime.process(modest).await.expect("a state");
     assert!(matches!(state, runtime::ProcessState::Started), "{state:?}");
-    guard.abort();
     for handle in runtime.list().await.expect("list").containers {
         runtime.destroy_container(handle).await.expect("destroy");
     }

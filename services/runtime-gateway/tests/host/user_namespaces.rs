@@ -275,8 +275,8 @@ async fn container_dies_with_its_supervisor() {
     let id = runtime.started(handle, shell("sleep 60")).await;
     until("its processes", || processes(id).len() >= 2).await;
     let found = processes(id);
-    let parents = found.iter().map(|pid| field(pid, "PPid"));
-    let supervisor = parents.filter(|parent| !found.contains(parent)).next().expect("a supervisor");
+    let mut parents = found.iter().map(|pid| field(pid, "PPid"));
+    let supervisor = parents.find(|parent| !found.contains(parent)).expect("a supervisor");
     let pid = rustix::process::Pid::from_raw(supervisor.parse().expect("a number")).expect("a process");
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).expect("kill");
     until("the end of all", || found.iter().all(|pid| !Path::new("/proc").join(pid).join("exe").exists()))
