@@ -45,8 +45,7 @@ pub async fn attend_this_machine(
     gateway.attend_as(instance, config, runtime.clone()).await?;
     tokio::select! {
         () = runtime.superseded() => {}
-        () = runtime.clone().serve_names() => runtime.superseded().await,
-        () = runtime.clone().guard_disk() => {}
+        () = runtime.clone().look_after_containers() => {}
     }
     tracing::error!(
         worker.name = name,

@@ -56,9 +56,9 @@ pub(super) async fn start(
         Err(RuntimeError::Unsupported(what)) => bail!("this machine cannot be a worker: {what}"),
         runtime => runtime.context("this machine cannot be a worker")?,
     };
-    let names = Arc::clone(&runtime);
+    let looking_after = Arc::clone(&runtime);
     host.spawn_vital(async move {
-        names.serve_names().await;
+        looking_after.look_after_containers().await;
         Ok(())
     });
     let manifests = paths.worker().join("manifests");

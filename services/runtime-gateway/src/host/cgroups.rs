@@ -117,6 +117,17 @@ impl Cgroups {
         self.controller("memory").is_some_and(|memory| memory.join("memory.memsw.limit_in_bytes").exists())
     }
 
+    /// The processes in the groups of that name.
+    pub(super) fn processes(&self, name: &str) -> Vec<u32> {
+        let listed = self.groups(name).find_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
+        listed.unwrap_or_default().lines().filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// Whether buffers of sockets count against a memory limit only where that is asked for.
+    pub(super) fn limits_sockets(&self) -> bool {
+        self.controller("memory").is_some_and(|memory| memory.join("memory.kmem.tcp.limit_in_bytes").exists())
+    }
+
     fn groups<'a>(&'a self, name: &'a str) -> impl Iterator<Item = PathBuf> + 'a {
         self.v1.iter().chain(&self.v2).map(move |(path, _)| path.join(name))
     }

@@ -521,6 +521,12 @@ fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
             return Err(RuntimeError::InvalidImage(format!("`{place}` cannot be a directory: {why}")));
         }
     }
+    for place in RESERVED.map(Path::new) {
+        let link = mounts::open_in(root, place, OFlags::PATH | OFlags::NOFOLLOW);
+        if link.is_ok_and(|link| rustix::fs::fstat(link).is_ok_and(|found| is_link(&found))) {
+            return Err(RuntimeError::InvalidImage(format!("`{}` is a symbolic link", place.display())));
+        }
+    }
     let resolver = mounts::open_in(
         root,
         Path::new("/etc/resolv.conf"),
@@ -530,6 +536,10 @@ fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
         return Err(RuntimeError::InvalidImage("`/etc/resolv.conf` is a directory".to_owned()));
     }
     Ok(())
+}
+
+fn is_link(found: &rustix::fs::Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode).is_symlink()
 }
 
 /// Whether the content of a tree is why a call of the system failed, and not the worker.

@@ -252,8 +252,13 @@ impl HostRuntime {
         }
     }
 
+    /// Does what running containers need of this process. Ends only by being dropped.
+    pub async fn look_after_containers(self: Arc<Self>) {
+        tokio::join!(self.clone().serve_names(), self.guard_disk());
+    }
+
     /// Answers questions for names of containers with a private network. Ends only by being dropped.
-    pub async fn serve_names(self: Arc<Self>) {
+    async fn serve_names(self: Arc<Self>) {
         while let Some(pool) = self.host.network_pool {
             if let Err(error) = network::resolver::serve(pool).await {
                 tracing::warn!(%error, "cannot answer questions for names of containers; trying again");

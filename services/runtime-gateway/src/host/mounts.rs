@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatVfsMountFlags, StatxFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
 
@@ -120,7 +120,13 @@ impl Overlay<'_> {
             }
         }
         rustix::mount::fsconfig_create(&fs)?;
-        Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, self.attributes)?)
+        let mount = rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, self.attributes)?;
+        let read_only = rustix::fs::fstatvfs(&mount)?.f_flag.contains(StatVfsMountFlags::RDONLY);
+        if read_only && self.upper.is_some() && !self.attributes.contains(MountAttrFlags::MOUNT_ATTR_RDONLY) {
+            // The kernel does so when it cannot make a directory in `work`.
+            return Err(io::Error::from_raw_os_error(libc::ENOSPC));
+        }
+        Ok(mount)
     }
 }
 

@@ -102,6 +102,14 @@ async fn image_with_a_file_in_the_way_is_invalid() {
         let file = refused(&|root| fs::write(root.join(place), "").expect("written")).await;
         assert_eq!(file, Some(FailureReason::InvalidImage), "{place}");
     }
+    for place in ["proc", "sys", "dev"] {
+        let link = refused(&|root| {
+            fs::create_dir(root.join("other")).expect("made");
+            symlink("other", root.join(place)).expect("linked");
+        })
+        .await;
+        assert_eq!(link, Some(FailureReason::InvalidImage), "{place}");
+    }
     let links = refused(&|root| symlink("tmp", root.join("tmp")).expect("linked")).await;
     assert_eq!(links, Some(FailureReason::InvalidImage));
     let accounts = refused(&|root| symlink("passwd", root.join("etc/passwd")).expect("linked")).await;

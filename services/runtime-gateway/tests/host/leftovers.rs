@@ -296,15 +296,36 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
     let greedy = runtime.made(spec).await;
     let greedy = runtime.started(greedy, shell("cat /dev/zero > /out/file; sleep 60")).await;
-    let ended = tokio::select! {
-        () = guard => panic!("the guard never ends"),
-        ended = runtime.ended(greedy) => ended,
+    let many = runtime.made(container()).await;
+    let many = runtime
+        .started(
+            many,
+            shell("cd /var; head -c 2000000 /dev/zero > a; for n in $(seq 50); do ln a a$n; done; sleep 60"),
+        )
+        .await;
+    let hidden = runtime.made(container()).await;
+    let rest = async {
+        let failed = async |process| match runtime.ended(process).await {
+            Ended::Unknown(failure) => {
+                assert_eq!(failure.reason, FailureReason::DiskFull);
+                assert!(failure.message.contains("this container wrote the most"), "{}", failure.message);
+            }
+            ended => panic!("{ended:?}"),
+        };
+        failed(greedy).await;
+        let free = || rustix::fs::statvfs(small.0.path()).expect("measured").f_bavail;
+        until("what it wrote is gone", || free() > 1 << 12).await;
+        let open = "exec 3> /var/file; rm /var/file; cat /dev/zero >&3; sleep 60";
+        failed(runtime.started(hidden, shell(open)).await).await;
     };
-    let Ended::Unknown(failure) = ended else { panic!("{ended:?}") };
-    assert_eq!(failure.reason, FailureReason::DiskFull);
-    assert!(failure.message.contains("this container wrote the most"), "{}", failure.message);
-    let state = runtime.process(modest).await.expect("a state");
-    assert!(matches!(state, runtime::ProcessState::Started), "{state:?}");
+    tokio::select! {
+        () = guard => panic!("the guard never ends"),
+        () = rest => {}
+    }
+    for other in [modest, many] {
+        let state = runtime.process(other).await.expect("a state");
+        assert!(matches!(state, runtime::ProcessState::Started), "{state:?}");
+    }
     for handle in runtime.list().await.expect("list").containers {
         runtime.destroy_container(handle).await.expect("destroy");
     }

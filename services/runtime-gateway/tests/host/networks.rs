@@ -329,7 +329,7 @@ async fn name_is_resolved() {
     let script = "cat /etc/resolv.conf; getent ahostsv4 some.name.test";
     let found = tokio::select! {
         found = said(&subject, container(), script) => found,
-        () = subject.host().serve_names() => panic!("names are served until the end"),
+        () = subject.host().look_after_containers() => panic!("names are served until the end"),
     };
     assert!(found.starts_with("nameserver 169.254.213.1\nsearch example.org\n"), "{found}");
     assert!(found.contains("192.0.2.42"), "{found}");

@@ -239,6 +239,34 @@ async fn volume_with_layers_has_one_writable_mount() {
 }
 
 #[tokio::test]
+async fn standard_streams_can_be_opened_again() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    for user in ["0", "1000"] {
+        let handle = runtime.made(ContainerSpec { user: Some(user.to_owned()), ..container() }).await;
+        let process = ProcessSpec {
+            stdin: Stdin::Attached,
+            output: OutputMode::Attached,
+            ..shell("cat /dev/stdin > /dev/stdout; echo error > /dev/stderr")
+        };
+        let id = runtime.started(handle, process).await;
+        let attachment = runtime.attach(id, Offsets::default()).await.expect("attach");
+        attachment.input.stdin(0, "text\n".into()).await.expect("write");
+        attachment.input.close_stdin().await.expect("close");
+        let said = runtime.said(id).await;
+        assert_eq!((said.text(), String::from_utf8_lossy(&said.stderr)), ("text\n".into(), "error\n".into()));
+    }
+}
+
+#[tokio::test]
+async fn container_knows_its_own_name() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let script = "getent ahostsv4 $(hostname) | head -1 | cut -d' ' -f1; getent ahostsv4 localhost | head -1 | cut -d' ' -f1";
+    assert_eq!(said(&runtime, container(), script).await, "127.0.1.1\n127.0.0.1\n");
+}
+
+#[tokio::test]
 async fn every_port_can_be_listened_at() {
     let Some(subject) = HostSubject::new() else { return };
     let script = "use Socket; socket(S, PF_INET, SOCK_STREAM, 0); \

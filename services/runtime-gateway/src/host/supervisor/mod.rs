@@ -49,6 +49,16 @@ pub(super) const ARGUMENT: &str = "__supervise";
 /// The PATH of a process that was given none.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
+/// Whether a full disk is what caused an error.
+fn is_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    let mut causes = std::iter::successors(Some(error), |error| error.source());
+    causes.any(|cause| {
+        let cause = cause.downcast_ref::<io::Error>();
+        cause.is_some_and(|cause| matches!(cause.kind(), StorageFull | QuotaExceeded))
+    })
+}
+
 /// Why a process could not be started.
 #[derive(Debug, thiserror::Error)]
 #[error("could not {doing}: {cause}")]
@@ -61,7 +71,10 @@ struct Failed {
 impl Failed {
     fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
         let doing = doing.into();
-        move |error| Self { reason: FailureReason::StartFailed, doing, cause: chain(&error) }
+        move |error| {
+            let reason = if is_full(&error) { FailureReason::DiskFull } else { FailureReason::StartFailed };
+            Self { reason, doing, cause: chain(&error) }
+        }
     }
 
     fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
@@ -200,6 +213,7 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
         cgroup: &launch.cgroup,
         capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
         limits_swap: cgroups.limits_swap(),
+        limits_sockets: cgroups.limits_sockets(),
         range: launch.range,
         cgroups: &seen,
     };
@@ -301,10 +315,10 @@ impl Streams {
     fn open(launch: &Launch, user: &User, intent: &Intent) -> io::Result<Self> {
         use rustix::fs::{Gid, Mode, OFlags, Uid};
         use rustix::pipe::PipeFlags;
+        // So that a program may open its end again, as /dev/stdin or /dev/stdout.
+        let (uid, gid) = (Uid::from_raw(launch.id(user.uid)?), Gid::from_raw(launch.id(user.gid)?));
         let output = || {
             let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-            // So that a program may open it again, as /dev/stdout.
-            let (uid, gid) = (Uid::from_raw(launch.id(user.uid)?), Gid::from_raw(launch.id(user.gid)?));
             rustix::fs::fchown(&write, Some(uid), Some(gid))?;
             // Only ours: a program need not expect that writing fails.
             rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK)?;
@@ -319,6 +333,7 @@ impl Streams {
         let mut own = vec![own_stdout, own_stderr];
         let stdin = if intent.stdin {
             let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+            rustix::fs::fchown(&read, Some(uid), Some(gid))?;
             rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
             own.push(write);
             read

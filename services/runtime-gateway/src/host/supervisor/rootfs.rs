@@ -6,16 +6,17 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use domain::VolumeHandle;
-use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
 use super::Failed;
+use super::spec::hostname;
 use crate::host::containers::ROOT;
 use crate::host::image::{self, Image};
 use crate::host::mounts::{self, Mounted};
@@ -50,6 +51,11 @@ pub(super) struct Places {
     pub(super) users: Option<OwnedFd>,
 }
 
+/// Where a supervisor mounts what its container sees.
+pub(super) fn private(launch: &Launch) -> PathBuf {
+    launch.container_dir.join(PRIVATE)
+}
+
 /// Enters namespaces of its own, and makes the container's root there.
 pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
@@ -63,7 +69,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         .map(user_namespace::Range::namespace)
         .transpose()
         .map_err(Failed::while_doing("make a user namespace"))?;
-    let private = launch.container_dir.join(PRIVATE);
+    let private = private(launch);
     let _acting = launch
         .range
         .map(user_namespace::Range::act)
@@ -94,8 +100,13 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         Some(image) => image_root(container, image, &sources, &places)?,
     };
     if let Some(contents) = resolver {
-        write_resolver(root.as_fd(), contents.as_bytes())
+        write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
             .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+    }
+    if let Some(hosts) =
+        hosts(root.as_fd(), &hostname(container)).map_err(Failed::while_doing("read /etc/hosts"))?
+    {
+        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
     }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
     // libcontainer would make them as nobody whom the root knows.
@@ -314,15 +325,34 @@ fn resolver(container: &Container) -> Option<String> {
     }
 }
 
-fn write_resolver(root: BorrowedFd<'_>, contents: &[u8]) -> io::Result<()> {
+/// What a container's `/etc/hosts` says when its own name is in it. `None`: it is in it, or the file cannot be changed.
+fn hosts(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
+    let mut contents = match mounts::open_in(root, Path::new("/etc/hosts"), OFlags::PATH | OFlags::NOFOLLOW) {
+        Ok(found) if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode).is_file() => {
+            fs::read(format!("/proc/self/fd/{}", found.as_raw_fd()))?
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            b"127.0.0.1\tlocalhost\n::1\tlocalhost\n".to_vec()
+        }
+        _ => return Ok(None),
+    };
+    let named = contents.split(u8::is_ascii_whitespace).any(|word| word == hostname.as_bytes());
+    if named {
+        return Ok(None);
+    }
+    contents.extend_from_slice(format!("\n127.0.1.1\t{hostname}\n").as_bytes());
+    Ok(Some(contents))
+}
+
+fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result<()> {
     // An image in which this is no directory resolves no names.
     let Ok((etc, _)) = mounts::directory_in(root, Path::new("/etc")) else { return Ok(()) };
-    match rustix::fs::unlinkat(&etc, "resolv.conf", AtFlags::empty()) {
+    match rustix::fs::unlinkat(&etc, name, AtFlags::empty()) {
         Ok(()) | Err(rustix::io::Errno::NOENT) => {}
         Err(error) => return Err(error.into()),
     }
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(&etc, "resolv.conf", flags, Mode::from_raw_mode(0o644))?;
+    let file = rustix::fs::openat(&etc, name, flags, Mode::from_raw_mode(0o644))?;
     io::Write::write_all(&mut fs::File::from(file), contents)
 }
 

@@ -19,6 +19,7 @@ use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, 
 use crate::clock::since_boot;
 
 use super::init::{self, REPORT, Report, Step};
+use super::rootfs;
 use crate::end::End;
 use crate::host::cgroups::Cgroups;
 use crate::host::control::{Answer, MAX_FRAME, Phase, Progress, Request};
@@ -86,6 +87,8 @@ struct Ready {
 /// A container in which something runs.
 pub(super) struct Running {
     process_dir: PathBuf,
+    /// Below this everything is mounted that the container sees.
+    mounts: PathBuf,
     socket: PathBuf,
     cgroup: String,
     cgroups: Cgroups,
@@ -134,6 +137,7 @@ impl Running {
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         Ok(Self {
             process_dir: launch.process_dir.clone(),
+            mounts: rootfs::private(launch),
             socket: launch.socket.clone(),
             cgroup: launch.cgroup.clone(),
             cgroups,
@@ -446,6 +450,10 @@ impl Running {
             && let Err(error) = self.write_usage()
         {
             eprintln!("supervisor: cannot write what was used: {error}");
+        }
+        // Once the end is known the worker mounts volumes for writing, and two such mounts of one volume must not be.
+        if let Err(error) = crate::host::mounts::unmount(&self.mounts) {
+            eprintln!("supervisor: cannot unmount what the container saw: {error}");
         }
         super::write_end(&self.process_dir, &end)?;
         self.phase = Phase::Ended;

@@ -112,6 +112,8 @@ pub(super) struct Worker<'a> {
     pub(super) capabilities: u64,
     /// Whether swap counts against the memory limit.
     pub(super) limits_swap: bool,
+    /// Whether buffers of sockets have a limit of their own.
+    pub(super) limits_sockets: bool,
     /// Who on the machine the container's users are, if not themselves.
     pub(super) range: Option<Range>,
     /// Groups of the container's own, and where it sees them.
@@ -123,6 +125,11 @@ pub(super) fn default_capabilities() -> CapabilitySet {
     let known = ALL_CAPABILITIES.iter().enumerate();
     let wanted = known.filter(|(_, name)| CAPABILITIES.contains(name));
     CapabilitySet::from_bits_retain(wanted.map(|(number, _)| 1 << number).sum())
+}
+
+/// What a container calls itself.
+pub(super) fn hostname(container: &Container) -> String {
+    container.handle.uuid().simple().to_string().chars().take(12).collect()
 }
 
 pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
@@ -143,7 +150,6 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     let machine = |inside: u32| worker.range.and_then(|range| range.id(inside).ok()).unwrap_or(inside);
     let (uid, gid) = (format!("uid={}", machine(0)), format!("gid={}", machine(0)));
     let (uid, gid, terminals) = (uid.as_str(), gid.as_str(), format!("gid={}", machine(TERMINALS)));
-    let hostname: String = container.handle.uuid().simple().to_string().chars().take(12).collect();
     let (masked, read_only) = if container.privileged { (&[][..], &[][..]) } else { (MASKED, READ_ONLY) };
     let sys_options = if container.privileged {
         ["nosuid", "noexec", "nodev", "rw"]
@@ -171,7 +177,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     }
     json!({
         "ociVersion": "1.0.2",
-        "hostname": hostname,
+        "hostname": hostname(container),
         "root": { "path": worker.root, "readonly": false },
         "process": {
             "terminal": false,
@@ -216,6 +222,10 @@ fn resources(container: &Container, worker: &Worker<'_>) -> Value {
         resources["memory"] = json!({ "limit": bytes });
         if worker.limits_swap {
             resources["memory"]["swap"] = json!(bytes);
+        }
+        if worker.limits_sockets {
+            // Without it they count against nothing.
+            resources["memory"]["kernelTCP"] = json!(bytes);
         }
     }
     if let Some(millis) = container.cpu_millis {
@@ -262,6 +272,7 @@ mod tests {
             cgroup: "g",
             capabilities: !(1 << 24),
             limits_swap: true,
+            limits_sockets: true,
             range: None,
             cgroups: &cgroups,
         };
