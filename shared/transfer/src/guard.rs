@@ -206,9 +206,18 @@ fn is_git(name: &[u8]) -> bool {
 
 /// Whether a name in the directory of a repository is one of those that decide which programs git runs.
 fn is_program(name: &[u8]) -> bool {
-    // A rebase that was begun goes on with the commands in its list. `commondir` names another directory to read all of
-    // this from.
-    matches!(&plain(name)[..], b"hooks" | b"config" | b"config.worktree" | b"commondir" | b"rebase-merge")
+    // A rebase or a cherry-pick that was begun goes on with the commands and the strategy in its directory. `commondir`
+    // names another directory to read all of this from.
+    matches!(
+        &plain(name)[..],
+        b"hooks"
+            | b"config"
+            | b"config.worktree"
+            | b"commondir"
+            | b"rebase-merge"
+            | b"rebase-apply"
+            | b"sequencer"
+    )
 }
 
 /// A name as file systems compare it that know no case, or leave out what cannot be seen.
@@ -363,6 +372,8 @@ mod tests {
             ".git/config.worktree",
             ".git/commondir",
             ".git/rebase-merge/git-rebase-todo",
+            ".git/rebase-apply/next",
+            ".git/sequencer/opts",
             ".GIT/Hooks/post-checkout",
             ".Git/CONFIG",
             ".g\u{200c}it/config",
