@@ -8,8 +8,8 @@
 //! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::outcome::fault`]). One that
 //! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
 //!
-//! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed, and for every team if
-//! they were of two teams or more.
+//! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed. If an attempt of a
+//! second team fails, failures are counted anew, and count for every team from then on.
 
 use std::time::Duration;
 
@@ -42,20 +42,27 @@ pub(crate) async fn failed(
     let Some(row) = worker::Entity::find_by_id(worker).lock_exclusive().one(txn).await? else {
         return Ok(());
     };
-    let failures = row.failures + 1;
-    // Those that were under way when it was set aside say nothing new.
-    let again = row.set_aside_until.is_none()
-        && (row.set_asides > 0 || failures >= i64::from(config.set_aside_after));
     let is_of_one_team = row.failures == 0 || row.failed_team.as_deref() == Some(team);
+    // What one team failed at says little of the worker to others.
+    let is_of_second_team = !is_of_one_team && row.failed_team.is_some();
+    let (failures, set_asides, until) = if is_of_second_team {
+        (1, 0, None)
+    } else {
+        (row.failures + 1, row.set_asides, row.set_aside_until)
+    };
+    // Those that were under way when it was set aside say nothing new.
+    let again = until.is_none() && (set_asides > 0 || failures >= i64::from(config.set_aside_after));
     let mut noted = worker::ActiveModel {
         failures: Set(failures),
         failed_team: Set(is_of_one_team.then(|| team.to_owned())),
         last_failure: Set(why.to_owned()),
+        set_asides: Set(set_asides),
+        set_aside_until: Set(until),
         ..Default::default()
     };
     if again {
-        let term = term(config, row.set_asides + 1);
-        noted.set_asides = Set(row.set_asides + 1);
+        let term = term(config, set_asides + 1);
+        noted.set_asides = Set(set_asides + 1);
         noted.set_aside_until = Set(Some((now + term).0));
         tracing::warn!(
             worker.name = row.name,

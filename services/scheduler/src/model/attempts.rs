@@ -256,12 +256,12 @@ impl State {
     /// An attempt has ended on `worker` through its fault.
     fn fail(&mut self, worker: WorkerId, team: &str, now: Minutes) {
         let Some(worker) = self.worker_mut(worker) else { return };
-        worker.failures += 1;
-        let is_first = worker.failures == 1;
-        worker.failed_team.take_if(|before| before != team);
-        if is_first {
+        if worker.failures == 0 {
             worker.failed_team = Some(team.to_owned());
+        } else if worker.failed_team.take_if(|before| before != team).is_some() {
+            (worker.failures, worker.set_asides, worker.set_aside_until) = (0, 0, None);
         }
+        worker.failures += 1;
         if worker.set_aside_until.is_none() && (worker.set_asides > 0 || worker.failures >= 2) {
             let term = (0..worker.set_asides).fold(25, |term, _| (term * 2).min(105));
             worker.set_asides += 1;

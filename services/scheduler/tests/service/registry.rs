@@ -822,11 +822,16 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
     assert_eq!(set_aside().await, (true, "main".to_owned(), vec![]));
     let waits = scheduler.submit(of("main")).await.expect("it waits");
 
-    // The other team uses the worker, and a failure of its own counts for every team.
+    // The other team uses the worker. With a failure of its own they count anew, for every team.
     let other = scheduler.submit(of("other")).await.expect("accepted");
     fail_on(&scheduler, &mut gateway, other).await;
     gateway.holds_nothing().await;
+    assert_eq!(set_aside().await, (false, String::new(), vec![]));
+    assert_eq!(scheduler.worker("one").await.failures, 1);
+    fail_on(&scheduler, &mut gateway, waits).await;
+    gateway.holds_nothing().await;
     assert_eq!(set_aside().await, (true, String::new(), vec!["SET_ASIDE".to_owned()]));
+    let waits = scheduler.submit(of("main")).await.expect("it waits");
 
     // A process that starts ends it. One that was only about to start does not.
     scheduler.run_worker("one").await.expect("told");
