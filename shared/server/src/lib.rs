@@ -57,6 +57,9 @@ use crate::operators::{Gathers, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
+/// Calls at a time on one connection. Each takes memory, before it is admitted too.
+const CALLS_PER_CONNECTION: u32 = 1024;
+
 /// How long closing may take, once everything has ended.
 const CLOSING: Duration = Duration::from_secs(5);
 
@@ -298,6 +301,7 @@ impl Host {
             .initial_stream_window_size(8 << 20)
             .initial_connection_window_size(32 << 20)
             .max_frame_size(1 << 20)
+            .max_concurrent_streams(CALLS_PER_CONNECTION)
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
