@@ -411,6 +411,9 @@ async fn write(
             WriteSaid::Chunk(chunk) => {
                 let extents: Vec<_> =
                     chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
+                if extents.iter().all(|(_, data)| data.is_empty()) {
+                    return Err(invalid_field("chunk", "a chunk has content"));
+                }
                 bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
                 filling.put(&worker, extents).await?;
                 // Progress is for people: when the caller does not read it, it is left out.
