@@ -394,11 +394,21 @@ pub(super) fn feed(feed: demand::Feed, now: Timestamp) -> pb::GetDemandResponse 
         waiting: feed.waiting as u64,
         waiting_for_none: feed.for_none as u64,
         oldest_since: feed.oldest.map(timestamp),
-        demand: feed.demand.into_iter().map(waiting_shape).collect(),
-        supply: feed.supply.into_iter().map(worker_shape).collect(),
+        demand: within(feed.demand.into_iter().map(waiting_shape)),
+        supply: within(feed.supply.into_iter().map(worker_shape)),
         removable: feed.removable.into_iter().map(|worker| removable(worker, now)).collect(),
-        refused: feed.refused.into_iter().map(waiting_shape).collect(),
+        refused: within(feed.refused.into_iter().map(waiting_shape)),
     }
+}
+
+/// The first shapes that take 1 MiB on the wire: clients decode 4 MiB in all.
+fn within<M: rpc::Message>(shapes: impl Iterator<Item = M>) -> Vec<M> {
+    let mut bytes = 0;
+    let fits = |shape: &M| {
+        bytes += shape.encoded_len();
+        bytes <= 1 << 20
+    };
+    shapes.take_while(fits).collect()
 }
 
 fn waiting_shape(waiting: demand::Waiting) -> pb::WaitingShape {

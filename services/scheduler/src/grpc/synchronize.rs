@@ -40,8 +40,13 @@ const PROTOCOL: u32 = 1;
 /// How many versions a gateway may speak: of one with which nobody can speak they are kept.
 const MOST_VERSIONS: usize = 100;
 
-/// Most bytes of specs in one message, and at most one spec more. The client of a gateway decodes 4 MiB unless it is told otherwise.
-const SPEC_BYTES: usize = 2 << 20;
+/// Most bytes of wishes in one message, and at most one wish more. The client of a gateway decodes 4 MiB unless it is told otherwise.
+const WISH_BYTES: usize = 2 << 20;
+
+/// Most bytes of a text about the progress of an input. Each change is an event that is kept.
+const MOST_PROGRESS_BYTES: usize = 256;
+/// Most inputs of an attempt whose progress is kept.
+const MOST_INPUTS: usize = 1000;
 
 /// What a gateway is told.
 pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
@@ -128,6 +133,7 @@ async fn begin<'s>(
         told: None,
         live: Live::default(),
         runs: HashSet::new(),
+        stops: HashMap::new(),
         has_more: false,
         noted,
         heard: 0,
@@ -178,7 +184,9 @@ struct Attendance<'s> {
     live: Live,
     /// The live leases whose `RunAttempt` was sent. It never changes, and is long.
     runs: HashSet<Uuid>,
-    /// Whether specs are left for the next message.
+    /// The live leases that shall stop, with the grace in microseconds and the reason as they were sent last.
+    stops: HashMap<Uuid, (Option<i64>, Option<lease::StopReason>)>,
+    /// Whether wishes are left for the next message.
     has_more: bool,
     /// The contact that was noted last.
     noted: Timestamp,
@@ -271,8 +279,9 @@ impl Attendance<'_> {
         let live = self.take_live(&known).await?;
         let ids: HashSet<_> = live.iter().map(|lease| lease.id).collect();
         self.runs.retain(|id| ids.contains(id));
+        self.stops.retain(|id, _| ids.contains(id));
         self.has_more = false;
-        let mut room = SPEC_BYTES;
+        let mut room = WISH_BYTES;
         let mut leases = Vec::with_capacity(live.len());
         for lease in &live {
             leases.extend(self.desired_lease(lease, &mut room).await?);
@@ -293,34 +302,45 @@ impl Attendance<'_> {
         Ok(())
     }
 
-    /// What a message says of `lease`. `room`: the bytes of specs that the message still takes. `None`: the lease is not the gateway's to see.
+    /// What a message says of `lease`. `room`: the bytes of wishes that the message still takes. `None`: the lease is not the gateway's to see.
     async fn desired_lease(
         &mut self,
         lease: &lease::Model,
         room: &mut usize,
     ) -> Result<Option<pb::DesiredLease>, Status> {
         let Some((workload, attempt)) = leases::claims(lease).attempt else { return Ok(None) };
-        let desired = |wish| Ok(Some(pb::DesiredLease { lease_id: lease.id.to_string(), wish }));
-        if lease.state == lease::State::Ending {
-            let micros = u64::try_from(lease.stop_grace_us.unwrap_or(0)).unwrap_or(0);
-            return desired(Some(pb::desired_lease::Wish::Stop(pb::StopAttempt {
-                grace: Some(rpc::duration(Duration::from_micros(micros))),
-                reason: convert::stop_reason(lease.stop_reason.unwrap_or(lease::StopReason::Cancelled)),
-                lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
-                workload_id: workload.to_string(),
-                attempt_id: attempt.to_string(),
-            })));
-        }
-        if self.runs.contains(&lease.id) {
-            return desired(None);
+        let mut desired = pb::DesiredLease { lease_id: lease.id.to_string(), wish: None };
+        let stop = (lease.state == lease::State::Ending).then_some((lease.stop_grace_us, lease.stop_reason));
+        let was_sent = match &stop {
+            Some(stop) => self.stops.get(&lease.id) == Some(stop),
+            None => self.runs.contains(&lease.id),
+        };
+        if was_sent {
+            return Ok(Some(desired));
         }
         if *room == 0 {
             self.has_more = true;
-            return desired(None);
+            return Ok(Some(desired));
         }
-        let Some(run) = self.run(lease, workload, attempt, room).await? else { return Ok(None) };
-        self.runs.insert(lease.id);
-        desired(Some(pb::desired_lease::Wish::Run(run)))
+        desired.wish = Some(if let Some((grace, reason)) = stop {
+            let micros = u64::try_from(grace.unwrap_or(0)).unwrap_or(0);
+            pb::desired_lease::Wish::Stop(pb::StopAttempt {
+                grace: Some(rpc::duration(Duration::from_micros(micros))),
+                reason: convert::stop_reason(reason.unwrap_or(lease::StopReason::Cancelled)),
+                lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
+                workload_id: workload.to_string(),
+                attempt_id: attempt.to_string(),
+            })
+        } else {
+            let Some(run) = self.run(lease, workload, attempt).await? else { return Ok(None) };
+            pb::desired_lease::Wish::Run(run)
+        });
+        *room = room.saturating_sub(rpc::Message::encoded_len(&desired));
+        match stop {
+            Some(stop) => _ = self.stops.insert(lease.id, stop),
+            None => _ = self.runs.insert(lease.id),
+        }
+        Ok(Some(desired))
     }
 
     async fn run(
@@ -328,13 +348,11 @@ impl Attendance<'_> {
         lease: &lease::Model,
         workload: WorkloadId,
         attempt: AttemptId,
-        room: &mut usize,
     ) -> Result<Option<pb::RunAttempt>, Status> {
         let failed = |error: sea_orm::DbErr| database("read a workload", &error);
         let Some(row) = workloads::find(self.scheduler.db.read(), workload).await.map_err(failed)? else {
             return Ok(None);
         };
-        *room = room.saturating_sub(row.spec.len());
         Ok(Some(pb::RunAttempt {
             lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
             workload_id: workload.to_string(),
@@ -491,8 +509,11 @@ impl Attendance<'_> {
                 .into_iter()
                 .map(|input| {
                     let pb::InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                    let [name, waits_for] =
+                        [name, waits_for].map(|text| rpc::clipped(&text, MOST_PROGRESS_BYTES).into_owned());
                     InputProgress { name, bytes_done, bytes_total, waits_for }
                 })
+                .take(MOST_INPUTS)
                 .collect();
             let waits_for = inputs.iter().map(|input| input.waits_for.clone()).collect();
             let now = (InputProgress::tenths(&inputs), waits_for);
