@@ -254,7 +254,7 @@ async fn standard_streams_can_be_opened_again() {
         attachment.input.stdin(0, "text\n".into()).await.expect("write");
         attachment.input.close_stdin().await.expect("close");
         let said = runtime.said(id).await;
-        assert_eq!((said.text(), String::from_utf8_lossy(&said.stderr)), ("text\n".into(), "error\n".into()));
+        assert_eq!((said.text(), String::from_utf8_lossy(&said.stderr)), ("text\n", "error\n".into()));
     }
 }
 
