@@ -127,8 +127,10 @@ const LONGEST_WHY: usize = 1000;
 /// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
 const TELL: (usize, Duration) = (12, Duration::from_secs(5));
 
-/// How often a process that is being started is looked at: first, and at last.
+/// Pause between two looks at a process that is being started: at first, and at last.
 const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
+/// How often it is looked at with the first pause: most processes start within this time.
+const STARTING_LOOKS: usize = 25;
 
 /// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
 pub(crate) async fn attended(
@@ -510,7 +512,7 @@ fn process_spec(task: &Task, defaults: Vec<EnvironmentVariable>) -> ProcessSpec 
 /// Says that the attempt runs, once its command does. An attempt whose process never comes to run does not run.
 async fn report_running(worker: &Worker, task: &Task) -> Infallible {
     let mut pause = STARTING.0;
-    loop {
+    for look in 0.. {
         match worker.runtime.process(task.attempt).await {
             Ok(ProcessState::Started) => {
                 worker.set_phase(task.lease, pb::LeasePhase::Running);
@@ -519,10 +521,13 @@ async fn report_running(worker: &Worker, task: &Task) -> Infallible {
             Ok(ProcessState::Ended(_)) => return std::future::pending().await,
             Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
                 tokio::time::sleep(pause).await;
-                pause = (pause * 2).min(STARTING.1);
+                if look >= STARTING_LOOKS {
+                    pause = (pause * 2).min(STARTING.1);
+                }
             }
         }
     }
+    std::future::pending().await
 }
 
 /// Waits until the process has ended, and asks it to stop when that is wished.

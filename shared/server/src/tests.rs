@@ -152,6 +152,22 @@ async fn stranger_who_fills_the_limits_keeps_no_caller_out() {
     }
 }
 
+/// RFC 9113, 6.5: a frame has 9 bytes of header, and each setting 6, of which the first two name it.
+#[tokio::test]
+async fn connection_takes_bounded_calls() {
+    let server = Server::start(Limits { deadline: NO_DEADLINE, per_address: 4, total: 4 }).await;
+    let mut stream = server.connect().await;
+    let mut header = [0; 9];
+    within(stream.read_exact(&mut header)).await.expect("a frame");
+    assert_eq!(header[3], 4, "the first frame of a server has its settings");
+    let mut settings = vec![0; usize::from(header[2])];
+    within(stream.read_exact(&mut settings)).await.expect("settings");
+    let mut calls = settings.chunks(6).filter(|setting| setting[..2] == [0, 3]);
+    assert_eq!(calls.next().map(|setting| &setting[2..]), Some(&1024_u32.to_be_bytes()[..]));
+    drop(stream);
+    server.end().await;
+}
+
 /// A port for operators.
 struct Port {
     address: SocketAddr,

@@ -16,6 +16,19 @@ pub(crate) async fn demand(scheduler: &Running) -> pb::GetDemandResponse {
     scheduler.placements().get_demand(request).await.expect("told").into_inner()
 }
 
+pub(crate) async fn large_shapes_are_left_out(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    for number in 0..100 {
+        let tags = (0..120).map(|tag| format!("{number}-{tag}-{}", "x".repeat(100))).collect();
+        scheduler.submit(pb::WorkloadSpec { tags, ..spec() }).await.expect("accepted");
+    }
+    let told = demand(&scheduler).await;
+    assert_eq!(told.waiting, 100);
+    assert!((1..100).contains(&told.demand.len()), "{}", told.demand.len());
+    assert!(rpc::Message::encoded_len(&told) < 4 << 20, "a client decodes it");
+    scheduler.stop().await;
+}
+
 pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is(
     database: TestDatabase,
 ) {

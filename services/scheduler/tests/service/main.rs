@@ -37,7 +37,7 @@ use bad_input::bad_input_gets_its_error_and_changes_nothing;
 use chains::checks_have_a_chain_and_what_has_inputs_has_another_however_it_is_asked_for;
 use connected::each_of_many_workers_hears_what_it_shall_do;
 use demand::{
-    what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
+    large_shapes_are_left_out, what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
     whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
 };
 use domain::worker::TicketClaims;
@@ -674,6 +674,7 @@ on_both! {
     a_limit_that_is_stated_is_asked_for_and_no_other,
     a_spec_is_explained_and_nothing_comes_of_it,
     what_would_be_lost_with_a_worker_is_told_where_the_store_says_so,
+    large_shapes_are_left_out,
     whoever_adds_and_removes_workers_is_told_what_waits_and_what_there_is,
     how_long_it_may_take_is_judged_by_what_came_free,
     many_workers_are_told_together_and_as_many_one_by_one_as_are_asked_for,

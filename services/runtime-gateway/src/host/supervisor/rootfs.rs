@@ -56,6 +56,13 @@ pub(super) fn private(launch: &Launch) -> PathBuf {
     launch.container_dir.join(PRIVATE)
 }
 
+/// Unmounts everything below `private` if volumes with several layers are there.
+pub(super) fn release_volumes(private: &Path) -> io::Result<()> {
+    let has_volumes = fs::read_dir(private.join(MERGED)).is_ok_and(|mut merged| merged.next().is_some());
+    // To unmount takes milliseconds, and nothing waits for the rest.
+    if has_volumes { mounts::unmount(private) } else { Ok(()) }
+}
+
 /// Enters namespaces of its own, and makes the container's root there.
 pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));

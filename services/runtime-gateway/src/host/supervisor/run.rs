@@ -452,7 +452,7 @@ impl Running {
             eprintln!("supervisor: cannot write what was used: {error}");
         }
         // Once the end is known the worker mounts volumes for writing, and two such mounts of one volume must not be.
-        if let Err(error) = crate::host::mounts::unmount(&self.mounts) {
+        if let Err(error) = rootfs::release_volumes(&self.mounts) {
             eprintln!("supervisor: cannot unmount what the container saw: {error}");
         }
         super::write_end(&self.process_dir, &end)?;
