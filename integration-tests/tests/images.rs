@@ -77,7 +77,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
     let mut root: Vec<_> = root.lines().collect();
     root.sort_unstable();
     assert_eq!(root, expected);
-    assert_eq!(rest, "/etc:\ngroup\npasswd\nresolv.conf\n\n/tmp:\n");
+    assert_eq!(rest, "/etc:\ngroup\nhosts\npasswd\nresolv.conf\n\n/tmp:\n");
 
     // With inputs and outputs, which it may replace.
     fs::create_dir(cluster.path("src")).expect("directory");
