@@ -1,7 +1,7 @@
 //! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
 //!
-//! Each message names all leases, so a stream that breaks costs only time. What shall run is said once on each stream. It is started once
-//! per lease, in a task that survives the stream; what shall stop is told to that task.
+//! Each message names all leases, so a stream that breaks costs only time. The scheduler says once on each stream what to run and what to
+//! stop. An attempt is started once per lease, in a task that survives the stream, and that task is told to stop it.
 //!
 //! The worker is told of contact as [`crate::contact`] says: as of a message of ours that the scheduler says it heard.
 

@@ -9,7 +9,7 @@
 //! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
 //!
 //! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed. If an attempt of a
-//! second team fails, failures are counted anew, and count for every team from then on.
+//! second team fails, the count starts again at 1, and failures count for every team.
 
 use std::time::Duration;
 

@@ -103,7 +103,7 @@ impl Host {
                 files::remove_or_leave(&process.dir);
             }
         }
-        // Also of those that have ended: nobody knows what the machine saw last.
+        // Also of processes that have ended: the mounts that the gateway before this one left may show old contents.
         held(&self.written).extend(written);
         Ok(())
     }

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use domain::workload::FailureReason;
 use domain::{AttemptId, VolumeHandle, chain};
-use runtime::RuntimeError;
+use runtime::{Ended, RuntimeError};
 use rustix::fs::{AtFlags, FileType, Stat, statat};
 use transfer::TreeWalk;
 
@@ -66,7 +67,11 @@ impl HostRuntime {
         let process = self.host.find(id)?;
         // Nothing is written down here: the disk is full.
         self.host.tell(&process, &Request::EndForDisk(message)).await?;
-        Host::wait(&self.host, id).await?;
+        match Host::wait(&self.host, id).await? {
+            Ended::Unknown(failure) if failure.reason == FailureReason::DiskFull => {}
+            // The process ended by itself before it was told to. Its outputs are published.
+            _ => return Ok(()),
+        }
         let host = Arc::clone(&self.host);
         blocking(move || {
             host.hold.check()?;

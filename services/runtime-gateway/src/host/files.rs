@@ -120,8 +120,8 @@ pub(super) fn handles_in<H: std::str::FromStr>(
     Ok(handles)
 }
 
-/// Closes every descriptor of this process but one, and the standard streams: closing at an exec is not enough for who never execs.
-/// Nothing in this process may use any of them again.
+/// Closes every descriptor of this process but one and the standard streams. For processes that never exec, which close nothing by
+/// themselves. Nothing in this process may use any of them again.
 pub(super) fn close_all_but(kept: RawFd) -> io::Result<()> {
     let kept = kept.unsigned_abs();
     for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)] {

@@ -422,7 +422,8 @@ impl Host {
         Ok(host)
     }
 
-    /// Who on the machine the users of a container are. `None`: themselves, for the container is privileged, or the machine has no other way.
+    /// The ids of the machine for the users of a container. `None`: they have the same ids on the machine, because the container is
+    /// privileged or the worker cannot map owners.
     fn range(&self, container: &Container) -> Option<Range> {
         let confined = !container.privileged && self.volumes.owners_fixed().is_none();
         confined.then(|| Range::of(container.handle))
@@ -437,7 +438,8 @@ impl Host {
         }
     }
 
-    /// Lets the machine look anew at a volume that a container wrote to out of its sight. `true`: the container still writes.
+    /// Removes the gateway's mount of a volume that a container wrote to through another mount, because its view may be old. `true`: the
+    /// container still writes.
     fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
         let mut written = held(&self.written);
         let Some(process) = written.get(&handle).copied() else { return Ok(false) };

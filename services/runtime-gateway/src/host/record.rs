@@ -168,7 +168,7 @@ impl Intent {
 }
 
 impl Launch {
-    /// Who on the machine a user or a group of the container is.
+    /// The machine's id for a user or a group of the container.
     pub(super) fn id(&self, inside: u32) -> io::Result<u32> {
         self.range.map_or(Ok(inside), |range| range.id(inside))
     }
@@ -191,7 +191,7 @@ pub(super) struct Launch {
     /// What the image `host` shows beside what it always does.
     #[serde(default)]
     pub(super) host_paths: Vec<PathBuf>,
-    /// Who on the machine the container's users are. `None`: themselves.
+    /// The ids of the machine for the container's users. `None`: the same ids.
     #[serde(default)]
     pub(super) range: Option<Range>,
     /// How volumes with several layers are mounted.

@@ -1,4 +1,4 @@
-//! User namespaces: who on the machine the users of a container are, and who the owners of its files.
+//! User namespaces: the machine's ids for users of a container, and for owners of its files.
 //!
 //! A container that is not privileged has a [`Range`] of the machine's ids. Its root is the first of them: an ordinary user without
 //! any right outside of the container. The disk does not know of ranges: files of a volume belong to 0, 1000 and so on. A container
@@ -6,7 +6,7 @@
 //!
 //! Supervisors call this. The gateway calls it once, to try whether it works.
 //!
-//! Facts: user_namespaces(7); mount_setattr(2), "ID-mapped mounts"; `capable_wrt_inode_uidgid` of the kernel. Which ids nobody has:
+//! Facts: user_namespaces(7); mount_setattr(2), "ID-mapped mounts"; `capable_wrt_inode_uidgid` of the kernel. Ids that are not in use:
 //! "Users, Groups, UIDs and GIDs on systemd Systems".
 
 use std::fs;
@@ -47,7 +47,7 @@ impl Range {
         Self { first: FIRST + number * IDS }
     }
 
-    /// Who on the machine a user or a group of the container is.
+    /// The machine's id for a user or a group of the container.
     pub(super) fn id(self, inside: u32) -> io::Result<u32> {
         let known = (inside < IDS).then_some(self.first + inside);
         known.ok_or_else(|| io::Error::other(format!("a container has no user and no group {inside}")))

@@ -93,7 +93,7 @@ pub(super) struct Init {
     pub(super) environment: Vec<CString>,
     pub(super) directory: CString,
     pub(super) filters: Vec<BpfProgram>,
-    /// The user namespace to enter, and who to be there. `None`: it is who libcontainer has made it.
+    /// The user namespace to enter, and the identity to take there. `None`: libcontainer has set the identity.
     pub(super) users: Option<(RawFd, Identity)>,
     /// Its end of the connection to the supervisor.
     pub(super) supervisor: RawFd,

@@ -116,7 +116,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
     }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
-    // libcontainer would make them as nobody whom the root knows.
+    // libcontainer would make them as a user that the mount does not map, which fails.
     for path in ["/proc", "/sys", "/dev"].map(Path::new) {
         mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
     }

@@ -114,7 +114,7 @@ pub(super) struct Worker<'a> {
     pub(super) limits_swap: bool,
     /// Whether buffers of sockets have a limit of their own.
     pub(super) limits_sockets: bool,
-    /// Who on the machine the container's users are, if not themselves.
+    /// The ids of the machine for the container's users, if they are other ones.
     pub(super) range: Option<Range>,
     /// Groups of the container's own, and where it sees them.
     pub(super) cgroups: &'a [(PathBuf, String)],
