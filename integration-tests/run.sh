@@ -8,6 +8,18 @@ export CARGO_TERM_COLOR=never
 log=$(mktemp)
 trap 'kill "${tests:-}" 2>/dev/null; rm -f "$log"' EXIT
 
+# Tests of a package in its tests/ folder run under names of their own, by which they are counted below.
+twice=$(
+    shopt -s nullglob
+    for suite in {services,shared}/*/tests/{*.rs,*/main.rs} integration-tests/tests/{*.rs,*/main.rs}; do
+        basename "${suite%/main.rs}" .rs
+    done | sort | uniq -d
+)
+if [ -n "$twice" ]; then
+    echo "two packages have tests of one name, which cannot be told apart:" $twice
+    exit 1
+fi
+
 # Tests start the binaries.
 cargo build --workspace --bins --locked || exit 1
 
@@ -30,17 +42,6 @@ if [ $status -ne 0 ]; then
     grep -E -A 20 '^error' "$log"
 fi
 
-# Tests of a package in its tests/ folder run under names of their own, by which they are counted below.
-twice=$(
-    shopt -s nullglob
-    for suite in {services,shared}/*/tests/{*.rs,*/main.rs} integration-tests/tests/{*.rs,*/main.rs}; do
-        basename "${suite%/main.rs}" .rs
-    done | sort | uniq -d
-)
-if [ -n "$twice" ]; then
-    echo "two packages have tests of one name, which cannot be told apart:" $twice
-    status=1
-fi
 for service in services/*/; do
     name=$(basename "$service")
     crate=${name//-/_}
