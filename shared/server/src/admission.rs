@@ -114,8 +114,10 @@ impl Rules {
 /// Whether a call with these headers presents `token`.
 pub(crate) fn presents(token: &str, headers: &HeaderMap) -> bool {
     let presented = headers.get("authorization").and_then(|value| value.to_str().ok());
-    let presented = presented.and_then(|value| value.strip_prefix("Bearer "));
-    presented.is_some_and(|presented| same(presented.as_bytes(), token.as_bytes()))
+    let presented = presented.and_then(|value| value.split_once(' '));
+    presented.is_some_and(|(scheme, presented)| {
+        scheme.eq_ignore_ascii_case("bearer") && same(presented.as_bytes(), token.as_bytes())
+    })
 }
 
 /// Compares without telling by its duration where the first difference is.
@@ -168,6 +170,7 @@ mod tests {
         assert!(!over_tcp(VOLUMES, &[]));
         assert!(!over_tcp(VOLUMES, &[("authorization", "Bearer secrey")]));
         assert!(!over_tcp(VOLUMES, &[("authorization", "secret")]));
+        assert!(over_tcp("/", &[("authorization", "bearer secret")]), "names of schemes have no case");
     }
 
     #[test]

@@ -6,6 +6,7 @@
 
 mod activity;
 mod admission;
+mod arrival;
 mod capabilities;
 mod deadline;
 mod gate;
@@ -50,6 +51,7 @@ pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 
 use crate::admission::{AdmissionLayer, Ticketed};
+use crate::arrival::ArrivalLayer;
 use crate::capabilities::Answers;
 use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
@@ -308,6 +310,7 @@ impl Host {
             .layer(operators::RpcLayer)
             .layer(DeadlineLayer)
             .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
+            .layer(ArrivalLayer::default())
             .layer(self.activity.layer())
             .layer(gate.clone())
             .add_routes(always.routes())
