@@ -234,11 +234,11 @@ fn hide(secret: &str) -> String {
     format!("{scheme}://{rest}{}", query.unwrap_or_default())
 }
 
-/// Parses a duration: `90s`, `10m`, `1h30m`, `2d`, `500ms`. A number alone is seconds.
+/// Parses a duration of at most 100 years: `90s`, `10m`, `1h30m`, `2d`, `500ms`. A number alone is seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let malformed = || format!("{text:?} is no duration: write 90s, 10m, 1h30m, 2d or 500ms");
     if let Ok(seconds) = text.parse() {
-        return Ok(Duration::from_secs(seconds));
+        return in_bounds(text, Duration::from_secs(seconds));
     }
     let mut total = Duration::ZERO;
     let mut rest = text;
@@ -263,7 +263,17 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         total = total.checked_add(part).ok_or_else(malformed)?;
         rest = after;
     }
-    if text.is_empty() { Err(malformed()) } else { Ok(total) }
+    if text.is_empty() { Err(malformed()) } else { in_bounds(text, total) }
+}
+
+/// The duration, unless it is longer than anything is meant to last.
+fn in_bounds(text: &str, duration: Duration) -> Result<Duration, String> {
+    /// A hundred years.
+    const LONGEST: Duration = Duration::from_hours(36_500 * 24);
+    if duration > LONGEST {
+        return Err(format!("{text:?} is longer than 100 years (36500d)"));
+    }
+    Ok(duration)
 }
 
 /// Parses a duration that is longer than nothing.
@@ -407,9 +417,10 @@ mod tests {
         assert_eq!(duration("90"), Ok(Duration::from_secs(90)));
         assert_eq!(duration("1h30m"), Ok(Duration::from_secs(5400)));
         assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
-        for malformed in ["", "s", "5x", "-1s", "1.5s", "99999999999999999999s"] {
+        for malformed in ["", "s", "5x", "-1s", "1.5s", "99999999999999999999s", "36501d", "99999999999"] {
             assert!(duration(malformed).is_err(), "{malformed:?}");
         }
+        assert!(duration("36500d").is_ok());
         assert!(term("0s").is_err() && term("1ms").is_ok());
     }
 
