@@ -335,7 +335,7 @@ Outputs are kept and brought back when the command ended by itself, whatever its
 cancel` there are none. Without --detach, output and standard input are yours; a detached command has no standard input.
 
 Of a result, these are not written unless they are asked for, or there already: what makes git run programs (--allow-git-hooks), \
-setuid and setgid bits, file capabilities and device nodes (--preserve-special). What was not written is named. A symbolic link in the \
+setuid and setgid bits, file capabilities, device nodes and .gantryignore files (--preserve-special). What was not written is named. A symbolic link in the \
 path of DIR is refused unless --follow-links is given: an earlier result may have made it.
 
 A directory whose bytes the cluster has already becomes no second artifact: the one that is there is used, under its own label.
@@ -372,7 +372,7 @@ pub(crate) struct TakeArgs {
     /// Write what makes git run programs, too: .git/hooks, .git/config and the like
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) allow_git_hooks: bool,
-    /// Keep setuid and setgid bits, file capabilities and device nodes
+    /// Keep setuid and setgid bits, file capabilities, device nodes, and changes of .gantryignore
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) preserve_special: bool,
     /// Follow symbolic links in the path of the directory that a result is brought into

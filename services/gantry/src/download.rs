@@ -151,8 +151,16 @@ impl Downloader<'_> {
                 "{name}: not written, for git would run it: {named}; write it with --allow-git-hooks"
             ));
         }
-        let mut special: Vec<_> =
-            dropped.iter().filter(|dropped| !is_git(dropped)).map(|dropped| dropped.path.as_path()).collect();
+        let is_rule = |dropped: &&Dropped| dropped.what == DroppedKind::IgnoreRules;
+        let rules: Vec<_> = dropped.iter().filter(is_rule).map(|dropped| dropped.path.as_path()).collect();
+        if !rules.is_empty() {
+            let named = named(&rules);
+            self.ui.warn(&format!(
+                "{name}: not written, for it decides what later uploads leave out: {named}; write it with --preserve-special"
+            ));
+        }
+        let special = dropped.iter().filter(|dropped| !is_git(dropped) && !is_rule(dropped));
+        let mut special: Vec<_> = special.map(|dropped| dropped.path.as_path()).collect();
         special.dedup();
         if !special.is_empty() {
             let named = named(&special);
@@ -282,6 +290,7 @@ fn not_written(dropped: &[Dropped]) -> Value {
     let entry = |dropped: &Dropped| {
         let what = match dropped.what {
             DroppedKind::GitProgram => "git-program",
+            DroppedKind::IgnoreRules => "ignore-rules",
             DroppedKind::Device => "device",
             DroppedKind::SetId => "setid",
             DroppedKind::Capability => "capability",
@@ -294,13 +303,19 @@ fn not_written(dropped: &[Dropped]) -> Value {
 
 /// Refuses to replace a directory that would lose what a result may not bring.
 fn check_losses(dropped: &[Dropped]) -> anyhow::Result<()> {
-    match dropped.iter().find(|dropped| dropped.is_other_there && dropped.what == DroppedKind::GitProgram) {
-        Some(Dropped { path, .. }) => bail!(
-            "the result has another {path:?} than the directory, and neither would be left; leave out --replace, or take that \
-             of the result with --allow-git-hooks"
-        ),
-        None => Ok(()),
+    for (what, option) in
+        [(DroppedKind::GitProgram, "--allow-git-hooks"), (DroppedKind::IgnoreRules, "--preserve-special")]
+    {
+        if let Some(Dropped { path, .. }) =
+            dropped.iter().find(|dropped| dropped.is_other_there && dropped.what == what)
+        {
+            bail!(
+                "the result has another {path:?} than the directory, and neither would be left; leave out --replace, or take that \
+                 of the result with {option}"
+            );
+        }
     }
+    Ok(())
 }
 
 /// Where the bytes of an artifact are; elsewhere than at the gateways in `avoid`, if possible.

@@ -6,7 +6,7 @@
 //! | Dropped | Unless |
 //! |---|---|
 //! | what makes git run programs: hooks, configuration and what leads git to another one | [`Allowed::git_programs`] |
-//! | setuid and setgid bits, file capabilities, device nodes | [`Allowed::special`] |
+//! | setuid and setgid bits, file capabilities, device nodes, `.gantryignore` | [`Allowed::special`] |
 //!
 //! Invariant: what the directory has already, down to the bytes and the mode, is never dropped. So a directory that was
 //! sent to a worker and comes back unchanged stays as it is.
@@ -34,7 +34,7 @@ const SETID: u32 = 0o6000;
 pub struct Allowed {
     /// What makes git run programs.
     pub git_programs: bool,
-    /// Setuid and setgid bits, file capabilities and device nodes.
+    /// Setuid and setgid bits, file capabilities, device nodes, and rules of what is not uploaded.
     pub special: bool,
 }
 
@@ -63,6 +63,8 @@ pub struct Dropped {
 pub enum DroppedKind {
     /// All of it: it makes git run programs.
     GitProgram,
+    /// All of it: it says what the next upload of the directory leaves out.
+    IgnoreRules,
     /// All of it: it is a device node.
     Device,
     /// Its setuid or setgid bit.
@@ -81,23 +83,31 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     let mut dropped = Vec::new();
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
-    let parts = repository_parts(manifest);
+    let mut repositories = Repositories::of(manifest);
     for (index, entry) in manifest.entries().iter().enumerate() {
         let is_program =
-            !allowed.git_programs && (makes_git_run(entry) || is_in_repository(entry, &parts, &mut there));
-        let is_device = !allowed.special && matches!(entry.kind, EntryKind::Device { .. });
+            !allowed.git_programs && (makes_git_run(entry) || repositories.has_program(entry, &mut there));
+        let whole = if is_program {
+            Some(DroppedKind::GitProgram)
+        } else if allowed.special {
+            None
+        } else if is_ignore_rule(entry) {
+            Some(DroppedKind::IgnoreRules)
+        } else {
+            matches!(entry.kind, EntryKind::Device { .. }).then_some(DroppedKind::Device)
+        };
         let has_rights = !allowed.special && has_rights(entry);
-        if !(is_program || is_device || has_rights) || there.has(entry) {
+        if whole.is_none() && !has_rights || there.has(entry) {
             continue;
         }
         let mut drop = |what| {
             let is_other_there = there.is_anything_at(&entry.path);
             dropped.push(Dropped { path: entry.path().to_owned(), what, is_other_there });
         };
-        if is_program || is_device {
+        if let Some(what) = whole {
             // Of a directory, what is in it is named.
             if !entry.is_directory() {
-                drop(if is_program { DroppedKind::GitProgram } else { DroppedKind::Device });
+                drop(what);
             }
             changed.insert(index, None);
             continue;
@@ -139,45 +149,63 @@ fn without_rights(entry: &Entry) -> Entry {
 const HEAD: u8 = 1;
 /// Something that every repository has besides: objects, references, or where these are.
 const STORE: u8 = 2;
+/// Both of them. Git takes a directory for a repository that has the parts of one, and reads its configuration whenever it is called there.
+const REPOSITORY: u8 = HEAD | STORE;
+/// Something that decides which programs git runs.
+const PROGRAM: u8 = 4;
 
-/// Which parts of a repository the directories of a tree have, whatever they are called.
-fn repository_parts(manifest: &Manifest) -> HashMap<&[u8], u8> {
-    let mut parts: HashMap<&[u8], u8> = HashMap::new();
-    for entry in manifest.entries() {
-        let (parent, name) = split(&entry.path);
-        let part = match &plain(name)[..] {
-            b"head" => HEAD,
-            b"objects" | b"refs" | b"commondir" => STORE,
-            _ => continue,
-        };
-        *parts.entry(parent).or_default() |= part;
-    }
-    parts
+/// Repositories that are not called `.git`. The tree and the target may each have some of the parts of one.
+struct Repositories<'a> {
+    /// What directories of the tree have.
+    tree: HashMap<&'a [u8], u8>,
+    /// What the same directories of the target have, where that was looked at.
+    target: HashMap<&'a [u8], u8>,
 }
 
-/// Whether an entry decides which programs git runs in a repository that is not called `.git`: git takes a directory for one that has
-/// the parts of one, and reads its configuration whenever it is called there. The tree and the target may each have some of these parts.
-fn is_in_repository(entry: &Entry, parts: &HashMap<&[u8], u8>, there: &mut There<'_>) -> bool {
-    let mut start = 0;
-    for name in entry.path.split(|byte| *byte == b'/') {
-        if is_program(name) {
-            let directory = &entry.path[..start.max(1) - 1];
-            let mut found = parts.get(directory).copied().unwrap_or(0);
-            for (part, names) in [(HEAD, &[&b"HEAD"[..]][..]), (STORE, &[b"objects", b"refs", b"commondir"])]
-            {
-                let at =
-                    |name: &[u8]| [directory, name].join(if directory.is_empty() { &b""[..] } else { b"/" });
-                if found & part == 0 && names.iter().any(|name| there.is_anything_at(&at(name))) {
-                    found |= part;
+impl<'a> Repositories<'a> {
+    fn of(manifest: &'a Manifest) -> Self {
+        let mut tree: HashMap<&[u8], u8> = HashMap::new();
+        for entry in manifest.entries() {
+            let (parent, name) = split(&entry.path);
+            *tree.entry(parent).or_default() |= part(name);
+        }
+        Self { tree, target: HashMap::new() }
+    }
+
+    /// Whether git would run programs because of an entry: it is one of those that decide which, in a repository, or it makes a repository
+    /// of a directory of the target that has one of those.
+    fn has_program(&mut self, entry: &'a Entry, there: &mut There<'_>) -> bool {
+        let mut start = 0;
+        for name in entry.path.split(|byte| *byte == b'/') {
+            let part = part(name);
+            if part != 0 {
+                let directory = &entry.path[..start.max(1) - 1];
+                let tree = self.tree.get(directory).copied().unwrap_or(0);
+                let target = *self.target.entry(directory).or_insert_with(|| there.parts(directory));
+                let is_made = target & REPOSITORY != REPOSITORY && target & PROGRAM != 0;
+                if (tree | target) & REPOSITORY == REPOSITORY && (part & PROGRAM != 0 || is_made) {
+                    return true;
                 }
             }
-            if found == HEAD | STORE {
-                return true;
-            }
+            start += name.len() + 1;
         }
-        start += name.len() + 1;
+        false
     }
-    false
+}
+
+/// What a directory with that name in it has.
+fn part(name: &[u8]) -> u8 {
+    let part = match &plain(name)[..] {
+        b"head" => HEAD,
+        b"objects" | b"refs" | b"commondir" => STORE,
+        _ => 0,
+    };
+    if is_program(name) { part | PROGRAM } else { part }
+}
+
+/// Whether an entry is a `.gantryignore`, or takes the place of one.
+fn is_ignore_rule(entry: &Entry) -> bool {
+    entry.path.split(|byte| *byte == b'/').any(|name| plain(name)[..] == b".gantryignore"[..])
 }
 
 /// Whether an entry may make git run programs that it names, or read a configuration that does, below a directory called `.git`.
@@ -243,6 +271,14 @@ struct There<'a> {
 impl There<'_> {
     fn is_anything_at(&mut self, path: &[u8]) -> bool {
         self.stat(path).is_some()
+    }
+
+    /// What a directory has of a repository.
+    fn parts(&mut self, directory: &[u8]) -> u8 {
+        let names = ["HEAD", "objects", "refs", "commondir", "config", "config.worktree", "hooks"];
+        let separator = if directory.is_empty() { &b""[..] } else { b"/" };
+        let has = |name: &&str| self.is_anything_at(&[directory, name.as_bytes()].join(separator));
+        names.into_iter().filter(has).fold(0, |found, name| found | part(name.as_bytes()))
     }
 
     fn stat(&mut self, path: &[u8]) -> Option<Stat> {
@@ -464,6 +500,42 @@ mod tests {
         write(few.path(), "file");
         let (left, said) = guarded(target.path(), &manifest(few.path()));
         assert_eq!((left, said.len()), (vec![String::new(), "file".to_owned()], 1));
+
+        // The target has what decides about programs, from an earlier result, and this one brings what is missing.
+        let planted = tempfile::tempdir().expect("a directory");
+        write(planted.path(), "config");
+        for (first, then) in [("objects/x", "HEAD"), ("HEAD", "objects/x")] {
+            let target = tempfile::tempdir().expect("a directory");
+            write(target.path(), "config");
+            assert_eq!(guarded(target.path(), &manifest(planted.path())).1, [], "a file of that name alone");
+            write(target.path(), first);
+            let rest = tempfile::tempdir().expect("a directory");
+            write(rest.path(), then);
+            let (left, said) = guarded(target.path(), &manifest(rest.path()));
+            assert_eq!((left.len(), said.len()), (1, 1), "{then}: {left:?}, {said:?}");
+            // A repository of the caller stays one: what it has there decides about its programs.
+            write(target.path(), then);
+            fs::write(rest.path().join(then), "new").expect("written");
+            let (left, said) = guarded(target.path(), &manifest(rest.path()));
+            assert!(left.contains(&then.to_owned()) && said.is_empty(), "{left:?}, {said:?}");
+        }
+    }
+
+    #[test]
+    fn ignore_rules_are_dropped_unless_they_are_there() {
+        let write = |root: &Path, text: &str| fs::write(root.join(".gantryignore"), text).expect("written");
+        let (result, target) =
+            (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("another"));
+        write(result.path(), "");
+        for is_other_there in [false, true] {
+            let (left, said) = guarded(target.path(), &manifest(result.path()));
+            let dropped =
+                Dropped { path: ".gantryignore".into(), what: DroppedKind::IgnoreRules, is_other_there };
+            assert_eq!((left, said), (vec![String::new()], vec![dropped]));
+            write(target.path(), "secret.env");
+        }
+        write(result.path(), "secret.env");
+        assert_eq!(guarded(target.path(), &manifest(result.path())).1, []);
     }
 
     #[test]
