@@ -50,9 +50,9 @@ const STDIN_MESSAGES: usize = 257;
 /// How often the artifact store is told that somebody is attached to a process.
 const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
 
-/// Longest pause between two messages of an upload. An upload that makes no progress keeps its reservations, such as memory for its manifest,
-/// no longer than that. The pause is long because a caller may compute the bytes that it sends.
-const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
+/// Longest pause of a caller between two messages of a transfer. A transfer that makes no progress keeps its reservations, such as memory for
+/// its manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends, or show those that it reads.
+const TRANSFER_PAUSE: Duration = Duration::from_secs(15 * 60);
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -368,20 +368,21 @@ fn truncated() -> Status {
     Reason::TransferTruncated.status(SERVICE, "the stream ended before the transfer was complete")
 }
 
-/// The next message of an upload.
-async fn next_uploaded<T>(said: &mut (impl Stream<Item = Result<T, Status>> + Unpin)) -> Result<T, Status> {
-    let next = tokio::time::timeout(UPLOAD_PAUSE, said.next()).await.map_err(|_| paused("sent"))?;
+/// The caller's next message.
+async fn next_said<T>(said: &mut (impl Stream<Item = Result<T, Status>> + Unpin)) -> Result<T, Status> {
+    let next = tokio::time::timeout(TRANSFER_PAUSE, said.next()).await.map_err(|_| paused("sent"))?;
     next.ok_or_else(truncated)?
 }
 
-/// An upload made no progress, for its caller `did` nothing.
+/// A transfer made no progress, for its caller `did` nothing.
 fn paused(did: &str) -> Status {
-    let minutes = UPLOAD_PAUSE.as_secs() / 60;
+    let minutes = TRANSFER_PAUSE.as_secs() / 60;
     Reason::TransferTruncated.status(SERVICE, format!("the caller {did} nothing for {minutes} minutes"))
 }
 
 async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
-    answers.send(Ok(answer)).await.map_err(|_| truncated())
+    let sent = tokio::time::timeout(TRANSFER_PAUSE, answers.send(Ok(answer))).await;
+    sent.map_err(|_| paused("took"))?.map_err(|_| truncated())
 }
 
 async fn write(
@@ -389,10 +390,7 @@ async fn write(
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
-    let answer = async |message| {
-        let sent = send(&answers, pb::WriteResponse { message: Some(message) });
-        tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took"))?
-    };
+    let answer = |message| send(&answers, pb::WriteResponse { message: Some(message) });
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
@@ -432,7 +430,7 @@ async fn write(
 async fn next(
     said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
 ) -> Result<WriteSaid, Status> {
-    rpc::required("message", next_uploaded(said).await?.message)
+    rpc::required("message", next_said(said).await?.message)
 }
 
 async fn receive_manifest(
@@ -465,7 +463,7 @@ async fn read(
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
     let answer = |message| send(&answers, pb::ReadResponse { message: Some(message) });
-    let open = match said.message().await?.ok_or_else(truncated)?.message {
+    let open = match next_said(&mut said).await?.message {
         Some(ReadSaid::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
@@ -478,7 +476,7 @@ async fn read(
 
     let mut wanted = Runs::new();
     loop {
-        match said.message().await?.ok_or_else(truncated)?.message {
+        match next_said(&mut said).await?.message {
             Some(ReadSaid::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)
                 .map_err(|error| invalid_field("want.runs", error.to_string()))?,
             Some(ReadSaid::WantEnd(_)) => break,
@@ -544,6 +542,7 @@ impl From<TransferError> for Status {
             TransferError::Write(WriteError::DiskFull { .. }) => Reason::DiskFull,
             TransferError::Write(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
             TransferError::Write(WriteError::Missing { .. }) => Reason::TransferTruncated,
+            TransferError::Write(WriteError::Impossible { .. }) => Reason::InvalidManifest,
             TransferError::Write(
                 WriteError::OutOfOrder(_) | WriteError::NoSuchExtent(_) | WriteError::Unsafe { .. },
             ) => {

@@ -6,6 +6,10 @@
 //! Invariant: [`Entry::encode`] is canonical (fields in the order of their numbers, defaults left out). [`Entry::decode`]
 //! takes any encoding of an entry; what was decoded is encoded canonically again.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
 use domain::Digest;
 use prost::Message;
 
@@ -123,10 +127,16 @@ impl Entry {
     ///
     /// The rule that it breaks.
     pub fn decode(bytes: &[u8]) -> Result<Self, EntryFault> {
-        let wire = WireEntry::decode(bytes).map_err(|error| EntryFault::Malformed(error.to_string()))?;
-        let entry = Self::try_from(wire)?;
-        entry.check()?;
-        Ok(entry)
+        Self::decode_named(bytes).map_err(|(_, fault)| fault)
+    }
+
+    /// The same. With a fault, the path of the entry comes back as far as it is known.
+    pub(crate) fn decode_named(bytes: &[u8]) -> Result<Self, (PathBuf, EntryFault)> {
+        let wire = WireEntry::decode(bytes)
+            .map_err(|error| (PathBuf::new(), EntryFault::Malformed(error.to_string())))?;
+        let path = PathBuf::from(OsStr::from_bytes(&wire.path));
+        let entry = Self::try_from(wire).and_then(|entry| entry.check().map(|()| entry));
+        entry.map_err(|fault| (path, fault))
     }
 }
 

@@ -611,7 +611,7 @@ impl ManifestBuilder {
             return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
         }
         let entry =
-            Entry::decode(bytes).map_err(|fault| InvalidManifest::Entry { path: PathBuf::new(), fault })?;
+            Entry::decode_named(bytes).map_err(|(path, fault)| InvalidManifest::Entry { path, fault })?;
         let Some(mut begun) = self.begun.take() else { return Ok(entry) };
         let path = begun.path().to_owned();
         match (&mut begun.kind, entry.kind) {

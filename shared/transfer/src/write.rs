@@ -136,6 +136,15 @@ pub enum WriteError {
         /// The entry.
         path: PathBuf,
     },
+    /// The file system has no such thing: a larger file or a longer name than it takes, or malformed extended attributes.
+    #[error("the file system of this worker does not take {path:?}")]
+    Impossible {
+        /// The entry.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
     /// Something else failed.
     #[error("cannot write {path:?}")]
     Io {
@@ -151,6 +160,14 @@ impl WriteError {
     fn new(entry: &Entry, source: io::Error) -> Self {
         match Errno::from_io_error(&source) {
             Some(Errno::NOSPC | Errno::DQUOT) => Self::DiskFull(source),
+            Some(
+                Errno::FBIG
+                | Errno::INVAL
+                | Errno::NAMETOOLONG
+                | Errno::OPNOTSUPP
+                | Errno::TOOBIG
+                | Errno::RANGE,
+            ) => Self::Impossible { path: entry.path().to_owned(), source },
             _ => Self::Io { path: entry.path().to_owned(), source },
         }
     }
@@ -725,7 +742,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_full_disk_or_share_of_it_is_recognized() {
+    fn full_disk_and_impossible_entry_are_recognized() {
         let entry = Entry {
             path: b"a".to_vec(),
             mode: 0,
@@ -739,6 +756,7 @@ mod tests {
         for error in [Errno::NOSPC, Errno::DQUOT] {
             assert!(matches!(WriteError::new(&entry, error.into()), WriteError::DiskFull(_)));
         }
+        assert!(matches!(WriteError::new(&entry, Errno::FBIG.into()), WriteError::Impossible { .. }));
         assert!(matches!(WriteError::new(&entry, Errno::IO.into()), WriteError::Io { .. }));
     }
 }

@@ -363,6 +363,9 @@ fn what_is_no_entry_is_refused() {
         Entry::decode(b"\x0a\x01a\x4a\x09\x08\x01\x12\x05\x10\x01\x1a\x01x"),
         Err(EntryFault::ExtentDigest)
     );
+    let mut builder = ManifestBuilder::new(Limits::default());
+    let refused = builder.push_encoded(b"\x0a\x02..\x62\x00").expect_err("an unsafe path");
+    assert_eq!(refused.to_string(), r#"entry ".." has an unsafe path"#);
 }
 
 fn any_name() -> impl Strategy<Value = Vec<u8>> {

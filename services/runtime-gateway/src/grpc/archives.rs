@@ -28,7 +28,7 @@ pub(super) async fn write(
 }
 
 async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Status> {
-    rpc::required("message", next_uploaded(said).await?.message)
+    rpc::required("message", next_said(said).await?.message)
 }
 
 pub(super) async fn read(

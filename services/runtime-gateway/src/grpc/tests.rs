@@ -143,5 +143,15 @@ async fn upload_ends_when_its_caller_pauses() {
     let began = tokio::time::Instant::now();
     let ended = Refusal::from(receive_manifest(&mut said).await.expect_err("it ends"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("15 minutes"), "{ended}");
-    assert!(began.elapsed() >= UPLOAD_PAUSE);
+    assert!(began.elapsed() >= TRANSFER_PAUSE);
+}
+
+#[tokio::test(start_paused = true)]
+async fn download_ends_when_its_caller_pauses() {
+    let (answers, _taken) = mpsc::channel(1);
+    let began = tokio::time::Instant::now();
+    send(&answers, ()).await.expect("there is room for one");
+    let ended = Refusal::from(send(&answers, ()).await.expect_err("nobody takes the first"));
+    assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("took nothing"), "{ended}");
+    assert!(began.elapsed() >= TRANSFER_PAUSE);
 }
