@@ -126,7 +126,12 @@ impl Reason {
         message: impl Into<String>,
         about: impl IntoIterator<Item = (S, String)>,
     ) -> Status {
-        let metadata: HashMap<_, _> = about.into_iter().map(|(name, value)| (name.into(), value)).collect();
+        let message = message.into();
+        let message = crate::clipped(&message, MOST_MESSAGE_BYTES);
+        let about = about.into_iter();
+        let metadata: HashMap<_, _> = about
+            .map(|(name, value)| (name.into(), crate::clipped(&value, MOST_DESCRIPTION_BYTES).into_owned()))
+            .collect();
         let mut details = ErrorDetails::with_error_info(self.as_str(), service, metadata);
         if matches!(self, Self::AllWorkersBusy | Self::TeamQueueFull | Self::Unavailable) {
             details.set_retry_info(Some(Duration::from_secs(1)));
@@ -141,7 +146,10 @@ impl fmt::Display for Reason {
     }
 }
 
-/// Most bytes of what is said about a field, which may repeat what somebody put there: errors travel in headers, which are bounded.
+/// Most bytes of a message. It may repeat what somebody sent, and errors travel in headers, of which clients read 16 KiB at most by default.
+const MOST_MESSAGE_BYTES: usize = 2000;
+
+/// Most bytes of what is said about a field, or of one thing that an error is about.
 const MOST_DESCRIPTION_BYTES: usize = 500;
 
 /// A field is missing or malformed.
