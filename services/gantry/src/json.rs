@@ -157,6 +157,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
     json!({
         "workload_id": workload.workload_id,
         "spec": workload.spec.as_ref().map(spec),
+        "abridged": workload.abridged,
         "state": words::workload_state(workload.state()),
         "submitted_at": workload.submitted_at.as_ref().map(words::instant),
         "started_at": workload.started_at.as_ref().map(words::instant),

@@ -517,6 +517,9 @@ pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
     arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }
 
+/// Of a workload of which less than all is shown.
+const ABRIDGED: &str = "more than 8 KiB, of which arguments, environment, inputs, caches and tags were not kept when it finished";
+
 /// `standing`: how it is with its worker, where that is not as it should be.
 fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, String)> {
     let spec = workload.spec.clone().unwrap_or_default();
@@ -546,6 +549,7 @@ fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, St
         ("end", words::end(workload)),
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
         ("command", plain(&command(Some(&spec)), 1000)),
+        ("spec", if workload.abridged { ABRIDGED.to_owned() } else { String::new() }),
         ("platform", plain(&spec.platform, 100)),
         ("tags", plain(&spec.tags.join(" "), 1000)),
         ("reserves", spec.requests.as_ref().map(lease::amounts).unwrap_or_default()),

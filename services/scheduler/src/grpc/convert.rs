@@ -125,6 +125,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         usage: ending.as_ref().and_then(|ending| ending.usage.as_ref()).map(rpc::usage),
         retried: workload.retried,
         stopping: workload.stopping.map(stop_reason).unwrap_or_default(),
+        abridged: workload.abridged,
     }
 }
 

@@ -36,6 +36,8 @@ pub(crate) struct Workload {
     pub(crate) retried: u32,
     /// Why its attempt shall stop that has not.
     pub(crate) stopping: Option<StopReason>,
+    /// Whether part of its spec was not kept.
+    pub(crate) abridged: bool,
 }
 
 /// These rows, in their order, with what their leases say.
@@ -62,6 +64,7 @@ pub(crate) async fn view(db: &impl ConnectionTrait, rows: Vec<Model>) -> Result<
             waiting_for: if pending { from_json(&row.waiting_for)? } else { vec![] },
             retried: u32::try_from(row.retried).unwrap_or(0),
             stopping: stopping.get(&row.id).copied(),
+            abridged: finished && blake3::hash(&row.spec).as_bytes().as_slice() != row.spec_digest,
         })
     };
     rows.into_iter().map(view).collect()
