@@ -163,12 +163,31 @@ async fn private_network_does_not_reach_the_machine() {
 }
 
 #[tokio::test]
+async fn container_has_a_share_of_the_connections_that_the_machine_can_follow() {
+    let Some(subject) = HostSubject::new() else { return };
+    let outside = Outside::new(5);
+    let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").expect("the kernel's limit");
+    let share = most.trim().parse::<u32>().expect("a number") / 32;
+    // Each datagram to another port is a connection to the kernel.
+    let flood = format!(
+        "python3 -c 'import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nfor i in range({}): s.sendto(b\"\", (\"{}\", 1 + i % 65535))'; ",
+        share + 100,
+        outside.far.ip()
+    );
+    let found = said(&subject, container(), &(flood + &connect(outside.far))).await;
+    assert!(found.contains("No route to host"), "all of its share is taken: {found}");
+    let heard = said(&subject, container(), &connect(outside.far)).await;
+    assert_eq!(heard, format!("you are {}\n", outside.near), "another container has its own share");
+}
+
+#[tokio::test]
 async fn private_networks_do_not_reach_each_other() {
     let Some(subject) = HostSubject::new() else { return };
     let outside = Outside::new(3);
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
-    let serve = "import socket\ns = socket.create_server((\"\", 4242))\nprint(socket.gethostbyname(\"localhost\"), flush=True)\nimport subprocess, sys\nopen(0).read()";
+    // It is reached from within, so that it could be reached.
+    let serve = "import socket\ns = socket.create_server((\"\", 4242))\nprint(socket.gethostbyname(\"localhost\"))\nprobe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)\nprobe.connect((\"198.51.100.1\", 1))\nsocket.create_connection((probe.getsockname()[0], 4242))\nprint(\"reached\", flush=True)\nopen(0).read()";
     let spec = ProcessSpec {
         stdin: Stdin::Attached,
         output: OutputMode::Attached,
@@ -176,7 +195,7 @@ async fn private_networks_do_not_reach_each_other() {
     };
     let process = runtime.started(handle, spec).await;
     let mut attachment = runtime.attach(process, Offsets::default()).await.expect("attach");
-    read_until(&mut attachment.events, "127.0.0.1").await;
+    read_until(&mut attachment.events, "127.0.0.1\nreached").await;
     // The machine itself has a route to it.
     let routes =
         Command::new("ip").args(["-4", "route", "show", "proto", "static"]).output().expect("run ip");
@@ -190,10 +209,8 @@ async fn private_networks_do_not_reach_each_other() {
     let found = said(&subject, container(), &connect(address)).await;
     assert!(found.contains("No route to host"), "{found}");
     assert!(!outside.reaches(address), "from another machine that sends packets by way of this one");
-    assert!(
-        std::net::TcpStream::connect(address).is_ok(),
-        "the machine reaches it, so that it could be reached"
-    );
+    let refused = std::net::TcpStream::connect(address).expect_err("users of the machine do not either");
+    assert_eq!(refused.kind(), std::io::ErrorKind::HostUnreachable, "{refused}");
     runtime.destroy_container(handle).await.expect("destroy");
 }
 

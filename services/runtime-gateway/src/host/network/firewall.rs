@@ -1,9 +1,11 @@
-//! The packet filter around private networks: one table of `nf_tables`, replaced as a whole.
+//! The packet filter around private networks: one table of `nf_tables`, whose rules are replaced together. What was counted stays.
 //!
 //! ```text
 //! input    from a container: answers, and questions for names at the resolver's address
 //! forward  from a container: not to other containers, not to link-local addresses (where clouds serve credentials)
 //!          to a container:   only answers
+//! both     from a container: no connection beyond its share of those that the machine can follow
+//! output   to a container:   only answers
 //! source   from the pool of addresses: leaves with the machine's own address
 //! ```
 //!
@@ -11,11 +13,12 @@
 //!
 //! Facts: `include/uapi/linux/netfilter/nf_tables.h`.
 
+use std::fs;
 use std::io;
 use std::net::Ipv4Addr;
 
 use super::netlink::{APPEND, Attributes, CREATE, Connection, Messages};
-use super::{PREFIX, Pool, RESOLVER};
+use super::{PREFIX, Pool};
 
 /// IPv4 and IPv6.
 const INET: u8 = 1;
@@ -24,12 +27,19 @@ const NEW_TABLE: u16 = SUBSYSTEM;
 /// The family, the version, and no resource.
 const HEADER: [u8; 4] = [INET, 0, 0, 0];
 const GET_TABLE: u16 = SUBSYSTEM | 1;
-const DELETE_TABLE: u16 = SUBSYSTEM | 2;
 const NEW_CHAIN: u16 = SUBSYSTEM | 3;
 const NEW_RULE: u16 = SUBSYSTEM | 6;
+const DELETE_RULE: u16 = SUBSYSTEM | 8;
+const NEW_SET: u16 = SUBSYSTEM | 9;
+
+/// The set of interfaces to containers, each with its connections.
+const CONNECTIONS: &str = "connections";
+/// The length of an interface's name, in bytes.
+const NAME_LENGTH: u32 = 16;
 
 const INPUT: u32 = 1;
 const FORWARD: u32 = 2;
+const OUTPUT: u32 = 3;
 const POSTROUTING: u32 = 4;
 
 /// Which part of a packet is looked at.
@@ -126,8 +136,24 @@ impl Rule {
     /// Packets of a connection that was made before, or that belong to one.
     fn answers(self) -> Self {
         const ESTABLISHED_OR_RELATED: u32 = 2 | 4;
+        self.state(ESTABLISHED_OR_RELATED)
+    }
+
+    /// The first packet of a connection, where its container has more than `most` of them already.
+    fn beyond(self, most: u32) -> Self {
+        const NEW: u32 = 8;
+        const ABOVE: u32 = 1;
+        self.state(NEW).meta(Meta::InputName).expression("dynset", |add| {
+            add.text(1, CONNECTIONS).big_endian(2, 1).big_endian(3, 0).big_endian(4, 1).nested(7, |count| {
+                count.text(1, "connlimit");
+                count.nested(2, |limit| _ = limit.big_endian(1, most).big_endian(2, ABOVE));
+            });
+        })
+    }
+
+    fn state(self, one_of: u32) -> Self {
         self.expression("ct", |ct| _ = ct.big_endian(1, 1).big_endian(2, 0))
-            .masked(&ESTABLISHED_OR_RELATED.to_ne_bytes())
+            .masked(&one_of.to_ne_bytes())
             .compared(false, &[0; 4])
     }
 
@@ -159,11 +185,11 @@ impl Firewall {
         Connection::open(libc::NETLINK_NETFILTER).map(Self)
     }
 
-    /// Makes the table, or replaces it.
+    /// Makes the table, or replaces its rules.
     ///
     /// Errors: the kernel has no `nf_tables`, or this process may not change them (`CAP_NET_ADMIN`).
     pub(super) fn install(&self, pool: Pool) -> io::Result<()> {
-        self.0.send(&table(pool))
+        self.0.send(&table(pool, share()))
     }
 
     /// Makes the table if another program has removed it.
@@ -181,7 +207,15 @@ fn name(pool: Pool) -> String {
     format!("gantry-{pool}").replace(['/', '.'], "-")
 }
 
-fn table(pool: Pool) -> Messages {
+/// How many connections a container may have at a time: a 32nd of what the machine can follow.
+fn share() -> u32 {
+    const USUAL: u32 = 262_144;
+    let most = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max");
+    // Without the setting nothing is followed yet.
+    most.ok().and_then(|most| most.trim().parse().ok()).unwrap_or(USUAL) / 32
+}
+
+fn table(pool: Pool, connections: u32) -> Messages {
     let (name, header) = (name(pool), HEADER);
     // Its third and fourth bytes name the subsystem, in network order.
     let batch = [0, 0, 0, 10];
@@ -193,31 +227,48 @@ fn table(pool: Pool) -> Messages {
                 new.text(1, &name).text(3, chain).text(7, kind);
                 new.nested(4, |at| _ = at.big_endian(1, hook).big_endian(2, priority));
             });
+            messages.add(DELETE_RULE, 0, &header, |all| _ = all.text(1, &name).text(2, chain));
             for Rule(expressions) in rules {
                 messages.add(NEW_RULE, CREATE | APPEND, &header, |new| {
                     new.text(1, &name).text(2, chain).nested(4, |list| _ = list.append(expressions));
                 });
             }
         };
-    // Made before it is deleted, so that the deletion always finds one.
-    for (kind, flags) in [(NEW_TABLE, CREATE), (DELETE_TABLE, 0), (NEW_TABLE, CREATE)] {
-        messages.add(kind, flags, &header, |table| _ = table.text(1, &name));
-    }
+    messages.add(NEW_TABLE, CREATE, &header, |table| _ = table.text(1, &name));
+    // An interface leaves the set with the last of its connections.
+    messages.add(NEW_SET, CREATE, &header, |set| {
+        const CHANGED_BY_RULES: u32 = 0x20;
+        const INTERFACE_NAME: u32 = 41;
+        set.text(1, &name).text(2, CONNECTIONS).big_endian(3, CHANGED_BY_RULES).big_endian(4, INTERFACE_NAME);
+        set.big_endian(5, NAME_LENGTH).nested(9, |size| _ = size.big_endian(1, 1 << 16)).big_endian(10, 1);
+    });
+    let beyond = || Rule::default().input_is_container().beyond(connections).reject();
     let names = |protocol| {
-        Rule::default().input_is_container().destination_in(RESOLVER, 32).port_is(protocol, 53).accept()
+        Rule::default()
+            .input_is_container()
+            .destination_in(pool.resolver(), 32)
+            .port_is(protocol, 53)
+            .accept()
     };
     let udp = u8::try_from(libc::IPPROTO_UDP).unwrap_or(17);
     let tcp = u8::try_from(libc::IPPROTO_TCP).unwrap_or(6);
     let answers = Rule::default().input_is_container().answers().accept();
-    let input = vec![answers, names(udp), names(tcp), Rule::default().input_is_container().reject()];
+    let input =
+        vec![answers, beyond(), names(udp), names(tcp), Rule::default().input_is_container().reject()];
     chain(&mut messages, "input", "filter", INPUT, 0, input);
     let forward = vec![
         Rule::default().input_is_container().output_is_container(true).reject(),
         Rule::default().input_is_container().destination_in(Ipv4Addr::new(169, 254, 0, 0), 16).reject(),
+        beyond(),
         Rule::default().output_is_container(true).answers().accept(),
         Rule::default().output_is_container(true).reject(),
     ];
     chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
+    let output = vec![
+        Rule::default().output_is_container(true).answers().accept(),
+        Rule::default().output_is_container(true).reject(),
+    ];
+    chain(&mut messages, "output", "filter", OUTPUT, 0, output);
     let source =
         vec![Rule::default().source_in(pool.network, pool.bits).output_is_container(false).masquerade()];
     chain(&mut messages, "postrouting", "nat", POSTROUTING, 100, source);

@@ -31,8 +31,6 @@ use netlink::{CREATE, Connection, EXCLUSIVE, Messages};
 
 /// What the names of the machine's interfaces to containers start with.
 const PREFIX: &str = "gantry";
-/// The machine's end of every pair: where containers send packets, and ask for names.
-pub(super) const RESOLVER: Ipv4Addr = Ipv4Addr::new(169, 254, 213, 1);
 /// What the container's interface is called.
 const INSIDE: &str = "eth0";
 /// How many addresses are tried before a container is refused for want of one.
@@ -78,6 +76,14 @@ impl fmt::Display for Pool {
 impl Pool {
     fn size(self) -> u32 {
         1 << (32 - u32::from(self.bits))
+    }
+
+    /// The machine's end of every pair: where containers send packets, and ask for names. Pools of one machine rarely have the same, so that
+    /// questions reach a gateway that answers them.
+    fn resolver(self) -> Ipv4Addr {
+        let [_, second, third, _] = self.network.octets();
+        // Clouds have services in 169.254.169.0/24.
+        Ipv4Addr::new(169, 254, 192 | second & 63, 1 + third % 253)
     }
 
     /// Whether an address is one of a container.
@@ -172,7 +178,7 @@ pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()>
     let routes = &machine.routes;
     add_pair(routes, &name, Some(std::process::id()))?;
     let outside = routes.index_of(&name)?;
-    add_address(routes, outside, RESOLVER)?;
+    add_address(routes, outside, pool.resolver())?;
     set_up(routes, outside, machine.mtu)?;
     let address = (0..TRIES.min(pool.size()))
         // What runs for long may still have the address of an interface that was made long ago.
@@ -187,8 +193,8 @@ pub(super) fn connect(machine: &Machine, pool: Pool, id: &str) -> io::Result<()>
     let inside = own.index_of(INSIDE)?;
     add_address(&own, inside, address)?;
     set_up(&own, inside, machine.mtu)?;
-    add_route(&own, inside, Some(RESOLVER), None, 0)?;
-    add_route(&own, inside, None, Some(RESOLVER), 0)?;
+    add_route(&own, inside, Some(pool.resolver()), None, 0)?;
+    add_route(&own, inside, None, Some(pool.resolver()), 0)?;
     // Without the right to raw packets, `ping` needs this. Where settings are read-only, it does not work.
     if let Err(error) = fs::write("/proc/sys/net/ipv4/ping_group_range", "0 2147483647") {
         eprintln!("supervisor: no ping in this container: {error}");
@@ -380,6 +386,16 @@ mod tests {
         assert_eq!(pool.address(253), Ipv4Addr::new(10, 1, 2, 254));
         assert_eq!(pool.address(254), Ipv4Addr::new(10, 1, 2, 1));
         assert_eq!(pool.address(u32::MAX), pool.address(u32::MAX % 254));
+    }
+
+    #[test]
+    fn pools_ask_for_names_at_different_addresses() {
+        let resolver = |pool: &str| pool.parse::<Pool>().expect("a pool").resolver();
+        assert_eq!(Pool::default().resolver(), Ipv4Addr::new(169, 254, 213, 1));
+        assert_eq!(resolver("10.214.7.0/24"), Ipv4Addr::new(169, 254, 214, 8));
+        for pool in ["10.169.253.0/24", "10.41.253.0/24"] {
+            assert_eq!(resolver(pool), Ipv4Addr::new(169, 254, 233, 1), "no address of a cloud");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! A container asks the name servers that the machine asks, as long as it can reach them. It cannot reach those on the machine
 //! itself (`systemd-resolved`, `dnsmasq`, the one of a container engine), nor those with an IPv6 address. Then it asks
-//! [`super::RESOLVER`], where every gateway of the machine passes questions on and answers back.
+//! [`Pool::resolver`], where every gateway with that pool passes questions on and answers back.
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use tokio_util::task::TaskTracker;
 
-use super::{Pool, RESOLVER};
+use super::Pool;
 use crate::locks::held;
 
 const FILE: &str = "/etc/resolv.conf";
@@ -33,7 +33,7 @@ const CONNECTION: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// The `resolv.conf` of a container with a private network.
-pub(in crate::host) fn configuration() -> String {
+pub(in crate::host) fn configuration(pool: Pool) -> String {
     let own = fs::read_to_string(FILE).unwrap_or_default();
     let behind = fs::read_to_string(BEHIND_RESOLVED).ok();
     for text in [Some(&own), behind.as_ref()].into_iter().flatten() {
@@ -43,7 +43,7 @@ pub(in crate::host) fn configuration() -> String {
         }
     }
     let rest = own.lines().filter(|line| !is_name_server(line)).map(|line| format!("{line}\n"));
-    format!("nameserver {RESOLVER}\n{}", rest.collect::<String>())
+    format!("nameserver {}\n{}", pool.resolver(), rest.collect::<String>())
 }
 
 fn is_name_server(line: &str) -> bool {
@@ -102,8 +102,9 @@ impl Drop for Share {
 
 /// Answers questions of containers, whose addresses are in `pool`, until this future is dropped. Several gateways share the address.
 pub(in crate::host) async fn serve(pool: Pool) -> io::Result<()> {
-    let questions = tokio::net::UdpSocket::from_std(UdpSocket::from(bound(libc::SOCK_DGRAM)?))?;
-    let listener = std::net::TcpListener::from(bound(libc::SOCK_STREAM)?);
+    let questions =
+        tokio::net::UdpSocket::from_std(UdpSocket::from(bound(pool.resolver(), libc::SOCK_DGRAM)?))?;
+    let listener = std::net::TcpListener::from(bound(pool.resolver(), libc::SOCK_STREAM)?);
     let connections = tokio::net::TcpListener::from_std(listener)?;
     let (questions, tasks) = (Arc::new(questions), TaskTracker::new());
     let (asking, connected) = (Shares::new(QUESTIONS), Shares::new(CONNECTIONS));
@@ -194,7 +195,7 @@ async fn pass_on(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
 }
 
 /// A socket at the resolver's address, which need not be there yet, and which others may have too.
-fn bound(kind: libc::c_int) -> io::Result<OwnedFd> {
+fn bound(address: Ipv4Addr, kind: libc::c_int) -> io::Result<OwnedFd> {
     let call = |result: libc::c_int| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) };
     let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: takes no pointers, and the descriptor is new.
@@ -210,15 +211,16 @@ fn bound(kind: libc::c_int) -> io::Result<OwnedFd> {
         // SAFETY: the value has the size that is said.
         call(unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, value, size(size_of_val(&on))) })?;
     }
-    let address = libc::sockaddr_in {
+    let place = libc::sockaddr_in {
         sin_family: libc::sa_family_t::try_from(libc::AF_INET).unwrap_or(2),
         sin_port: PORT.to_be(),
-        sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(RESOLVER.octets()) },
+        sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(address.octets()) },
         sin_zero: [0; 8],
     };
-    let place = (&raw const address).cast();
+    let length = size(size_of_val(&place));
+    let place = (&raw const place).cast();
     // SAFETY: the address has the size that is said.
-    call(unsafe { libc::bind(socket.as_raw_fd(), place, size(size_of_val(&address))) })?;
+    call(unsafe { libc::bind(socket.as_raw_fd(), place, length) })?;
     if kind == libc::SOCK_STREAM {
         // SAFETY: takes no pointers.
         call(unsafe { libc::listen(socket.as_raw_fd(), 128) })?;

@@ -68,7 +68,7 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
     let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
     let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
     // Which servers are out of reach is a question about the machine's network.
-    let resolver = resolver(container);
+    let resolver = resolver(container, launch.network_pool);
     enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
 
     let users = launch
@@ -324,9 +324,9 @@ fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// The `resolv.conf` of a container. `None`: it resolves no names, or the machine itself has none.
-fn resolver(container: &Container) -> Option<String> {
+fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String> {
     match container.network {
-        OwnNetwork::Private => Some(network::resolver::configuration()),
+        OwnNetwork::Private => pool.map(network::resolver::configuration),
         OwnNetwork::Host => fs::read_to_string(RESOLVER).ok(),
         OwnNetwork::None => None,
     }

@@ -101,6 +101,9 @@ const OOM_SCORE: i32 = 500;
 /// The group of terminals, by convention.
 const TERMINALS: u32 = 5;
 
+/// Pseudo-terminals of one container. All that are not the machine's own share `kernel.pty.max`, usually 4,096.
+const TERMINALS_AT_MOST: &str = "max=512";
+
 /// Where containers look for their groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
@@ -162,7 +165,7 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
         mount(
             "/dev/pts",
             "devpts",
-            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", &terminals],
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", TERMINALS_AT_MOST, &terminals],
         ),
         mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", SHARED_MEMORY, uid, gid]),
         mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
