@@ -247,7 +247,7 @@ pub enum Exit {
     Code(u8),
     /// This signal ended it.
     Signal(u8),
-    /// The kernel killed it for the container's memory limit.
+    /// It was killed for the container's memory limit, or because the machine had no memory left.
     OutOfMemory,
 }
 

@@ -70,6 +70,8 @@ pub(super) enum Request {
     AwaitEnd,
     /// Kill everything, and say why it ended: to keep the disk usable.
     EndForDisk(String),
+    /// Kill everything, as for want of memory.
+    EndForMemory,
 }
 
 /// What a supervisor answers.
@@ -159,6 +161,7 @@ impl Request {
                 out.push(11);
                 out.extend_from_slice(why.as_bytes());
             }
+            Self::EndForMemory => out.push(12),
         }
         let length = u32::try_from(out.len() - 4).unwrap_or(u32::MAX);
         out[..4].copy_from_slice(&length.to_le_bytes());
@@ -186,6 +189,7 @@ impl Request {
             9 => Self::Look,
             10 => Self::AwaitEnd,
             11 => Self::EndForDisk(String::from_utf8_lossy(fields.0).into_owned()),
+            12 => Self::EndForMemory,
             _ => return None,
         })
     }
@@ -303,6 +307,7 @@ mod tests {
             Request::Look,
             Request::AwaitEnd,
             Request::EndForDisk("full".to_owned()),
+            Request::EndForMemory,
         ];
         for request in requests {
             assert_eq!(Request::decode(&request.encode()[4..]), Some(request));

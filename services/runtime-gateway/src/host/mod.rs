@@ -37,6 +37,7 @@ mod disk_guard;
 mod files;
 mod hold;
 mod image;
+mod memory_guard;
 mod mounts;
 mod network;
 mod policy;
@@ -254,7 +255,7 @@ impl HostRuntime {
 
     /// Does what running containers need of this process. Ends only by being dropped.
     pub async fn look_after_containers(self: Arc<Self>) {
-        tokio::join!(self.clone().serve_names(), self.guard_disk());
+        tokio::join!(self.clone().serve_names(), self.clone().guard_memory(), self.guard_disk());
     }
 
     /// Answers questions for names of containers with a private network. Ends only by being dropped.

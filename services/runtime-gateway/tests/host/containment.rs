@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use domain::workload::{Exit, OutputMode, Stdin};
-use runtime::{ContainerSpec, Offsets, ProcessSpec, Runtime};
+use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Runtime};
 use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
 use rustix::fs::{CWD, FileType, Mode};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until};
@@ -168,6 +168,40 @@ async fn fork_bomb_ends_as_its_own_failure() {
     runtime.destroy_container(handle).await.expect("destroy");
 }
 
+/// Keeps some 100 MiB of answers in netlink sockets, until no more can be opened.
+const KEEP_IN_NETLINK: &str = r#"ulimit -n 4096 && exec python3 -c '
+import socket, struct, time
+request = struct.pack("=IHHII", 4016, 16, 5, 0, 0) + bytes(4000)
+sockets = []
+while len(sockets) < 4000 and sum(int(l.split()[4]) for l in list(open("/proc/net/netlink"))[1:]) < 100 << 20:
+    s = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 30)
+    sockets.append(s)
+    for _ in range(2000): s.send(request)
+time.sleep(600)'"#;
+
+#[tokio::test]
+async fn container_that_keeps_memory_in_netlink_sockets_is_ended() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let modest = runtime.made(container()).await;
+    let modest = runtime.started(modest, shell("exec sleep 600")).await;
+    let greedy = runtime.made(container()).await;
+    let greedy = runtime.started(greedy, shell(KEEP_IN_NETLINK)).await;
+    // As if the machine had no memory left.
+    let guard = subject.host().guard_available_memory(u64::MAX);
+    let ended = tokio::select! {
+        () = guard => panic!("the guard never ends"),
+        ended = runtime.ended(greedy) => ended,
+    };
+    assert!(matches!(ended, Ended::Exited { exit: Exit::OutOfMemory, stopped: false }), "{ended:?}");
+    let state = runtime.process(modest).await.expect("a state");
+    assert!(matches!(state, runtime::ProcessState::Started), "{state:?}");
+    for handle in runtime.list().await.expect("list").containers {
+        runtime.destroy_container(handle).await.expect("destroy");
+    }
+}
+
 #[tokio::test]
 async fn container_without_limit_cannot_take_all_memory() {
     if HostSubject::new().is_none() {
@@ -195,6 +229,15 @@ async fn memory_file_systems_are_bounded() {
         let line = table.lines().find(|line| line.split(' ').nth(4) == Some(at)).unwrap_or_default();
         assert!(line.contains("size="), "{at}: {line}");
     }
+}
+
+#[tokio::test]
+async fn container_has_a_share_of_the_pseudo_terminals() {
+    let Some(subject) = HostSubject::new() else { return };
+    let script = "ulimit -n 2048 && exec python3 -c 'import os\nwhile True: os.open(\"/dev/ptmx\", os.O_RDWR); print(end=\".\")'";
+    let said = said(&subject, container(), script).await;
+    assert_eq!(said.chars().take_while(|each| *each == '.').count(), 512, "{said}");
+    assert!(said.contains("No space left on device"), "{said}");
 }
 
 /// Tries to change the program that the command `/proc/self/exe` runs, which is the supervisor's.

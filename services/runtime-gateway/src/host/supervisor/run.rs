@@ -116,6 +116,8 @@ pub(super) struct Running {
     stopped: bool,
     /// Why everything was killed, if that was to keep the disk usable.
     ended_for_disk: Option<String>,
+    /// Whether it was ended because it keeps memory that is not counted.
+    ended_for_memory: bool,
 }
 
 impl Running {
@@ -159,6 +161,7 @@ impl Running {
             kill_at: None,
             stopped: false,
             ended_for_disk: None,
+            ended_for_memory: false,
         })
     }
 
@@ -350,6 +353,11 @@ impl Running {
                 self.stop(Duration::ZERO)?;
                 self.mind_the_time()?;
             }
+            Request::EndForMemory => {
+                self.ended_for_memory = true;
+                self.stop(Duration::ZERO)?;
+                self.mind_the_time()?;
+            }
             Request::Contact { sent, stop_after } => {
                 // Messages may overtake each other.
                 if *sent >= self.contact {
@@ -491,12 +499,12 @@ impl Running {
     }
 
     fn end(&self, init_signal: Option<u8>) -> End {
-        let stopped = self.stopped;
+        let stopped = self.stopped && !self.ended_for_memory;
         let killed = u8::try_from(libc::SIGKILL).unwrap_or(9);
         if let Some(why) = &self.ended_for_disk {
             return End::unknown(FailureReason::DiskFull, why);
         }
-        let out_of_memory = || self.cgroups.out_of_memory_kills(&self.cgroup) > 0;
+        let out_of_memory = || self.ended_for_memory || self.cgroups.out_of_memory_kills(&self.cgroup) > 0;
         match self.report {
             // A shell says so of the program that it ran.
             Some(Report::Code(code)) if code == 128 + killed && out_of_memory() => {

@@ -1,8 +1,9 @@
 //! System calls that a container may make: the list of the common engines' default profile, by name, and nothing else.
 //!
-//! Two filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
+//! Three filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
 //! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, and to calls newer than
-//! the list, so that libraries fall back to what they used before. Only the machine's native calling convention is allowed.
+//! the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to sockets of a family that is not listed. Only the
+//! machine's native calling convention is allowed.
 
 use std::collections::BTreeMap;
 
@@ -52,7 +53,7 @@ const ALLOWED: &[i64] = calls![
     SYS_semtimedop SYS_sendfile SYS_sendmmsg SYS_sendmsg SYS_sendto SYS_set_robust_list SYS_set_tid_address
     SYS_setfsgid SYS_setfsuid SYS_setgid SYS_setgroups SYS_setitimer SYS_setpgid SYS_setpriority SYS_setregid
     SYS_setresgid SYS_setresuid SYS_setreuid SYS_setrlimit SYS_setsid SYS_setsockopt SYS_setuid SYS_setxattr
-    SYS_shmat SYS_shmctl SYS_shmdt SYS_shmget SYS_shutdown SYS_sigaltstack SYS_signalfd4 SYS_socketpair SYS_splice
+    SYS_shmat SYS_shmctl SYS_shmdt SYS_shmget SYS_shutdown SYS_sigaltstack SYS_signalfd4 SYS_socket SYS_socketpair SYS_splice
     SYS_statfs SYS_statx SYS_symlinkat SYS_sync SYS_sync_file_range SYS_syncfs SYS_sysinfo SYS_tee SYS_tgkill
     SYS_timer_create SYS_timer_delete SYS_timer_getoverrun SYS_timer_gettime SYS_timer_settime SYS_timerfd_create
     SYS_timerfd_gettime SYS_timerfd_settime SYS_times SYS_tkill SYS_truncate SYS_umask SYS_uname SYS_unlinkat
@@ -92,32 +93,67 @@ pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     let personalities = [0, 0x8, 0x2_0000, 0x2_0008, 0xffff_ffff];
     let personalities = personalities.into_iter().map(|personality| is(0, personality));
     rules.insert(libc::SYS_personality, personalities.collect::<Result<_, _>>()?);
-    // Sockets to the hypervisor lead past every network namespace.
-    let vsock = u64::from(libc::AF_VSOCK.unsigned_abs());
-    for call in [libc::SYS_socket, libc::SYS_socketpair] {
-        rules.insert(call, vec![only(0, int.clone(), SeccompCmpOp::Ne, vsock)?]);
-    }
 
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let listed = SeccompFilter::new(rules, refused, SeccompAction::Allow, architecture)?;
-    Ok(vec![listed.try_into()?, unknown()])
+    Ok(vec![listed.try_into()?, unknown(), sockets()])
+}
+
+const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+
+/// Where a filter sees the number of the call.
+const CALL: u32 = 0;
+
+/// Where a filter sees the lower half of an argument, which is all that the kernel takes of an `int`.
+const fn argument(number: u32) -> u32 {
+    16 + 8 * number
+}
+
+fn instruction(code: u16, jt: u8, jf: u8, k: u32) -> sock_filter {
+    sock_filter { code, jt, jf, k }
+}
+
+const fn refused_with(errno: libc::c_int) -> u32 {
+    libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()
 }
 
 /// `ENOSYS` for `clone3` and for what is newer than the list.
 fn unknown() -> BpfProgram {
-    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-    const AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
-    const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
-    let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS.unsigned_abs();
     let clone3 = u32::try_from(libc::SYS_clone3).unwrap_or(0);
-    let instruction = |code, jt, jf, k| sock_filter { code, jt, jf, k };
     vec![
-        // The number of the call comes first in what a filter sees.
-        instruction(LOAD, 0, 0, 0),
+        instruction(LOAD, 0, 0, CALL),
         instruction(AT_LEAST, 1, 0, NEWEST + 1),
         instruction(EQUAL, 0, 1, clone3),
-        instruction(RETURN, 0, 0, missing),
+        instruction(RETURN, 0, 0, refused_with(libc::ENOSYS)),
+        instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ]
+}
+
+/// `EAFNOSUPPORT` for sockets other than those of this machine and of IP, and of netlink for addresses, routes, statistics of sockets, and events
+/// of devices.
+///
+/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts. Most of the
+/// other families are not used in containers, and are code of the kernel that everybody could reach.
+fn sockets() -> BpfProgram {
+    let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
+    let family = |family: libc::c_int| family.unsigned_abs();
+    vec![
+        instruction(LOAD, 0, 0, CALL),
+        instruction(EQUAL, 1, 0, number(libc::SYS_socket)),
+        instruction(EQUAL, 0, 10, number(libc::SYS_socketpair)),
+        instruction(LOAD, 0, 0, argument(0)),
+        instruction(EQUAL, 8, 0, family(libc::AF_UNIX)),
+        instruction(EQUAL, 7, 0, family(libc::AF_INET)),
+        instruction(EQUAL, 6, 0, family(libc::AF_INET6)),
+        instruction(EQUAL, 0, 4, family(libc::AF_NETLINK)),
+        instruction(LOAD, 0, 0, argument(2)),
+        instruction(EQUAL, 3, 0, family(libc::NETLINK_ROUTE)),
+        instruction(EQUAL, 2, 0, family(libc::NETLINK_SOCK_DIAG)),
+        instruction(EQUAL, 1, 0, family(libc::NETLINK_KOBJECT_UEVENT)),
+        instruction(RETURN, 0, 0, refused_with(libc::EAFNOSUPPORT)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
 }
@@ -128,7 +164,7 @@ mod tests {
 
     #[test]
     fn the_filters_compile_and_what_breaks_out_is_not_listed() -> Result<(), seccompiler::BackendError> {
-        assert_eq!(filters()?.len(), 2);
+        assert_eq!(filters()?.len(), 3);
         let refused = calls![
             SYS_mount SYS_umount2 SYS_pivot_root SYS_setns SYS_unshare SYS_kexec_load SYS_init_module
             SYS_finit_module SYS_delete_module SYS_bpf SYS_perf_event_open SYS_keyctl SYS_add_key SYS_request_key

@@ -1,0 +1,122 @@
+//! The memory guard: ends the container that keeps the most in netlink sockets when the machine's memory is nearly exhausted.
+//!
+//! Answers of the kernel that wait in netlink sockets are memory that no control group counts (`net/netlink/af_netlink.c` allocates them without
+//! `__GFP_ACCOUNT`), and a process may have many such sockets. The kernel would end processes by what they take themselves, and so others.
+
+use std::fs;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::{AttemptId, chain};
+use runtime::RuntimeError;
+
+use super::control::Request;
+use super::processes::{Process, Status};
+use super::record::OwnNetwork;
+use super::{Host, HostRuntime};
+use crate::blocking::blocking;
+use crate::locks::held;
+
+/// Pause between two looks at the available memory.
+const INTERVAL: Duration = Duration::from_millis(250);
+/// The part of the machine's memory that is kept available: one in so many.
+const AVAILABLE: u64 = 16;
+/// The most of it, in bytes.
+const MOST_AVAILABLE: u64 = 1 << 30;
+/// A container that keeps less than this in netlink sockets is not the cause.
+const MODEST: u64 = 64 << 20;
+
+impl HostRuntime {
+    /// Keeps some of the machine's memory available, if containers keep it in netlink sockets. Ends only by being dropped.
+    pub(super) async fn guard_memory(self: Arc<Self>) {
+        let total = memory("MemTotal").unwrap_or(0);
+        self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
+    }
+
+    /// The same, with that many bytes kept available.
+    pub async fn guard_available_memory(self: Arc<Self>, reserve: u64) {
+        loop {
+            let host = Arc::clone(&self.host);
+            let done = match blocking(move || host.choose_to_end_for_memory(reserve)).await {
+                Ok(None) => Ok(()),
+                Ok(Some((id, bytes))) => {
+                    let kept = format!("{} MiB", bytes >> 20);
+                    tracing::warn!(process.id = %id, kept, "ending a container that keeps the machine's memory in netlink sockets");
+                    self.end_for_memory(id).await
+                }
+                Err(error) => Err(error),
+            };
+            if let Err(error) = done {
+                tracing::warn!(error = chain(&error), "cannot keep memory available");
+            }
+            tokio::time::sleep(INTERVAL).await;
+        }
+    }
+
+    async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
+        let process = self.host.find(process)?;
+        self.host.tell(&process, &Request::EndForMemory).await.map(drop)
+    }
+}
+
+impl Host {
+    /// The process to end because the machine's memory is nearly exhausted, and what it keeps.
+    fn choose_to_end_for_memory(&self, reserve: u64) -> Result<Option<(AttemptId, u64)>, RuntimeError> {
+        if memory("MemAvailable").is_none_or(|available| available >= reserve) {
+            return Ok(None);
+        }
+        let processes: Vec<_> =
+            held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        let mut most = None;
+        for (id, container) in processes {
+            let process = Process::new(self, container, id);
+            // In the machine's network others have sockets, too.
+            let is_alone = self
+                .read_container(container)?
+                .is_some_and(|container| container.network != OwnNetwork::Host);
+            if is_alone && matches!(self.status(&process), Ok(Status::Started)) {
+                let pid = self.cgroups.processes(&process.cgroup()).into_iter().next();
+                // It may have ended.
+                let kept = pid.and_then(|pid| in_netlink(pid).ok()).unwrap_or(0);
+                most = most.max(Some((kept, id)));
+            }
+        }
+        Ok(most.filter(|(kept, _)| *kept >= MODEST).map(|(kept, id)| (id, kept)))
+    }
+}
+
+/// Bytes of memory of the machine, by their name in `/proc/meminfo`.
+fn memory(name: &str) -> Option<u64> {
+    let text = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// Bytes that wait in the netlink sockets of the network of a process.
+fn in_netlink(pid: u32) -> io::Result<u64> {
+    let table = fs::read_to_string(format!("/proc/{pid}/net/netlink"))?;
+    Ok(waiting(&table))
+}
+
+/// The sum of the column `Rmem`.
+fn waiting(table: &str) -> u64 {
+    let column = |line: &str| line.split_whitespace().nth(4)?.parse::<u64>().ok();
+    table.lines().skip(1).filter_map(column).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_waits_in_netlink_sockets_is_summed() {
+        let table = "sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
+            0000000000000000 0   0          00000000 0        0        0     2        0        7       \n\
+            0000000000000000 0   3152       00000000 8388864  0        0     2        19       90123   \n\
+            0000000000000000 2   3153       00000000 1000     0        0     2        0        90124   \n";
+        assert_eq!(waiting(table), 8_389_864);
+        assert_eq!(waiting(""), 0);
+        assert!(memory("MemTotal") > memory("MemAvailable"));
+    }
+}
