@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::AttemptId;
-use domain::workload::{FailureReason, Network, OutputMode, Stdin};
-use runtime::{ContainerSpec, Offsets, ProcessSpec, Root, Runtime};
+use domain::workload::{Exit, FailureReason, Network, OutputMode, Stdin};
+use runtime::{ContainerSpec, Ended, Offsets, ProcessSpec, Root, Runtime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process, read_until, until};
 
 use super::subject::HostSubject;
@@ -208,6 +208,48 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
         let seen = directory(&*runtime, root).await.join("rootfs");
         assert_eq!(owners(&seen, &["new", "bin/sh", "home", "work"]), [(5, 6), (5, 6), (1000, 1000), (0, 0)]);
     }
+}
+
+/// A service that names users, as the C library loads it. It ends whoever does.
+const SERVICE: &str =
+    "#include <unistd.h>\n__attribute__((constructor)) static void loaded(void) { _exit(1); }";
+
+#[tokio::test]
+async fn image_names_no_code_or_file_that_its_supervisor_uses() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let image = runtime.volume().await;
+    let rootfs = directory(&*runtime, image).await.join("rootfs");
+    copy_program("/bin/true", &rootfs);
+    fs::create_dir(rootfs.join("etc")).expect("make");
+    fs::write(rootfs.join("etc/nsswitch.conf"), "passwd: evil files\ngroup: evil files\nhosts: evil\n")
+        .expect("write");
+    let named = std::process::Command::new("mkfifo").arg(rootfs.join("etc/passwd")).status();
+    assert!(named.expect("run mkfifo").success());
+    // Wherever it is looked for.
+    let linked = std::process::Command::new("ldd").arg("/bin/true").output().expect("run ldd");
+    let linked = String::from_utf8(linked.stdout).expect("text");
+    let library = linked.split_whitespace().find(|word| word.starts_with('/')).expect("a library");
+    let at = rootfs.join(library.trim_start_matches('/')).with_file_name("libnss_evil.so.2");
+    fs::write(rootfs.join("service.c"), SERVICE).expect("write");
+    let compiled = std::process::Command::new("cc")
+        .args(["-shared", "-fPIC", "-o"])
+        .arg(at)
+        .arg(rootfs.join("service.c"))
+        .status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        eprintln!("not applicable: no C compiler");
+        return;
+    }
+    let spec = ContainerSpec { root: Root::Volume(image), ..container() };
+    let process = process(&["/bin/true".to_owned()]);
+    let said = tokio::time::timeout(std::time::Duration::from_secs(60), runtime.ran(spec, process)).await;
+    let said = said.expect("nothing waits for a pipe of the image");
+    let ended = said.ended;
+    assert!(
+        matches!(ended, Some(Ended::Exited { exit: Exit::Code(0), .. })),
+        "the supervisor ran code of the image: {ended:?}"
+    );
 }
 
 #[tokio::test]

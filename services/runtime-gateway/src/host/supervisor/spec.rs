@@ -185,9 +185,10 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
         "process": {
             "terminal": false,
             "cwd": "/",
-            // Neither of these is used: our own init knows the program and its environment.
+            // Neither of these is used: our own init knows the program and its environment. Without a home, libcontainer asks the C library for
+            // that of the user, and so loads code that the image names, with the rights of the machine's root.
             "args": ["init"],
-            "env": [],
+            "env": ["HOME=/"],
             "noNewPrivileges": !container.privileged,
             "oomScoreAdj": OOM_SCORE,
             "user": user,
