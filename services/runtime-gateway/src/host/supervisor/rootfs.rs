@@ -5,7 +5,7 @@
 //! its image leads a mount elsewhere.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -332,11 +332,20 @@ fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String
     }
 }
 
+/// Most bytes of an `/etc/hosts` to which a container's own name is added.
+const MOST_HOSTS: u64 = 1 << 20;
+
 /// What a container's `/etc/hosts` says when its own name is in it. `None`: it is in it, or the file cannot be changed.
 fn hosts(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
     let mut contents = match mounts::open_in(root, Path::new("/etc/hosts"), OFlags::PATH | OFlags::NOFOLLOW) {
         Ok(found) if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode).is_file() => {
-            fs::read(format!("/proc/self/fd/{}", found.as_raw_fd()))?
+            let file = fs::File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+            let mut contents = Vec::new();
+            file.take(MOST_HOSTS + 1).read_to_end(&mut contents)?;
+            if contents.len() as u64 > MOST_HOSTS {
+                return Ok(None);
+            }
+            contents
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             b"127.0.0.1\tlocalhost\n::1\tlocalhost\n".to_vec()
