@@ -6,6 +6,7 @@
 //!
 //! Invariant: all reservations together are never more than the budget.
 
+use std::fs;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -39,13 +40,16 @@ impl Budget {
         Self { total, reserved: AtomicU64::new(0) }
     }
 
-    /// The budget of this process: half of the machine's memory, at least 512 MiB.
+    /// The budget of this process: half of the memory that it may take, at least 512 MiB.
     pub fn of_process() -> &'static Self {
         static BUDGET: OnceLock<Budget> = OnceLock::new();
         BUDGET.get_or_init(|| {
             let memory = rustix::system::sysinfo();
-            let bytes = memory.totalram.saturating_mul(u64::from(memory.mem_unit.max(1)));
-            Self::new((bytes / 2).max(LEAST))
+            let machine = memory.totalram.saturating_mul(u64::from(memory.mem_unit.max(1)));
+            let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+            let limit = |file: String| fs::read_to_string(file).ok()?.trim().parse::<u64>().ok();
+            let limits = memory_limits(&groups).filter_map(limit);
+            Self::new((limits.fold(machine, u64::min) / 2).max(LEAST))
         })
     }
 
@@ -54,6 +58,24 @@ impl Budget {
     pub fn reserved(&self) -> u64 {
         self.reserved.load(Ordering::Relaxed)
     }
+}
+
+/// The files in which the memory limits of a process are that is in these control groups: of its own groups, as the machine sees them, and of those
+/// that a container sees as the topmost ones.
+fn memory_limits(groups: &str) -> impl Iterator<Item = String> {
+    let paths = groups.lines().filter_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        match controllers {
+            "" => Some(format!("/sys/fs/cgroup{path}/memory.max")),
+            _ if controllers.split(',').any(|name| name == "memory") => {
+                Some(format!("/sys/fs/cgroup/memory{path}/memory.limit_in_bytes"))
+            }
+            _ => None,
+        }
+    });
+    let topmost = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+    paths.chain(topmost.map(str::to_owned))
 }
 
 /// What one manifest takes of a budget. Given back when it is dropped.
@@ -124,6 +146,17 @@ impl Eq for Reserved {}
 mod tests {
     use super::*;
     use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest, ManifestBuilder};
+
+    #[test]
+    fn memory_limits_are_found_in_both_hierarchies() {
+        let found = |groups| memory_limits(groups).collect::<Vec<_>>();
+        let topmost = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+        let v2 = "/sys/fs/cgroup/system.slice/memory.max";
+        assert_eq!(found("0::/system.slice\n"), [&[v2], &topmost[..]].concat());
+        let v1 = "/sys/fs/cgroup/memory/a/memory.limit_in_bytes";
+        assert_eq!(found("5:cpu:/x\n4:cpuset,memory:/a\n"), [&[v1], &topmost[..]].concat());
+        assert_eq!(found(""), topmost);
+    }
 
     fn entries(files: usize) -> Vec<Entry> {
         let entry = |path: Vec<u8>, kind| Entry {

@@ -84,23 +84,39 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
     path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// The names in a directory, in no order: at most `most` of them. `buffer` is room to work in, and is best used again.
-pub(crate) fn list(directory: &OwnedFd, buffer: &mut Vec<u8>, most: usize) -> Result<Vec<Vec<u8>>, Errno> {
+/// The names in a directory, in no order, until `keep` refuses one. `buffer` is room to work in, and is best used again.
+pub(crate) fn list(
+    directory: &OwnedFd,
+    buffer: &mut Vec<u8>,
+    mut keep: impl FnMut(&[u8]) -> bool,
+) -> Result<Vec<Vec<u8>>, Errno> {
     rustix::fs::seek(directory, rustix::fs::SeekFrom::Start(0))?;
     buffer.clear();
     buffer.reserve(32 << 10);
     let mut names = Vec::new();
     let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
-    while names.len() < most
-        && let Some(entry) = entries.next()
-    {
+    while let Some(entry) = entries.next() {
         let entry = entry?;
         let name = entry.file_name().to_bytes();
-        if name != b"." && name != b".." {
-            names.push(name.to_vec());
+        if name == b"." || name == b".." {
+            continue;
         }
+        if !keep(name) {
+            break;
+        }
+        names.push(name.to_vec());
     }
     Ok(names)
+}
+
+/// Whether a directory has no names.
+pub(crate) fn is_empty(directory: &OwnedFd) -> Result<bool, Errno> {
+    let mut empty = true;
+    list(directory, &mut Vec::new(), |_| {
+        empty = false;
+        false
+    })?;
+    Ok(empty)
 }
 
 /// What stands at a name, if anything does.

@@ -31,7 +31,7 @@ use rustix::fs::{
 use rustix::io::Errno;
 
 use crate::cache::{Content, Fingerprint, StatCache};
-use crate::dirs::{Cursor, list, make_workable, type_of};
+use crate::dirs::{Cursor, is_empty, make_workable, type_of};
 use crate::manifest::{Entry, EntryKind, Extent, Manifest, split};
 use crate::remove::{RemoveError, remove_tree};
 use crate::runs::Runs;
@@ -512,9 +512,7 @@ pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settl
 
 fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let names =
-        openat(directory, name, flags, Mode::empty()).and_then(|opened| list(&opened, &mut Vec::new(), 1));
-    names.is_ok_and(|names| names.is_empty())
+    openat(directory, name, flags, Mode::empty()).and_then(|opened| is_empty(&opened)).unwrap_or(false)
 }
 
 /// Sees to it that a directory stands at a name, and can be worked in.

@@ -31,7 +31,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use crate::dirs::{Cursor, chmod_no_follow, list};
+use crate::dirs::{Cursor, chmod_no_follow, is_empty};
 use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
 use crate::read::fill;
 use crate::runs::Runs;
@@ -238,8 +238,7 @@ impl TreeWriter {
         let words = usize::try_from(manifest.extent_count().div_ceil(64)).unwrap_or(usize::MAX);
         let root = &manifest.entries()[0];
         let cursor = Cursor::new(staging).map_err(|error| WriteError::new(root, error))?;
-        let names = list(cursor.root(), &mut Vec::new(), 1);
-        if !names.map_err(|error| WriteError::new(root, error.into()))?.is_empty() {
+        if !is_empty(cursor.root()).map_err(|error| WriteError::new(root, error.into()))? {
             return Err(WriteError::Unsafe { path: PathBuf::new() });
         }
         let caller = caller();

@@ -377,6 +377,42 @@ fn roots_that_cannot_be_scanned_are_errors() {
     assert!(matches!(refused, Err(ScanError::Manifest(InvalidManifest::TooManyEntries(1)))), "{refused:?}");
 }
 
+#[test]
+fn what_a_scan_keeps_is_reserved_before() {
+    let dir = tempdir().unwrap();
+    // Each name in the last directory has a path that is too long.
+    let mut deepest: std::os::fd::OwnedFd = fs::File::open(dir.path()).unwrap().into();
+    let component = "d".repeat(250);
+    for _ in 0..16 {
+        rustix::fs::mkdirat(&deepest, &component, 0o755.into()).unwrap();
+        let flags = rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::DIRECTORY;
+        deepest = rustix::fs::openat(&deepest, &component, flags, 0o755.into()).unwrap();
+    }
+    for n in 0..100 {
+        let name = format!("{n:0>200}");
+        rustix::fs::mkdirat(&deepest, name, 0o755.into()).unwrap();
+    }
+    let links = tempdir().unwrap();
+    let long = links.path().join("!".repeat(250));
+    fs::write(&long, b"x").unwrap();
+    for n in 0..1000 {
+        fs::hard_link(&long, links.path().join(n.to_string())).unwrap();
+    }
+    for root in [dir.path(), links.path()] {
+        let whole = scan(root, &ScanOptions::default(), None).expect("it is small");
+        let kept = whole.manifest.entries().iter().map(|entry| entry.path().as_os_str().len()).sum::<usize>();
+        let limits = Limits { encoded_bytes: kept as u64 + 100_000, ..Limits::default() };
+        let refused = scan(root, &ScanOptions { limits, ..ScanOptions::default() }, None);
+        assert!(matches!(refused, Err(ScanError::Manifest(InvalidManifest::TooLarge(_)))));
+
+        let budget: &'static Budget = Box::leak(Box::new(Budget::new(100_000)));
+        let limits = Limits { budget: Some(budget), ..Limits::default() };
+        let refused = scan(root, &ScanOptions { limits, ..ScanOptions::default() }, None);
+        assert!(matches!(refused, Err(ScanError::Manifest(InvalidManifest::TooLarge(_)))));
+        assert_eq!(budget.reserved(), 0);
+    }
+}
+
 // The stat cache.
 
 fn scan_with(root: &Path, cache: &mut StatCache) -> Scan {

@@ -8,7 +8,7 @@
 //! vanished is left out.
 //!
 //! Invariants: the order of entries does not depend on how many threads there are. Neither the depth nor the width of the
-//! tree decides how many directories are open, and memory is bounded by the [`Limits`].
+//! tree decides how many directories are open, and memory is bounded by the [`Limits`]: what is kept of a path is reserved before.
 
 mod queue;
 mod read;
@@ -18,13 +18,15 @@ use std::io;
 use std::num::NonZero;
 use std::panic;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
+use crate::budget::{ENTRY_MEMORY_BYTES, Reserved};
 use crate::cache::StatCache;
 use crate::dirs::Cursor;
-use crate::manifest::{InvalidManifest, Limits, MAX_PATH_BYTES, Manifest};
+use crate::manifest::{InvalidManifest, Limits, MAX_PATH_BYTES, Manifest, Xattr};
 use queue::{CloseOnDrop, Queue};
 use read::Reader;
 use walk::Walk;
@@ -196,6 +198,10 @@ pub fn scan(
         progress: options.progress,
         stop: options.stop,
         after_read: options.after_read,
+        limits: options.limits,
+        bytes: AtomicU64::new(0),
+        reserved: Reserved::of(options.limits.budget),
+        full: OnceLock::new(),
     };
     let threads = match options.threads {
         0 => thread::available_parallelism().map_or(2, NonZero::get).clamp(2, 8),
@@ -215,11 +221,14 @@ pub fn scan(
     if shared.stopped() {
         return Err(ScanError::Stopped);
     }
+    shared.check()?;
 
     walked.take_in(read);
     if let Some(cache) = cache {
         *cache = walked.cache(started, options.settle);
     }
+    // The manifest reserves what it takes by itself.
+    drop(shared);
     walked.finish(options.limits)
 }
 
@@ -229,9 +238,50 @@ struct Shared<'a> {
     progress: Option<&'a Progress>,
     stop: Option<&'a AtomicBool>,
     after_read: Option<&'a (dyn Fn(&Path) + Sync)>,
+    limits: Limits,
+    /// Bytes of all that is kept: paths, targets, extended attributes.
+    bytes: AtomicU64,
+    reserved: Reserved,
+    /// Why nothing more can be kept.
+    full: OnceLock<InvalidManifest>,
 }
 
 impl Shared<'_> {
+    /// Counts a path that is kept.
+    fn keep_path(&self, bytes: usize) {
+        self.keep(bytes as u64, ENTRY_MEMORY_BYTES);
+    }
+
+    /// Counts something else that is kept for a path.
+    fn keep_more(&self, bytes: usize) {
+        if bytes > 0 {
+            self.keep(bytes as u64, 0);
+        }
+    }
+
+    fn keep_xattrs(&self, xattrs: &[Xattr]) {
+        let memory = |xattr: &Xattr| xattr.name.len() + xattr.value.len() + size_of::<Xattr>();
+        self.keep_more(xattrs.iter().map(memory).sum());
+    }
+
+    fn keep(&self, bytes: u64, besides: u64) {
+        let all = self.bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        let kept = if all > self.limits.encoded_bytes {
+            Err(InvalidManifest::TooLarge(self.limits.encoded_bytes))
+        } else {
+            self.reserved.grow(bytes + besides).map_err(InvalidManifest::from)
+        };
+        if let Err(error) = kept {
+            // The first that was told counts.
+            _ = self.full.set(error);
+        }
+    }
+
+    /// Whether all that was found can be kept.
+    fn check(&self) -> Result<(), InvalidManifest> {
+        self.full.get().map_or(Ok(()), |full| Err(full.clone()))
+    }
+
     fn stopped(&self) -> bool {
         self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed))
     }

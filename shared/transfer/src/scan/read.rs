@@ -91,6 +91,7 @@ impl<'a> Reader<'a> {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = openat(&unread.directory, &unread.name[..], flags, Mode::empty())?;
         let xattrs = xattrs::read(&file, true)?;
+        self.shared.keep_xattrs(&xattrs);
         let extents = layout(&file, unread.size_bytes, unread.may_have_holes)?;
         let pieces = extents.len().div_ceil((PIECE_BYTES / u64::from(MAX_EXTENT_BYTES)) as usize);
         if pieces <= 1 {

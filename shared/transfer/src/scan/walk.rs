@@ -51,8 +51,6 @@ pub(super) struct Walk<'a> {
     listing: Vec<u8>,
     /// Names that are still to be visited, of all levels.
     held: u64,
-    /// Bytes of the paths of all entries.
-    path_bytes: u64,
     walked: Walked,
 }
 
@@ -91,7 +89,6 @@ impl<'a> Walk<'a> {
             batch_directories: (None, 0),
             listing: Vec::with_capacity(64 << 10),
             held: 0,
-            path_bytes: 0,
             walked: Walked::default(),
         }
     }
@@ -102,7 +99,7 @@ impl<'a> Walk<'a> {
         self.device = stat.st_dev;
         let xattrs = xattrs::read(&root, false).map_err(|error| ScanError::Root(error.into()))?;
         self.walked.entries.push(self.entry(Vec::new(), &stat, xattrs, EntryKind::Directory));
-        let names = self.list(&root).map_err(|error| ScanError::Root(error.into()))?;
+        let names = self.list(&[], &root).map_err(|error| ScanError::Root(error.into()))?;
         self.check_limits()?;
 
         let mut levels = vec![Level { path: Vec::new(), names }];
@@ -137,10 +134,7 @@ impl<'a> Walk<'a> {
         if self.walked.entries.len() as u64 > limits.entries || self.held > limits.entries {
             return Err(InvalidManifest::TooManyEntries(limits.entries));
         }
-        if self.path_bytes > limits.encoded_bytes {
-            return Err(InvalidManifest::TooLarge(limits.encoded_bytes));
-        }
-        Ok(())
+        self.shared.check()
     }
 
     /// Takes in what stands at a path; if that is a directory, the names in it.
@@ -162,7 +156,6 @@ impl<'a> Walk<'a> {
             self.walked.problems.push(Problem { path: as_path(path).to_owned(), what });
             return Ok(None);
         }
-        self.path_bytes += path.len() as u64;
         if is_directory {
             return self.enter(path);
         }
@@ -176,7 +169,9 @@ impl<'a> Walk<'a> {
                 return Ok(None);
             }
             FileType::Symlink => {
-                EntryKind::Symlink { target: readlinkat(&directory, name, Vec::new())?.into_bytes() }
+                let target = readlinkat(&directory, name, Vec::new())?.into_bytes();
+                self.shared.keep_more(target.len());
+                EntryKind::Symlink { target }
             }
             FileType::Fifo => EntryKind::Fifo,
             FileType::CharacterDevice => device(DeviceKind::Character, &stat),
@@ -209,21 +204,26 @@ impl<'a> Walk<'a> {
         };
         let elsewhere =
             stat.st_dev != self.device && self.options.other_file_systems == OtherFileSystems::Leave;
+        self.shared.keep_xattrs(&xattrs);
         let entry = self.entry(path.to_vec(), &stat, xattrs, EntryKind::Directory);
         self.walked.entries.push(entry);
         if elsewhere {
             return Ok(None);
         }
         let directory = opened?;
-        self.list(&directory).map(Some)
+        self.list(path, &directory).map(Some)
     }
 
-    /// The names in a directory, in order.
-    fn list(&mut self, directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
-        // One more than may be held is as many as are needed to know.
-        let most = usize::try_from(self.options.limits.entries).unwrap_or(usize::MAX).saturating_add(1);
-        let mut names = crate::dirs::list(directory, &mut self.listing, most)?;
-        self.held += names.len() as u64;
+    /// The names in a directory, in order. Each becomes an entry or a problem with its path.
+    fn list(&mut self, path: &[u8], directory: &OwnedFd) -> Result<vec::IntoIter<Vec<u8>>, Errno> {
+        let (held, shared, most) = (&mut self.held, self.shared, self.options.limits.entries);
+        let keep = |name: &[u8]| {
+            shared.keep_path(path.len() + 1 + name.len());
+            *held += 1;
+            // One more than may be held is as many as are needed to know.
+            *held <= most.saturating_add(1) && shared.check().is_ok()
+        };
+        let mut names = crate::dirs::list(directory, &mut self.listing, keep)?;
         names.sort_unstable();
         Ok(names.into_iter())
     }
@@ -239,6 +239,7 @@ impl<'a> Walk<'a> {
             return false;
         }
         let to = self.walked.entries[first].path.clone();
+        self.shared.keep_more(to.len());
         self.walked.entries.push(Entry {
             path: path.to_vec(),
             mode: 0,
