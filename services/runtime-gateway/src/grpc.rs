@@ -26,7 +26,7 @@ use rpc::{Reason, Refusal, invalid_field, parse_id, parse_optional_id, parse_tea
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 use tracing::Instrument;
@@ -46,6 +46,10 @@ mod fetch;
 const ANSWERS: usize = 4;
 /// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.
 const STDIN_MESSAGES: usize = 257;
+/// Most bytes of one message of standard input.
+const STDIN_MESSAGE_BYTES: usize = 1 << 20;
+/// Most bytes of standard input that wait for a process: what a caller may have in flight, and one message more.
+const STDIN_BYTES: usize = 2 * STDIN_MESSAGE_BYTES;
 
 /// How often the artifact store is told that somebody is attached to a process.
 const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
@@ -169,8 +173,9 @@ async fn attach(
     // Input waits in a queue of its own: a process that does not read it must not keep acknowledgements from arriving, for without those it
     // may be unable to write, and so never come to read.
     let (queue, mut queued) = mpsc::channel(STDIN_MESSAGES);
+    let room = Arc::new(Semaphore::new(STDIN_BYTES));
     let feed = async {
-        while let Some(stdin) = queued.recv().await {
+        while let Some((stdin, _room)) = queued.recv().await {
             match stdin {
                 Some(pb::StdinData { offset, data }) => input.stdin(offset, data).await.map_err(status)?,
                 None => input.close_stdin().await.map_err(status)?,
@@ -188,8 +193,13 @@ async fn attach(
                     continue;
                 }
             };
-            let full = |_| invalid_field("stdin", "runs further ahead of `stdin_ack` than it may");
-            queue.try_send(stdin).map_err(full)?;
+            let length = stdin.as_ref().map_or(0, |stdin: &pb::StdinData| stdin.data.len());
+            if length > STDIN_MESSAGE_BYTES {
+                return Err(invalid_field("stdin.data", "must be at most 1 MiB"));
+            }
+            let full = || invalid_field("stdin", "runs further ahead of `stdin_ack` than it may");
+            let taken = room.clone().try_acquire_many_owned(u32::try_from(length).unwrap_or(u32::MAX));
+            queue.try_send((stdin, taken.map_err(|_| full())?)).map_err(|_| full())?;
         }
         // The caller says no more. What the process says is still wanted.
         std::future::pending::<Result<(), Status>>().await

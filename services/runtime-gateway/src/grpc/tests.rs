@@ -51,6 +51,46 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
     gateway.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let runtime = machine.runtime();
+    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[worker], NOBODY)))).await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let client = ContainersClient::new(peer);
+    for (messages, bytes, why) in
+        [(1, STDIN_MESSAGE_BYTES + 1, "at most 1 MiB"), (100, STDIN_MESSAGE_BYTES, "further ahead")]
+    {
+        let container = runtime.made(container()).await;
+        let spec = runtime::ProcessSpec {
+            stdin: domain::workload::Stdin::Attached,
+            ..conformance::process(&programs::sleep())
+        };
+        let process = runtime.started(container, spec).await;
+        let resume =
+            pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
+        let input = (0..messages).map(move |n| {
+            let (offset, data) = (n * bytes as u64, vec![0; bytes].into());
+            Say::Stdin(pb::StdinData { offset, data })
+        });
+        let said = std::iter::once(Say::Resume(resume)).chain(input);
+        let said = tokio_stream::iter(said.map(|said| pb::AttachRequest { message: Some(said) }));
+        let mut heard = client.clone().attach(said).await.expect("attached").into_inner();
+        let refused = async {
+            loop {
+                if let Err(status) = heard.message().await {
+                    return Refusal::from(status);
+                }
+            }
+        };
+        let refused = within("a refusal", refused).await;
+        assert!(refused.is(Reason::InvalidField) && refused.message.contains(why), "{refused}");
+    }
+    drop(client);
+    gateway.end().await;
+}
+
 /// The process whose container the store is told that somebody uses. The answer is no.
 async fn touched(store: &mut Store) -> String {
     let Asked::Touch(touched, answer) = store.asked().await else { panic!("something else") };
