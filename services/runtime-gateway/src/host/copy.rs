@@ -5,11 +5,13 @@
 
 use std::collections::HashMap;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Stat, Timespec, Timestamps, Uid, XattrFlags};
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, SeekFrom, Stat, Timespec, Timestamps, Uid, XattrFlags,
+};
 use transfer::{Descent, TreeWalk};
 
 fn stat(directory: BorrowedFd<'_>, name: &[u8]) -> io::Result<Stat> {
@@ -154,7 +156,7 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
             let (mut source, mut target) = (File::from(source), File::from(target));
             // Shares the blocks where the file system can.
             if rustix::fs::ioctl_ficlone(&target, &source).is_err() {
-                io::copy(&mut source, &mut target)?;
+                contents(&mut source, &mut target)?;
             }
             return finish(source.as_fd(), target.as_fd(), found);
         }
@@ -170,6 +172,26 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
     let owner = (Some(Uid::from_raw(found.st_uid)), Some(Gid::from_raw(found.st_gid)));
     rustix::fs::chownat(to, name, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW)?;
     Ok(rustix::fs::utimensat(to, name, &times(found), AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
+/// Copies what a file has, and leaves holes where it has none: a large file that takes no blocks becomes one.
+fn contents(source: &mut File, target: &mut File) -> io::Result<()> {
+    let size = source.metadata()?.len();
+    let mut at = 0;
+    while at < size {
+        let data = match rustix::fs::seek(&*source, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            // A hole up to the end.
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        at = rustix::fs::seek(&*source, SeekFrom::Hole(data))?;
+        for file in [&*source, &*target] {
+            rustix::fs::seek(file, SeekFrom::Start(data))?;
+        }
+        io::copy(&mut Read::by_ref(source).take(at - data), target)?;
+    }
+    target.set_len(size)
 }
 
 /// Owner, then mode, which a change of owner may take back, then attributes and times.
@@ -276,6 +298,31 @@ mod tests {
         copy_tree(&from, &to)?;
         assert_eq!(fs::read_dir(&to)?.count(), 5);
         assert_eq!(fs::metadata(to.join("3"))?.nlink(), 5);
+        Ok(())
+    }
+
+    #[test]
+    fn copy_has_the_holes_of_its_source() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        fs::create_dir(&from)?;
+        fs::create_dir(&to)?;
+        let file = File::create(from.join("sparse"))?;
+        file.set_len(1 << 40)?;
+        for (offset, text) in [(0, "first"), (1 << 30, "second"), ((1 << 40) - 4, "last")] {
+            std::os::unix::fs::FileExt::write_all_at(&file, text.as_bytes(), offset)?;
+        }
+        fs::write(from.join("dense"), vec![7; 100_000])?;
+        copy_tree(&from, &to)?;
+        let copy = File::open(to.join("sparse"))?;
+        let found = copy.metadata()?;
+        assert_eq!((found.len(), found.blocks() < 100), (1 << 40, true), "{} blocks", found.blocks());
+        for (offset, text) in [(0, "first"), (1 << 30, "second"), ((1 << 40) - 4, "last")] {
+            let mut read = vec![0; text.len()];
+            std::os::unix::fs::FileExt::read_exact_at(&copy, &mut read, offset)?;
+            assert_eq!(read, text.as_bytes());
+        }
+        assert_eq!(fs::read(to.join("dense"))?, vec![7; 100_000]);
         Ok(())
     }
 
