@@ -174,6 +174,20 @@ impl Rule {
     fn masquerade(self) -> Self {
         self.expression("masq", |_| {})
     }
+
+    /// The same, from a port of everybody: some servers take those below for root of the machine.
+    fn masquerade_from_ordinary_port(self, protocol: u8) -> Self {
+        const LEAST: u16 = 1024;
+        let load = |rule: Self, register: u32, port: u16| {
+            rule.expression("immediate", |immediate| {
+                let port = port.to_be_bytes();
+                immediate.big_endian(1, register).nested(2, |data| _ = data.bytes(1, &port));
+            })
+        };
+        let rule = self.meta(Meta::Transport).compared(true, &[protocol]);
+        load(load(rule, 1, LEAST), 2, u16::MAX)
+            .expression("masq", |masquerade| _ = masquerade.big_endian(2, 1).big_endian(3, 2))
+    }
 }
 
 /// The packet filter of the network namespace in which it was opened.
@@ -269,8 +283,12 @@ fn table(pool: Pool, connections: u32) -> Messages {
         Rule::default().output_is_container(true).reject(),
     ];
     chain(&mut messages, "output", "filter", OUTPUT, 0, output);
-    let source =
-        vec![Rule::default().source_in(pool.network, pool.bits).output_is_container(false).masquerade()];
+    let leaves = || Rule::default().source_in(pool.network, pool.bits).output_is_container(false);
+    let source = vec![
+        leaves().masquerade_from_ordinary_port(tcp),
+        leaves().masquerade_from_ordinary_port(udp),
+        leaves().masquerade(),
+    ];
     chain(&mut messages, "postrouting", "nat", POSTROUTING, 100, source);
     messages.mark(0x11, &batch);
     messages

@@ -137,7 +137,8 @@ fn forward() -> io::Result<()> {
     Ok(())
 }
 
-/// Where another program (Docker, ufw) has the machine drop what it forwards, containers are let through.
+/// Where another program (Docker, ufw) has the machine drop what it forwards, containers are let through to where the default routes lead, and not to
+/// that program's containers or machines.
 ///
 /// What an older filter drops no newer one can let through, so the rule is written with the tool of the older one.
 fn pass_other_filter() {
@@ -148,15 +149,16 @@ fn pass_other_filter() {
         return;
     }
     let ours = format!("{PREFIX}+");
-    let outgoing = ["FORWARD", "-i", &ours, "-j", "ACCEPT"];
+    let uplinks = uplinks();
+    let outgoing = uplinks.iter().map(|uplink| vec!["FORWARD", "-i", &ours, "-o", uplink, "-j", "ACCEPT"]);
     let answers =
-        ["FORWARD", "-o", &ours, "-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED", "-j", "ACCEPT"];
-    for rule in [&outgoing[..], &answers] {
-        let there = iptables(&[&["-C"], rule].concat()).is_ok_and(|found| found.status.success());
+        vec!["FORWARD", "-o", &ours, "-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED", "-j", "ACCEPT"];
+    for rule in outgoing.chain([answers]) {
+        let there = iptables(&[&["-C"], &rule[..]].concat()).is_ok_and(|found| found.status.success());
         if there {
             continue;
         }
-        match iptables(&[&["-I"], rule].concat()) {
+        match iptables(&[&["-I"], &rule[..]].concat()) {
             Ok(found) if found.status.success() => {}
             found => tracing::warn!(
                 rule = rule.join(" "),
@@ -244,13 +246,19 @@ fn interface(id: &str) -> String {
     format!("{PREFIX}{}", &plain[plain.len().saturating_sub(9)..])
 }
 
+/// The interfaces by which default routes leave.
+fn uplinks() -> Vec<String> {
+    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+    let fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let defaults =
+        fields.filter(|fields| fields.get(1) == Some(&"00000000") && fields.get(7) == Some(&"00000000"));
+    defaults.map(|fields| fields[0].to_owned()).collect()
+}
+
 /// The largest packet that leaves by the default route, in bytes.
 fn default_mtu() -> Option<u32> {
-    let routes = fs::read_to_string("/proc/net/route").ok()?;
-    let mut fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
-    let default =
-        fields.find(|fields| fields.get(1) == Some(&"00000000") && fields.get(7) == Some(&"00000000"))?;
-    fs::read_to_string(Path::new("/sys/class/net").join(default[0]).join("mtu")).ok()?.trim().parse().ok()
+    let uplink = uplinks().into_iter().next()?;
+    fs::read_to_string(Path::new("/sys/class/net").join(uplink).join("mtu")).ok()?.trim().parse().ok()
 }
 
 /// The header of messages about links.

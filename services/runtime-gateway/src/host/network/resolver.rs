@@ -12,6 +12,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::task::TaskTracker;
 
 use super::Pool;
@@ -114,6 +115,7 @@ pub(in crate::host) async fn serve(pool: Pool) -> io::Result<()> {
             asked = questions.recv_from(&mut buffer) => match asked {
                 // Others than containers may send packets to this address, by way of the machine.
                 Ok((_, from)) if !pool.contains(from.ip()) => {}
+                Ok((length, _)) if !is_question(&buffer[..length]) => {}
                 Ok((length, from)) => {
                     let Some(share) = asking.take(from.ip()) else { continue };
                     let (question, questions) = (buffer[..length].to_vec(), Arc::clone(&questions));
@@ -180,18 +182,66 @@ async fn ask_one(server: SocketAddr, question: &[u8]) -> io::Result<Vec<u8>> {
     Ok(answer)
 }
 
+/// Passes questions on that come over TCP, each with its length before it, one after the other.
 async fn pass_on(connection: &mut tokio::net::TcpStream) -> io::Result<()> {
+    let mut upstream = None;
+    while let Some(question) = read_message(connection).await? {
+        if !is_question(&question) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let server = match &mut upstream {
+            Some(server) => server,
+            None => upstream.insert(connect_to_server().await?),
+        };
+        write_message(server, &question).await?;
+        let Some(answer) = read_message(server).await? else { return Ok(()) };
+        write_message(connection, &answer).await?;
+    }
+    Ok(())
+}
+
+async fn connect_to_server() -> io::Result<tokio::net::TcpStream> {
     let mut failure = io::Error::from(io::ErrorKind::NotFound);
     for server in servers() {
         match tokio::time::timeout(PATIENCE, tokio::net::TcpStream::connect(server)).await {
-            Ok(Ok(mut upstream)) => {
-                return tokio::io::copy_bidirectional(connection, &mut upstream).await.map(|_| ());
-            }
+            Ok(Ok(upstream)) => return Ok(upstream),
             Ok(Err(error)) => failure = error,
             Err(_) => failure = io::ErrorKind::TimedOut.into(),
         }
     }
     Err(failure)
+}
+
+/// `None`: the other end says no more.
+async fn read_message(stream: &mut tokio::net::TcpStream) -> io::Result<Option<Vec<u8>>> {
+    let length = match stream.read_u16().await {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        length => length?,
+    };
+    let mut message = vec![0; usize::from(length)];
+    stream.read_exact(&mut message).await?;
+    Ok(Some(message))
+}
+
+async fn write_message(stream: &mut tokio::net::TcpStream, message: &[u8]) -> io::Result<()> {
+    let length = u16::try_from(message.len()).map_err(io::Error::other)?;
+    stream.write_all(&[&length.to_be_bytes(), message].concat()).await
+}
+
+/// Whether a message is one question for a name (RFC 1035): no update, no notification, no transfer of a zone. A server on this machine may
+/// grant those to this machine.
+fn is_question(message: &[u8]) -> bool {
+    const HEADER: usize = 12;
+    const TRANSFERS: [u16; 2] = [251, 252];
+    let word = |at: usize| Some(u16::from_be_bytes([*message.get(at)?, *message.get(at + 1)?]));
+    let is_query = word(2).is_some_and(|flags| flags & 0xf800 == 0);
+    let mut at = HEADER;
+    // Labels, each after its length, up to an empty one. What is compressed refers to another name, and there is none.
+    while let Some(length) = message.get(at).copied().filter(|length| (1..64).contains(length)) {
+        at += 1 + usize::from(length);
+    }
+    let is_one_name = word(4) == Some(1) && message.get(at) == Some(&0);
+    is_query && is_one_name && word(at + 1).is_some_and(|kind| !TRANSFERS.contains(&kind))
 }
 
 /// A socket at the resolver's address, which need not be there yet, and which others may have too.
@@ -239,6 +289,35 @@ mod tests {
             name_servers(text),
             ["192.0.2.1".parse::<IpAddr>().expect("v4"), "::1".parse().expect("v6")]
         );
+    }
+
+    #[test]
+    fn only_questions_are_passed_on() {
+        let message = |flags: u16, questions: u16, kind: u16| {
+            let mut message = vec![0, 1];
+            for word in [flags, questions, 0, 0, 0] {
+                message.extend(word.to_be_bytes());
+            }
+            message.extend(b"\x07example\x03org\0");
+            message.extend(kind.to_be_bytes());
+            message.extend([0, 1]);
+            message
+        };
+        for kind in [1, 28, 255] {
+            assert!(is_question(&message(0x0100, 1, kind)));
+        }
+        let (answer, update, notification) = (0x8000, 5 << 11, 4 << 11);
+        for flags in [answer, update, notification] {
+            assert!(!is_question(&message(flags, 1, 1)));
+        }
+        for (questions, kind) in [(0, 1), (2, 1), (1, 251), (1, 252)] {
+            assert!(!is_question(&message(0x0100, questions, kind)));
+        }
+        let whole = message(0, 1, 1);
+        assert!((0..whole.len() - 2).all(|end| !is_question(&whole[..end])), "each is cut off");
+        let mut compressed = whole;
+        compressed[12] = 0xc0;
+        assert!(!is_question(&compressed));
     }
 
     #[test]
