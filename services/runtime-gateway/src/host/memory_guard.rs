@@ -1,7 +1,8 @@
-//! The memory guard: ends the container that keeps the most in netlink sockets when the machine's memory is nearly exhausted.
+//! The memory guard: ends the container that keeps the most in its sockets for netlink and `ping` when the machine's memory is nearly exhausted.
 //!
-//! Answers of the kernel that wait in netlink sockets are memory that no control group counts (`net/netlink/af_netlink.c` allocates them without
-//! `__GFP_ACCOUNT`), and a process may have many such sockets. The kernel would end processes by what they take themselves, and so others.
+//! Messages that wait in these are memory that no control group counts (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` allocate and keep them
+//! without charging anybody), and a process may have many such sockets. The kernel would end processes by what they take themselves, and so
+//! others.
 
 use std::fs;
 use std::io;
@@ -24,11 +25,11 @@ const INTERVAL: Duration = Duration::from_millis(250);
 const AVAILABLE: u64 = 16;
 /// The most of it, in bytes.
 const MOST_AVAILABLE: u64 = 1 << 30;
-/// A container that keeps less than this in netlink sockets is not the cause.
+/// A container that keeps less than this in them is not the cause.
 const MODEST: u64 = 64 << 20;
 
 impl HostRuntime {
-    /// Keeps some of the machine's memory available, if containers keep it in netlink sockets. Ends only by being dropped.
+    /// Keeps some of the machine's memory available, if containers keep it in such sockets. Ends only by being dropped.
     pub(super) async fn guard_memory(self: Arc<Self>) {
         let total = memory("MemTotal").unwrap_or(0);
         self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
@@ -42,7 +43,7 @@ impl HostRuntime {
                 Ok(None) => Ok(()),
                 Ok(Some((id, bytes))) => {
                     let kept = format!("{} MiB", bytes >> 20);
-                    tracing::warn!(process.id = %id, kept, "ending a container that keeps the machine's memory in netlink sockets");
+                    tracing::warn!(process.id = %id, kept, "ending a container that keeps the machine's memory in sockets that no control group counts");
                     self.end_for_memory(id).await
                 }
                 Err(error) => Err(error),
@@ -78,7 +79,7 @@ impl Host {
             if is_alone && matches!(self.status(&process), Ok(Status::Started)) {
                 let pid = self.cgroups.processes(&process.cgroup()).into_iter().next();
                 // It may have ended.
-                let kept = pid.and_then(|pid| in_netlink(pid).ok()).unwrap_or(0);
+                let kept = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
                 most = most.max(Some((kept, id)));
             }
         }
@@ -93,15 +94,26 @@ fn memory(name: &str) -> Option<u64> {
     line.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// Bytes that wait in the netlink sockets of the network of a process.
-fn in_netlink(pid: u32) -> io::Result<u64> {
-    let table = fs::read_to_string(format!("/proc/{pid}/net/netlink"))?;
-    Ok(waiting(&table))
+/// Bytes that wait in these sockets of the network of a process.
+fn in_sockets(pid: u32) -> io::Result<u64> {
+    let table = |name: &str| fs::read_to_string(format!("/proc/{pid}/net/{name}"));
+    // A kernel without IPv6 has no such table.
+    let ping = ["icmp", "icmp6"].map(|name| waiting_for_ping(&table(name).unwrap_or_default()));
+    Ok(waiting_for_netlink(&table("netlink")?) + ping.iter().sum::<u64>())
 }
 
 /// The sum of the column `Rmem`.
-fn waiting(table: &str) -> u64 {
+fn waiting_for_netlink(table: &str) -> u64 {
     let column = |line: &str| line.split_whitespace().nth(4)?.parse::<u64>().ok();
+    table.lines().skip(1).filter_map(column).sum()
+}
+
+/// The sum of the second half of the column `tx_queue rx_queue`.
+fn waiting_for_ping(table: &str) -> u64 {
+    let column = |line: &str| {
+        let (_, received) = line.split_whitespace().nth(4)?.split_once(':')?;
+        u64::from_str_radix(received, 16).ok()
+    };
     table.lines().skip(1).filter_map(column).sum()
 }
 
@@ -110,13 +122,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_waits_in_netlink_sockets_is_summed() {
+    fn what_waits_in_sockets_is_summed() {
         let table = "sk               Eth Pid        Groups   Rmem     Wmem     Dump  Locks    Drops    Inode\n\
             0000000000000000 0   0          00000000 0        0        0     2        0        7       \n\
             0000000000000000 0   3152       00000000 8388864  0        0     2        19       90123   \n\
             0000000000000000 2   3153       00000000 1000     0        0     2        0        90124   \n";
-        assert_eq!(waiting(table), 8_389_864);
-        assert_eq!(waiting(""), 0);
+        assert_eq!(waiting_for_netlink(table), 8_389_864);
+        assert_eq!(waiting_for_netlink(""), 0);
+        let table = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode ref pointer drops\n\
+            1234: 00000000:0001 00000000:0000 07 00000000:00020000 00:00000000 00000000     0        0 4711 2 0000000000000000 0\n";
+        assert_eq!(waiting_for_ping(table), 0x2_0000);
         assert!(memory("MemTotal") > memory("MemAvailable"));
     }
 }

@@ -111,6 +111,9 @@ int main(void) {
         if (syscall(SYS_socket, 16L, 3L, protocol | 1L << 32) >= 0) printf("netlink-%ld 0\n", protocol);
     errno = 0; syscall(SYS_socket, 40L, 1L, 0L); printf("vsock %d\n", errno);
     errno = 0; syscall(SYS_socketpair, 40L | 1L << 32, 1L, 0L, 0L); printf("vsock-pair %d\n", errno);
+    errno = 0; syscall(SYS_ioctl, -1L, 0x5000940eL, 0L); printf("btrfs %d\n", errno);
+    errno = 0; syscall(SYS_ioctl, -1L, 0x40049409L, 0L); printf("reflink %d\n", errno);
+    errno = 0; syscall(SYS_io_setup, 1L, 0L); printf("aio %d\n", errno);
     errno = 0; syscall(SYS_clone3, 0, 0); printf("clone3 %d\n", errno);
     errno = 0; syscall(1000, 0, 0); printf("newer %d\n", errno);
     errno = 0; syscall(SYS_personality, 0xffffffffL); printf("personality-get %d\n", errno);
@@ -138,7 +141,9 @@ async fn dangerous_calls_are_refused() {
     for line in said.lines() {
         let (name, errno) = line.split_once(' ').expect("a name and a number");
         let expected = match name {
-            "clone3" | "newer" => libc::ENOSYS,
+            "clone3" | "newer" | "aio" => libc::ENOSYS,
+            "btrfs" => libc::ENOTTY,
+            "reflink" => libc::EBADF,
             "personality-get" => 0,
             // Everything but the personality that only asks for it.
             "personality" => continue,

@@ -1,9 +1,10 @@
 //! System calls that a container may make: the list of the common engines' default profile, by name, and nothing else.
 //!
-//! Three filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
-//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, and to calls newer than
-//! the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to sockets of a family that is not listed. Only the
-//! machine's native calling convention is allowed.
+//! Four filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
+//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, to `io_setup`, of which the machine has a
+//! number for all, and to calls newer than the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to
+//! sockets of a family that is not listed, and the fourth `ENOTTY` to what btrfs does for the owner of a directory. Only the machine's native
+//! calling convention is allowed.
 
 use std::collections::BTreeMap;
 
@@ -34,7 +35,7 @@ const ALLOWED: &[i64] = calls![
     SYS_getgroups SYS_getitimer SYS_getpeername SYS_getpgid SYS_getpid SYS_getppid SYS_getpriority SYS_getrandom
     SYS_getresgid SYS_getresuid SYS_getrlimit SYS_getrusage SYS_getsid SYS_getsockname SYS_getsockopt SYS_gettid
     SYS_gettimeofday SYS_getuid SYS_getxattr SYS_inotify_add_watch SYS_inotify_init1 SYS_inotify_rm_watch
-    SYS_io_cancel SYS_io_destroy SYS_io_getevents SYS_io_setup SYS_io_submit SYS_ioctl SYS_ioprio_get SYS_ioprio_set
+    SYS_io_cancel SYS_io_destroy SYS_io_getevents SYS_io_submit SYS_ioctl SYS_ioprio_get SYS_ioprio_set
     SYS_kill SYS_landlock_add_rule SYS_landlock_create_ruleset SYS_landlock_restrict_self SYS_lgetxattr SYS_linkat
     SYS_listen SYS_listxattr SYS_llistxattr SYS_lremovexattr SYS_lseek SYS_lsetxattr SYS_madvise SYS_membarrier
     SYS_memfd_create SYS_memfd_secret SYS_mincore SYS_mkdirat SYS_mknodat SYS_mlock SYS_mlock2 SYS_mlockall SYS_mmap
@@ -96,7 +97,7 @@ pub(super) fn filters() -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
 
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     let listed = SeccompFilter::new(rules, refused, SeccompAction::Allow, architecture)?;
-    Ok(vec![listed.try_into()?, unknown(), sockets()])
+    Ok(vec![listed.try_into()?, unknown(), sockets(), btrfs()])
 }
 
 const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
@@ -120,13 +121,14 @@ const fn refused_with(errno: libc::c_int) -> u32 {
     libc::SECCOMP_RET_ERRNO | errno.unsigned_abs()
 }
 
-/// `ENOSYS` for `clone3` and for what is newer than the list.
+/// `ENOSYS` for `clone3`, `io_setup`, and for what is newer than the list.
 fn unknown() -> BpfProgram {
-    let clone3 = u32::try_from(libc::SYS_clone3).unwrap_or(0);
+    let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
     vec![
         instruction(LOAD, 0, 0, CALL),
-        instruction(AT_LEAST, 1, 0, NEWEST + 1),
-        instruction(EQUAL, 0, 1, clone3),
+        instruction(AT_LEAST, 2, 0, NEWEST + 1),
+        instruction(EQUAL, 1, 0, number(libc::SYS_io_setup)),
+        instruction(EQUAL, 0, 1, number(libc::SYS_clone3)),
         instruction(RETURN, 0, 0, refused_with(libc::ENOSYS)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
@@ -158,13 +160,36 @@ fn sockets() -> BpfProgram {
     ]
 }
 
+/// `ENOTTY` for the requests of btrfs, but for those that share blocks, which other file systems have too. With them the owner of a directory makes
+/// subvolumes that nobody can remove, and snapshots that multiply what a scan reads.
+fn btrfs() -> BpfProgram {
+    const MASK: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
+    const KIND: u32 = 0xff00;
+    const BTRFS: u32 = 0x9400;
+    const CLONE: u32 = 0x4004_9409;
+    const CLONE_RANGE: u32 = 0x4020_940d;
+    const DEDUPLICATE: u32 = 0xc018_9436;
+    vec![
+        instruction(LOAD, 0, 0, CALL),
+        instruction(EQUAL, 0, 7, u32::try_from(libc::SYS_ioctl).unwrap_or(0)),
+        instruction(LOAD, 0, 0, argument(1)),
+        instruction(EQUAL, 5, 0, CLONE),
+        instruction(EQUAL, 4, 0, CLONE_RANGE),
+        instruction(EQUAL, 3, 0, DEDUPLICATE),
+        instruction(MASK, 0, 0, KIND),
+        instruction(EQUAL, 0, 1, BTRFS),
+        instruction(RETURN, 0, 0, refused_with(libc::ENOTTY)),
+        instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_filters_compile_and_what_breaks_out_is_not_listed() -> Result<(), seccompiler::BackendError> {
-        assert_eq!(filters()?.len(), 3);
+        assert_eq!(filters()?.len(), 4);
         let refused = calls![
             SYS_mount SYS_umount2 SYS_pivot_root SYS_setns SYS_unshare SYS_kexec_load SYS_init_module
             SYS_finit_module SYS_delete_module SYS_bpf SYS_perf_event_open SYS_keyctl SYS_add_key SYS_request_key
