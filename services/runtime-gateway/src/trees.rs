@@ -33,6 +33,9 @@ const DAMAGED: &str = "damaged";
 /// What the name of the mark of a volume ends with that a transfer fills.
 const FILLING: &str = "filling";
 
+/// Most problems of one scan that are logged, each.
+const LOGGED: usize = 5;
+
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
 
@@ -245,8 +248,12 @@ impl Trees {
         let manifest = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
                 let scanned = blocking(move || scan(&root)).await?;
-                for problem in &scanned.problems {
-                    tracing::info!(volume.handle = %volume, %problem, "left out of an output");
+                for problem in scanned.problems.iter().take(LOGGED) {
+                    let problem = shortened(problem);
+                    tracing::info!(volume.handle = %volume, problem, "left out of an output");
+                }
+                if let Some(more) = scanned.problems.len().checked_sub(LOGGED).filter(|more| *more > 0) {
+                    tracing::info!(volume.handle = %volume, more, "more was left out of an output");
                 }
                 scanned.manifest
             }
