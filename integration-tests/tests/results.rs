@@ -64,6 +64,12 @@ fn planted_programs_and_rights_do_not_come_back() {
     assert_eq!(code(&out), 125, "{}", describe(&out));
     let refused = String::from_utf8(out.stderr).expect("text");
     assert!(refused.contains("src/link\" is a symbolic link to \"/etc\""), "{refused}");
+    for other in [["-i", "x=src/link/below"], ["--trace", "src/link/trace"]] {
+        let out = cluster.output([&["run"][..], &other, &["--", "true"]].concat());
+        assert_eq!(code(&out), 125, "{}", describe(&out));
+        let refused = String::from_utf8(out.stderr).expect("text");
+        assert!(refused.contains("src/link\" is a symbolic link to \"/etc\""), "{other:?}: {refused}");
+    }
     symlink("src", cluster.path("own")).expect("a link");
     let out = cluster.output(["run", "-o", "x=./own/made", "--follow-links", "--", "touch", "x/made"]);
     assert_eq!(code(&out), 0, "{}", describe(&out));

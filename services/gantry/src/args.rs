@@ -375,7 +375,7 @@ pub(crate) struct TakeArgs {
     /// Keep setuid and setgid bits, file capabilities, device nodes, and changes of .gantryignore
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) preserve_special: bool,
-    /// Follow symbolic links in the path of the directory that a result is brought into
+    /// Follow symbolic links in the paths of results, and in relative ones of inputs and of the trace
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) follow_links: bool,
 }

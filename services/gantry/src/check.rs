@@ -73,7 +73,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
         if !names.insert(input.name.as_str()) {
             bail!("two inputs are called {:?}; give each a name of its own", input.name);
         }
-        check_input(input)?;
+        check_input(input, args.take.follow_links)?;
     }
     let mut names = HashSet::new();
     let mut targets: Vec<(&str, &Path, PathBuf)> = Vec::new();
@@ -122,7 +122,10 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
         }
     }
     if let Some(trace) = &args.trace {
-        file(trace).with_context(|| format!("the trace cannot be written into {trace:?}"))?;
+        let links = if args.take.follow_links { Ok(()) } else { refuse_links_here(trace) };
+        links
+            .and_then(|()| file(trace))
+            .with_context(|| format!("the trace cannot be written into {trace:?}"))?;
         let resolved = resolve(trace);
         if let Some((name, ..)) = targets.iter().find(|(.., target)| Some(target) == resolved.as_ref()) {
             bail!("the trace cannot be written into {trace:?}: output {name:?} goes there");
@@ -132,8 +135,11 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
 }
 
 /// `:ro` at the end always means read-only. Where a directory's own name ends so, it is said how to name it.
-fn check_input(input: &InputArg) -> anyhow::Result<()> {
+fn check_input(input: &InputArg, follow_links: bool) -> anyhow::Result<()> {
     let Source::Directory(path) = &input.source else { return Ok(()) };
+    if !follow_links {
+        refuse_links_here(path).with_context(|| format!("cannot upload {path:?}"))?;
+    }
     let mut literal = OsString::from(path);
     literal.push(":ro");
     let literal = PathBuf::from(literal);
@@ -221,6 +227,12 @@ pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
         );
     }
     Ok(())
+}
+
+/// The same for what is read or written beside results: only for a path that is relative, as results are mostly below this directory, and links
+/// elsewhere are the machine's.
+pub(crate) fn refuse_links_here(path: &Path) -> anyhow::Result<()> {
+    if path.is_relative() { refuse_links(path) } else { Ok(()) }
 }
 
 /// Whether a file can be written, which need not exist. Its directory must.

@@ -249,7 +249,8 @@ async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     .await;
 
     if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
-        && let Err(error) = trace::write(file, &trace_id, spans, &connection, ui).await
+        && let Err(error) =
+            trace::write((file, args.take.follow_links), &trace_id, spans, &connection, ui).await
     {
         ui.warn(&error::describe(&error));
     }

@@ -15,6 +15,8 @@ use ignore::gitignore::{Gitignore, GitignoreBuilder};
 /// The name of our own files.
 const OURS: &str = ".gantryignore";
 const GIT: &str = ".gitignore";
+/// Most bytes of a file of rules: it may come from a result, and have holes.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// Rules for one tree.
 pub(crate) struct Rules {
@@ -118,7 +120,10 @@ impl Rules {
     }
 
     fn read(&self, file: &Path) -> Option<Gitignore> {
-        if !file.is_file() {
+        let found = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
+        if found.len() > MOST_BYTES {
+            let problem = format!("{}: has more than 1 MiB, and is not read", file.display());
+            self.problems.borrow_mut().push(problem);
             return None;
         }
         // Paths are given relative to the directory of the file.

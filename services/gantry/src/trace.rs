@@ -9,6 +9,7 @@ use rpc::pb::local::{GetTraceRequest, Span};
 use serde_json::{Value, json};
 use server::telemetry::{RecentSpan, RecentSpans};
 
+use crate::check::refuse_links_here;
 use crate::connect::{Connection, Pause};
 use crate::error::{Refused, refused};
 use crate::ui::Ui;
@@ -21,9 +22,10 @@ pub(crate) fn current_id() -> Option<String> {
     rpc::trace::current()?.split('-').nth(1).map(str::to_owned)
 }
 
-/// Writes the spans of `trace_id`: ours, which have ended, and those of the cluster.
+/// Writes the spans of `trace_id`: ours, which have ended, and those of the cluster. A result may have put a link in the path of the file since it
+/// was checked.
 pub(crate) async fn write(
-    file: &Path,
+    (file, follow_links): (&Path, bool),
     trace_id: &str,
     ours: &RecentSpans,
     connection: &Connection,
@@ -51,7 +53,9 @@ pub(crate) async fn write(
         pause.wait().await;
     };
     let document = json!({ "trace_id": trace_id, "spans": spans });
-    std::fs::write(file, serde_json::to_vec_pretty(&document)?)
+    let links = if follow_links { Ok(()) } else { refuse_links_here(file) };
+    links
+        .and_then(|()| Ok(std::fs::write(file, serde_json::to_vec_pretty(&document)?)?))
         .with_context(|| format!("cannot write the trace into {file:?}"))?;
     ui.note(&format!("{} spans in {}", spans.len(), file.display()));
     Ok(())
