@@ -1,8 +1,11 @@
 //! The disk guard: ends the container that wrote the most when the worker's disk is nearly full.
 //!
 //! On a full disk every container of the worker fails, and transfers too. The guard looks at the free space all the time, and at what
-//! containers wrote only when less is free than transfers leave ([`room::reserve`]), because that means to walk their trees. What an
-//! ended container wrote is deleted at once: nothing of it is published, and the disk would stay full until it is collected.
+//! containers wrote only when less is free than transfers leave ([`room::reserve`]), because that means to walk their trees. What containers whose
+//! process has ended wrote into their roots goes first: nobody reads it. What a container wrote that is ended here is deleted at once: nothing
+//! of it is published, and the disk would stay full until it is collected.
+//!
+//! Files without a name count if a process has them open or mapped. Those of which the only descriptor is on its way through a socket are not seen.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{AttemptId, VolumeHandle, chain};
+use domain::{AttemptId, ContainerHandle, VolumeHandle, chain};
 use runtime::{Ended, RuntimeError};
 use rustix::fs::{AtFlags, FileType, Stat, statat};
 use transfer::TreeWalk;
@@ -30,6 +33,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// The part of the file system's inodes that is kept free: one in so many.
 const FREE_INODES: u64 = 100;
 
+/// Most open files of one container that are looked at. A container with more is taken for the one that wrote the most.
+const MOST_OPEN: u64 = 1_000_000;
+
 /// A process to end, and why.
 struct Chosen {
     process: AttemptId,
@@ -41,6 +47,10 @@ struct Chosen {
 struct Taken {
     bytes: u64,
     inodes: u64,
+    /// The device of the state directory.
+    device: u64,
+    /// Open and mapped files that were looked at.
+    open: u64,
     /// Files with several names that were counted.
     seen: HashSet<(u64, u64)>,
 }
@@ -94,6 +104,9 @@ impl Host {
         }
         let processes: Vec<_> =
             held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        if self.delete_roots_of_ended(&processes)? {
+            return Ok(None);
+        }
         let mut most = None;
         for (id, container) in processes {
             let process = Process::new(self, container, id);
@@ -117,7 +130,9 @@ impl Host {
     }
 
     fn taken(&self, process: &Process) -> Result<Taken, RuntimeError> {
-        let mut taken = Taken::default();
+        let state = &self.config.state_dir;
+        let device = rustix::fs::stat(state).map_err(|error| at("look at", state)(error.into()))?.st_dev;
+        let mut taken = Taken { device, ..Taken::default() };
         for (_, layer) in self.layers_of(process)? {
             if let Err(error) = taken.add_tree(&layer) {
                 tracing::debug!(path = %layer.display(), %error, "cannot walk all of a tree");
@@ -127,7 +142,34 @@ impl Host {
             // It may have ended.
             taken.add_unlinked(pid).unwrap_or_default();
         }
+        if taken.open > MOST_OPEN {
+            (taken.bytes, taken.inodes) = (u64::MAX, u64::MAX);
+        }
         Ok(taken)
+    }
+
+    /// Deletes what containers wrote into their roots in which nothing runs. Answers whether there was anything.
+    fn delete_roots_of_ended(
+        &self,
+        processes: &[(AttemptId, ContainerHandle)],
+    ) -> Result<bool, RuntimeError> {
+        let is_over = |(id, container): &(AttemptId, ContainerHandle)| {
+            matches!(self.status(&Process::new(self, *container, *id)), Ok(Status::Ended(_)))
+        };
+        let (ended, live): (Vec<_>, Vec<_>) = processes.iter().copied().partition(is_over);
+        let mut deleted = false;
+        for (_, container) in ended {
+            if live.iter().any(|(_, other)| *other == container) {
+                continue;
+            }
+            self.hold.check()?;
+            let root = self.container(container).join("upper");
+            deleted |= empty(&root).unwrap_or_else(|error| {
+                tracing::debug!(path = %root.display(), %error, "cannot delete what an ended container wrote");
+                false
+            });
+        }
+        Ok(deleted)
     }
 
     /// Where the container of a process writes on the disk: the volumes with their top layers, and its own layer.
@@ -148,13 +190,20 @@ impl Host {
             if let Some(volume) = volume {
                 self.volumes.unmount(volume)?;
             }
-            for entry in fs::read_dir(&layer).map_err(at("list", &layer))? {
-                let path = entry.map_err(at("list", &layer))?.path();
-                files::remove_tree(&path).map_err(at("remove", &path))?;
-            }
+            empty(&layer).map_err(at("empty", &layer))?;
         }
         Ok(())
     }
+}
+
+/// Deletes everything in a directory. Answers whether there was anything.
+fn empty(directory: &Path) -> io::Result<bool> {
+    let mut deleted = false;
+    for entry in fs::read_dir(directory)? {
+        files::remove_tree(&entry?.path())?;
+        deleted = true;
+    }
+    Ok(deleted)
 }
 
 impl Taken {
@@ -184,13 +233,35 @@ impl Taken {
         }
     }
 
-    /// Adds files without a name that a process has open.
+    /// Adds files without a name that a process has open or mapped.
     fn add_unlinked(&mut self, pid: u32) -> io::Result<()> {
-        for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
+        self.add_unlinked_in(Path::new(&format!("/proc/{pid}/map_files")))?;
+        for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+            let task = task?;
+            let thread = task.file_name().to_str().and_then(|id| id.parse().ok());
+            // Threads mostly have the descriptors of the first one.
+            if thread == Some(pid) || thread.is_some_and(|thread| !has_descriptors_of(thread, pid)) {
+                // It may have ended.
+                self.add_unlinked_in(&task.path().join("fd")).unwrap_or_default();
+            }
+        }
+        Ok(())
+    }
+
+    fn add_unlinked_in(&mut self, links: &Path) -> io::Result<()> {
+        for entry in fs::read_dir(links)? {
+            self.open += 1;
+            if self.open > MOST_OPEN {
+                return Ok(());
+            }
             let path = entry?.path();
             let Ok(found) = rustix::fs::stat(&path) else { continue };
             let is_file = FileType::from_raw_mode(found.st_mode).is_file();
-            let in_memory = || rustix::fs::statfs(&path).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC);
+            // What is mapped is told of the layer below.
+            let in_memory = || {
+                found.st_dev != self.device
+                    && rustix::fs::statfs(&path).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC)
+            };
             if is_file
                 && found.st_nlink == 0
                 && !in_memory()
@@ -201,4 +272,14 @@ impl Taken {
         }
         Ok(())
     }
+}
+
+/// Whether a thread has the very descriptors of another.
+fn has_descriptors_of(thread: u32, other: u32) -> bool {
+    const FILES: libc::c_long = 2;
+    // SAFETY: takes no pointers. KCMP_FILES of kcmp(2).
+    let compared = unsafe {
+        libc::syscall(libc::SYS_kcmp, libc::c_long::from(thread), libc::c_long::from(other), FILES, 0, 0)
+    };
+    compared == 0
 }

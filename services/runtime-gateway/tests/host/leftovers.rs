@@ -290,12 +290,11 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     let guard = host.clone().guard_disk();
     let runtime: std::sync::Arc<dyn Runtime> = host;
     let shell = |script: &str| process(&["/bin/sh", "-c", script].map(str::to_owned));
+    // What a container left whose process has ended goes first.
+    let ended = runtime.made(container()).await;
+    runtime.ended(runtime.started(ended, shell("head -c 20000000 /dev/zero > /var/file")).await).await;
     let modest = runtime.made(container()).await;
     let modest = runtime.started(modest, shell("head -c 5000000 /dev/zero > /var/file; sleep 60")).await;
-    let volume = runtime.volume().await;
-    let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
-    let greedy = runtime.made(spec).await;
-    let greedy = runtime.started(greedy, shell("cat /dev/zero > /out/file; sleep 60")).await;
     let many = runtime.made(container()).await;
     let many = runtime
         .started(
@@ -303,7 +302,17 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
             shell("cd /var; head -c 2000000 /dev/zero > a; for n in $(seq 50); do ln a a$n; done; sleep 60"),
         )
         .await;
-    let hidden = runtime.made(container()).await;
+    // A supervisor does not start on a full disk.
+    for process in [modest, many] {
+        while matches!(runtime.process(process).await, Ok(runtime::ProcessState::Starting)) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+    let volume = runtime.volume().await;
+    let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
+    let greedy = runtime.made(spec).await;
+    let greedy = runtime.started(greedy, shell("while :; do cat /dev/zero >> /out/file; sleep 0.1; done")).await;
+    let hidden = [runtime.made(container()).await, runtime.made(container()).await];
     let rest = async {
         let failed = async |process| match runtime.ended(process).await {
             Ended::Unknown(failure) => {
@@ -315,8 +324,15 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
         failed(greedy).await;
         let free = || rustix::fs::statvfs(small.0.path()).expect("measured").f_bavail;
         until("what it wrote is gone", || free() > 1 << 12).await;
+        let layer = small.0.path().join("state/containers").join(ended.to_string()).join("upper");
+        assert_eq!(fs::read_dir(layer).expect("a layer").count(), 0, "of what had ended before, too");
         let open = "exec 3> /var/file; rm /var/file; cat /dev/zero >&3; sleep 60";
-        failed(runtime.started(hidden, shell(open)).await).await;
+        // Without a name, and open in no process that is left, but mapped.
+        let mapped = "exec python3 -c 'import ctypes, os, time\nfd = os.open(\"/var/file\", os.O_RDWR | os.O_CREAT)\nos.unlink(\"/var/file\")\nos.write(fd, b\"x\" * 4096)\nctypes.CDLL(None).mmap(None, 4096, 3, 1, fd, 0)\ntry:\n  while os.write(fd, bytes(1 << 16)): pass\nexcept OSError: pass\nos.close(fd)\ntime.sleep(60)'";
+        for (container, hidden) in hidden.into_iter().zip([open, mapped]) {
+            failed(runtime.started(container, shell(hidden)).await).await;
+            until("what it kept is gone", || free() > 1 << 12).await;
+        }
     };
     tokio::select! {
         () = guard => panic!("the guard never ends"),
