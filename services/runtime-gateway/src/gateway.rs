@@ -15,6 +15,7 @@ use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::token::Keys;
 use runtime::Runtime;
 use server::Host;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -38,7 +39,17 @@ struct Inner {
     scheduler: WorkersClient<Peer>,
     tasks: TaskTracker,
     stopping: CancellationToken,
+    /// Transfers that are read from here, and that are written here, at a time. Apart, for one that is written here waits for one that is read
+    /// elsewhere.
+    reads: Arc<Semaphore>,
+    writes: Arc<Semaphore>,
 }
+
+/// Transfers of each direction at a time. Each keeps a thread, and a quarter of all threads is left for what has nothing to do with transfers.
+const TRANSFERS: usize = 192;
+
+/// How long a transfer waits for its turn.
+const TURN: Duration = Duration::from_secs(30);
 
 /// A call is for a worker that this gateway does not attend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -100,6 +111,8 @@ impl Gateway {
                 scheduler: WorkersClient::new(scheduler),
                 tasks,
                 stopping,
+                reads: Arc::new(Semaphore::new(TRANSFERS)),
+                writes: Arc::new(Semaphore::new(TRANSFERS)),
             }),
             None,
         ))
@@ -211,6 +224,21 @@ impl Gateway {
         let claims = self.permitted(ticket, operation).await?;
         let worker = self.worker(claims.worker).await?;
         Ok((worker, claims))
+    }
+
+    /// Waits for the turn of a transfer, which has it until this is dropped.
+    ///
+    /// Errors: [`TransferError::TooMany`].
+    pub(crate) async fn turn(
+        &self,
+        operation: TicketOperation,
+    ) -> Result<OwnedSemaphorePermit, TransferError> {
+        let turns = match operation {
+            TicketOperation::Read => &self.0.reads,
+            TicketOperation::Write => &self.0.writes,
+        };
+        let turn = tokio::time::timeout(TURN, turns.clone().acquire_owned()).await;
+        turn.ok().and_then(Result::ok).ok_or(TransferError::TooMany)
     }
 
     /// Verifies a ticket for `operation`, whoever attends the worker that it names.

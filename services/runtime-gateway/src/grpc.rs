@@ -369,7 +369,10 @@ impl Volumes for Handler {
         let gateway = self.gateway.for_call(&extensions);
         let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
-        Ok(self.answer(&extensions, |_, answers| read_file(worker, ticket, path, answers)))
+        Ok(self.answer(&extensions, async |gateway, answers| {
+            let _turn = gateway.turn(TicketOperation::Read).await?;
+            read_file(worker, ticket, path, answers).await
+        }))
     }
 }
 
@@ -405,6 +408,7 @@ async fn write(
         return Err(invalid_field("message", "the first message must be `open`"));
     };
     let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
+    let _turn = gateway.turn(TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
     let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
@@ -478,6 +482,7 @@ async fn read(
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
     let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
+    let _turn = gateway.turn(TicketOperation::Read).await?;
     let manifest = volumes::manifest(&worker, &ticket).await?;
     for part in rpc::tree::manifest_parts(&manifest) {
         answer(ReadAnswer::Manifest(part)).await?;
@@ -571,7 +576,7 @@ impl From<TransferError> for Status {
             }
             TransferError::Pack(_) => Reason::WorkerFailed,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
-            TransferError::Busy(_) => Reason::Unavailable,
+            TransferError::Busy(_) | TransferError::TooMany => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
             TransferError::InUse(_) => Reason::VolumeInUse,
             TransferError::NoRoom(_) => Reason::DiskFull,

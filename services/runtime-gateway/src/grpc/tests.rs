@@ -195,3 +195,18 @@ async fn download_ends_when_its_caller_pauses() {
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("took nothing"), "{ended}");
     assert!(began.elapsed() >= TRANSFER_PAUSE);
 }
+
+#[tokio::test(start_paused = true)]
+async fn transfers_wait_for_their_turn() {
+    let gateway = gateway_of(&[], NOBODY);
+    let mut turns = Vec::new();
+    while let Ok(turn) = gateway.turn(TicketOperation::Read).await {
+        turns.push(turn);
+    }
+    assert!(turns.len() >= 100, "{}", turns.len());
+    let refused = gateway.turn(TicketOperation::Read).await.expect_err("all have one");
+    assert!(Refusal::from(Status::from(refused)).is(Reason::Unavailable));
+    drop(gateway.turn(TicketOperation::Write).await.expect("the other direction has turns of its own"));
+    turns.pop();
+    drop(gateway.turn(TicketOperation::Read).await.expect("there is one again"));
+}

@@ -311,7 +311,8 @@ async fn container_that_fills_the_disk_is_ended_and_others_go_on() {
     let volume = runtime.volume().await;
     let spec = ContainerSpec { mounts: vec![mount(volume, "/out", false)], ..container() };
     let greedy = runtime.made(spec).await;
-    let greedy = runtime.started(greedy, shell("while :; do cat /dev/zero >> /out/file; sleep 0.1; done")).await;
+    let greedy =
+        runtime.started(greedy, shell("while :; do cat /dev/zero >> /out/file; sleep 0.1; done")).await;
     let hidden = [runtime.made(container()).await, runtime.made(container()).await];
     let rest = async {
         let failed = async |process| match runtime.ended(process).await {
