@@ -206,12 +206,19 @@ pub enum InvalidManifest {
     SizeOverflow,
 }
 
+/// Bytes of entries, encoded, that every manifest may have.
+const ANY_BYTES: u64 = 64 << 20;
+/// Further ones for each of its entries: a few bytes on a disk, such as a link with a long target, make no large manifest.
+const ENTRY_BYTES: u64 = 512;
+/// And for each extent of its files.
+const EXTENT_BYTES: u64 = 64;
+
 /// How much a manifest may hold.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Most entries.
     pub entries: u64,
-    /// Most bytes of all entries, encoded.
+    /// Most bytes of all entries, encoded. There are at most 64 MiB besides 512 bytes for each entry and 64 for each extent.
     pub encoded_bytes: u64,
     /// What the manifest shares with others. `None`: nothing.
     pub budget: Option<&'static Budget>,
@@ -656,8 +663,11 @@ impl ManifestBuilder {
         }
         let encoded = entry.encode_length_delimited();
         let encoded_bytes = self.manifest.encoded_bytes + encoded.len() as u64;
-        if encoded_bytes > self.limits.encoded_bytes {
-            return Err(InvalidManifest::TooLarge(self.limits.encoded_bytes));
+        let extents = self.manifest.extent_count + entry.extents().len() as u64;
+        let most = ANY_BYTES + ENTRY_BYTES * (self.len() as u64 + 1) + EXTENT_BYTES * extents;
+        let most = most.min(self.limits.encoded_bytes);
+        if encoded_bytes > most {
+            return Err(InvalidManifest::TooLarge(most));
         }
         self.manifest.reserved.grow(encoded.len() as u64 + ENTRY_MEMORY_BYTES)?;
         let size = if let EntryKind::File { size_bytes, .. } = entry.kind { size_bytes } else { 0 };

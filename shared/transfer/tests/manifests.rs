@@ -230,6 +230,17 @@ fn more_than_the_limits_is_refused() {
 }
 
 #[test]
+fn few_entries_make_no_large_manifest() {
+    let links = |target: usize| {
+        let link = move |n| entry(&format!("{n:05}"), symlink(&vec![b'x'; target]));
+        std::iter::once(root()).chain((0..20_000).map(link))
+    };
+    let limits = Limits::default();
+    assert!(Manifest::new(links(3500), limits).is_ok());
+    assert!(matches!(Manifest::new(links(4000), limits), Err(InvalidManifest::TooLarge(_))));
+}
+
+#[test]
 fn a_builder_goes_on_after_an_entry_that_it_refused() {
     let mut builder = ManifestBuilder::new(Limits::default());
     builder.push(root()).unwrap();
