@@ -85,6 +85,8 @@ use volumes::Volumes;
 
 /// How long a process may go on before the first contact, and by default.
 const STOP_AFTER: Duration = Duration::from_secs(600);
+/// Pause between two looks whether the packet filter is there.
+const FILTER_LOOK: Duration = Duration::from_secs(2);
 /// How often is looked whether somebody has taken the state directory over.
 const LOOK: Duration = Duration::from_millis(200);
 /// Pause before names are served again after a failure.
@@ -255,7 +257,22 @@ impl HostRuntime {
 
     /// Does what running containers need of this process. Ends only by being dropped.
     pub async fn look_after_containers(self: Arc<Self>) {
-        tokio::join!(self.clone().serve_names(), self.clone().guard_memory(), self.guard_disk());
+        tokio::join!(
+            self.clone().serve_names(),
+            self.clone().keep_filter(),
+            self.clone().guard_memory(),
+            self.guard_disk()
+        );
+    }
+
+    /// Makes the packet filter of private networks again when another program has removed it. Ends only by being dropped.
+    async fn keep_filter(self: Arc<Self>) {
+        while let Some(pool) = self.host.network_pool {
+            if let Err(error) = network::keep_filter(pool) {
+                tracing::warn!(%error, "cannot look after the packet filter of private networks");
+            }
+            tokio::time::sleep(FILTER_LOOK).await;
+        }
     }
 
     /// Answers questions for names of containers with a private network. Ends only by being dropped.

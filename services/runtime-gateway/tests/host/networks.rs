@@ -224,6 +224,7 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
     let pool = "10.214.7.0/24";
     let policy = Policy::allowing([Permission::HostImage]).with_network_pool(pool.parse().expect("a pool"));
     let runtime = HostRuntime::open(HostConfig { policy, ..config(dir.path()) }).expect("open");
+    let keeps = runtime.clone().look_after_containers();
     let runtime: std::sync::Arc<dyn runtime::Runtime> = runtime;
     let table = ["inet", "gantry-10-214-7-0-24"];
     let nft = |command: &str| Command::new("nft").args([command, "table"]).args(table).output();
@@ -238,6 +239,18 @@ async fn filter_that_was_flushed_is_there_for_the_next_container() {
     let there = nft("list").expect("run nft");
     let text = String::from_utf8_lossy(&there.stdout);
     assert!(text.contains("10.214.7.0/24") && text.matches("reject").count() >= 4, "{text}");
+
+    // Containers that run are not without it for long.
+    nft("delete").expect("run nft");
+    let is_there = async {
+        while !nft("list").is_ok_and(|listed| listed.status.success()) {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::select! {
+        () = keeps => panic!("the filter is kept until the end"),
+        made = tokio::time::timeout(Duration::from_secs(30), is_there) => made.expect("it is made again"),
+    }
     _ = nft("delete");
 }
 

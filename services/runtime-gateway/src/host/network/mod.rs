@@ -127,6 +127,11 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     Ok(())
 }
 
+/// Makes the packet filter again if another program has removed it.
+pub(super) fn keep_filter(pool: Pool) -> io::Result<()> {
+    firewall::Firewall::open()?.ensure(pool)
+}
+
 fn forward() -> io::Result<()> {
     let setting = Path::new("/proc/sys/net/ipv4/ip_forward");
     if fs::read_to_string(setting)?.trim() == "1" {

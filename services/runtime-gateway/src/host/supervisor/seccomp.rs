@@ -134,27 +134,25 @@ fn unknown() -> BpfProgram {
     ]
 }
 
-/// `EAFNOSUPPORT` for sockets other than those of this machine and of IP, and of netlink for addresses, routes, statistics of sockets, and events
-/// of devices.
+/// `EAFNOSUPPORT` for sockets other than those of this machine and of IP, and of netlink for addresses, routes and statistics of sockets.
 ///
-/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts. Most of the
-/// other families are not used in containers, and are code of the kernel that everybody could reach.
+/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts, and that for
+/// events of devices tells of the machine's. Most of the other families are not used in containers, and are code of the kernel that everybody could reach.
 fn sockets() -> BpfProgram {
     let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
     let family = |family: libc::c_int| family.unsigned_abs();
     vec![
         instruction(LOAD, 0, 0, CALL),
         instruction(EQUAL, 1, 0, number(libc::SYS_socket)),
-        instruction(EQUAL, 0, 10, number(libc::SYS_socketpair)),
+        instruction(EQUAL, 0, 9, number(libc::SYS_socketpair)),
         instruction(LOAD, 0, 0, argument(0)),
-        instruction(EQUAL, 8, 0, family(libc::AF_UNIX)),
-        instruction(EQUAL, 7, 0, family(libc::AF_INET)),
-        instruction(EQUAL, 6, 0, family(libc::AF_INET6)),
-        instruction(EQUAL, 0, 4, family(libc::AF_NETLINK)),
+        instruction(EQUAL, 7, 0, family(libc::AF_UNIX)),
+        instruction(EQUAL, 6, 0, family(libc::AF_INET)),
+        instruction(EQUAL, 5, 0, family(libc::AF_INET6)),
+        instruction(EQUAL, 0, 3, family(libc::AF_NETLINK)),
         instruction(LOAD, 0, 0, argument(2)),
-        instruction(EQUAL, 3, 0, family(libc::NETLINK_ROUTE)),
-        instruction(EQUAL, 2, 0, family(libc::NETLINK_SOCK_DIAG)),
-        instruction(EQUAL, 1, 0, family(libc::NETLINK_KOBJECT_UEVENT)),
+        instruction(EQUAL, 2, 0, family(libc::NETLINK_ROUTE)),
+        instruction(EQUAL, 1, 0, family(libc::NETLINK_SOCK_DIAG)),
         instruction(RETURN, 0, 0, refused_with(libc::EAFNOSUPPORT)),
         instruction(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ]
