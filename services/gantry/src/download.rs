@@ -29,7 +29,7 @@ use crate::check;
 use crate::connect::{Connection, Pause, repeat};
 use crate::error::{Refused, is_transient};
 use crate::progress::Progress;
-use crate::table::{bytes, count, duration};
+use crate::table::{bytes, count, duration, plain};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
 use crate::why;
@@ -38,6 +38,8 @@ use crate::why;
 pub(crate) const TRIES: usize = 4;
 /// How many paths that were not written are named.
 const NAMED: usize = 5;
+/// How many characters of each.
+const SHOWN: usize = 200;
 /// How many of them are listed for programs.
 const LISTED: usize = 1000;
 
@@ -280,7 +282,8 @@ impl Downloader<'_> {
 
 /// The first of some paths, and how many more there are.
 fn named(paths: &[&Path]) -> String {
-    let shown: Vec<_> = paths.iter().take(NAMED).map(|path| path.display().to_string()).collect();
+    let shown: Vec<_> =
+        paths.iter().take(NAMED).map(|path| plain(&path.display().to_string(), SHOWN)).collect();
     let more = paths.len().saturating_sub(NAMED);
     if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
 }

@@ -28,6 +28,8 @@ use crate::xattrs;
 /// The extended attribute that holds the capabilities of a file.
 const CAPABILITY: &[u8] = b"security.capability";
 const SETID: u32 = 0o6000;
+/// Most bytes of a configuration, hook or rule that is compared with that of the target. A hole may be larger than can be read in a day.
+const COMPARED: u64 = 16 << 20;
 
 /// What the caller asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -97,7 +99,12 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
             matches!(entry.kind, EntryKind::Device { .. }).then_some(DroppedKind::Device)
         };
         let has_rights = !allowed.special && has_rights(entry);
-        if whole.is_none() && !has_rights || there.has(entry) {
+        if whole.is_none() && !has_rights {
+            continue;
+        }
+        // It stays as it is in the target in either case.
+        let is_large = matches!(entry.kind, EntryKind::File { size_bytes, .. } if size_bytes > COMPARED);
+        if !(whole.is_some() && is_large) && there.has(entry) {
             continue;
         }
         let mut drop = |what| {
