@@ -208,6 +208,19 @@ impl Cgroups {
         fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
     }
 
+    /// Memory that only the end of a process or of a file system in the group of that name gives back, in bytes.
+    pub(super) fn kept_memory(&self, name: &str) -> u64 {
+        let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
+        let counted: &[&str] =
+            if self.v2.is_some() { &["anon", "shmem", "kernel"] } else { &["total_rss", "total_shmem"] };
+        let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let rows = text.lines().filter_map(|line| line.split_once(' '));
+        let rows = rows.filter(|(name, _)| counted.contains(name));
+        let kernel = fs::read_to_string(group.join("memory.kmem.usage_in_bytes")).unwrap_or_default();
+        let values = rows.map(|(_, value)| value).chain([kernel.as_str()]);
+        values.filter_map(|value| value.trim().parse::<u64>().ok()).sum()
+    }
+
     /// Kills what is in the groups, and removes them.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;

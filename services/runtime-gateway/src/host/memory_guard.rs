@@ -1,8 +1,8 @@
-//! The memory guard: ends the container that keeps the most in its sockets for netlink and `ping` when the machine's memory is nearly exhausted.
+//! The memory guard: ends the container that keeps the most memory when the machine's is nearly exhausted.
 //!
-//! Messages that wait in these are memory that no control group counts (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` allocate and keep them
-//! without charging anybody), and a process may have many such sockets. The kernel would end processes by what they take themselves, and so
-//! others.
+//! The kernel would choose by what processes take themselves, and so others: it counts neither what they keep in `/dev/shm` and `/tmp` nor messages
+//! in their sockets for netlink and `ping`. No control group counts these messages at all (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` charge
+//! nobody for them), and a process may have many such sockets.
 
 use std::fs;
 use std::io;
@@ -22,14 +22,14 @@ use crate::locks::held;
 /// Pause between two looks at the available memory.
 const INTERVAL: Duration = Duration::from_millis(250);
 /// The part of the machine's memory that is kept available: one in so many.
-const AVAILABLE: u64 = 16;
+const AVAILABLE: u64 = 32;
 /// The most of it, in bytes.
-const MOST_AVAILABLE: u64 = 1 << 30;
-/// A container that keeps less than this in them is not the cause.
+const MOST_AVAILABLE: u64 = 512 << 20;
+/// A container that keeps less than this is not the cause.
 const MODEST: u64 = 64 << 20;
 
 impl HostRuntime {
-    /// Keeps some of the machine's memory available, if containers keep it in such sockets. Ends only by being dropped.
+    /// Keeps some of the machine's memory available. Ends only by being dropped.
     pub(super) async fn guard_memory(self: Arc<Self>) {
         let total = memory("MemTotal").unwrap_or(0);
         self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
@@ -43,7 +43,7 @@ impl HostRuntime {
                 Ok(None) => Ok(()),
                 Ok(Some((id, bytes))) => {
                     let kept = format!("{} MiB", bytes >> 20);
-                    tracing::warn!(process.id = %id, kept, "ending a container that keeps the machine's memory in sockets that no control group counts");
+                    tracing::warn!(process.id = %id, kept, "ending the container that keeps the most of the machine's memory");
                     self.end_for_memory(id).await
                 }
                 Err(error) => Err(error),
@@ -72,16 +72,18 @@ impl Host {
         let mut most = None;
         for (id, container) in processes {
             let process = Process::new(self, container, id);
+            if !matches!(self.status(&process), Ok(Status::Started)) {
+                continue;
+            }
             // In the machine's network others have sockets, too.
             let is_alone = self
                 .read_container(container)?
                 .is_some_and(|container| container.network != OwnNetwork::Host);
-            if is_alone && matches!(self.status(&process), Ok(Status::Started)) {
-                let pid = self.cgroups.processes(&process.cgroup()).into_iter().next();
-                // It may have ended.
-                let kept = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
-                most = most.max(Some((kept, id)));
-            }
+            let cgroup = process.cgroup();
+            let pid = self.cgroups.processes(&cgroup).into_iter().next().filter(|_| is_alone);
+            // It may have ended.
+            let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
+            most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, id)));
         }
         Ok(most.filter(|(kept, _)| *kept >= MODEST).map(|(kept, id)| (id, kept)))
     }
