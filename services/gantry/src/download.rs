@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, bail};
 use domain::ArtifactId;
@@ -36,6 +36,8 @@ use crate::why;
 
 /// How often an artifact is read when calls break.
 pub(crate) const TRIES: usize = 4;
+/// How long a worker may send nothing: it may have to read the volume again.
+const SILENCE: Duration = Duration::from_secs(15 * 60);
 /// How many paths that were not written are named.
 const NAMED: usize = 5;
 /// How many characters of each.
@@ -231,7 +233,7 @@ impl Downloader<'_> {
             Ok::<_, anyhow::Error>(staged)
         });
         let received = async {
-            while let Some(ReadResponse { message }) = answers.message().await.map_err(Refused::from)? {
+            while let Some(ReadResponse { message }) = next(&mut answers).await? {
                 match message {
                     Some(Answer::Chunk(chunk)) => {
                         if chunks.send(chunk).await.is_err() {
@@ -336,9 +338,15 @@ pub(crate) async fn locate(
     repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
 }
 
+/// What a worker sends next. One that sends nothing for long is taken for one that broke off.
+async fn next(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
+    let message = tokio::time::timeout(SILENCE, answers.message()).await;
+    Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)
+}
+
 async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
     let mut builder = ManifestBuilder::new(Limits::default());
-    while let Some(ReadResponse { message }) = answers.message().await.map_err(Refused::from)? {
+    while let Some(ReadResponse { message }) = next(answers).await? {
         match message {
             Some(Answer::Manifest(part)) => {
                 rpc::tree::push_part(&mut builder, &part)?;

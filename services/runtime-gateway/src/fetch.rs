@@ -28,6 +28,7 @@ use tonic::Streaming;
 use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
 use crate::gateway::Gateway;
+use crate::grpc::TRANSFER_PAUSE;
 use crate::peer::Sender;
 use crate::volumes::{Filling, TransferError};
 use crate::worker::Worker;
@@ -348,7 +349,9 @@ impl Reading {
     }
 
     async fn next(&mut self) -> Result<Said, SourceError> {
-        let message = self.said.message().await.map_err(Refusal::from)?;
+        // It may have to read the volume again before it says anything.
+        let message = tokio::time::timeout(TRANSFER_PAUSE, self.said.message()).await;
+        let message = message.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?;
         message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
     }
 

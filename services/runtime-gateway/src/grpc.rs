@@ -56,7 +56,7 @@ const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Durat
 
 /// Longest pause of a caller between two messages of a transfer. A transfer that makes no progress keeps its reservations, such as memory for
 /// its manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends, or show those that it reads.
-const TRANSFER_PAUSE: Duration = Duration::from_secs(15 * 60);
+pub(crate) const TRANSFER_PAUSE: Duration = Duration::from_secs(15 * 60);
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 

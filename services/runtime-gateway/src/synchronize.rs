@@ -166,7 +166,8 @@ async fn try_speak(
                             })?;
                             if let Some(sent) = heard {
                                 worker.alone_until(sent + ttl);
-                                tell_contact(worker, sent, stop_after).await;
+                                // A supervisor that does not answer keeps nobody else waiting.
+                                worker.tasks.spawn(tell_contact(worker.clone(), sent, stop_after));
                             }
                             let before = applied;
                             applied = desired.generation;
@@ -390,7 +391,7 @@ fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
     true
 }
 
-async fn tell_contact(worker: &Worker, sent: Duration, stop_after: Duration) {
+async fn tell_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
     if let Err(error) = worker.runtime.contact(sent, stop_after).await {
         tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
     }

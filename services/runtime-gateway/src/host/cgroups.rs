@@ -221,6 +221,23 @@ impl Cgroups {
         values.filter_map(|value| value.trim().parse::<u64>().ok()).sum()
     }
 
+    /// Gives the group of that name all processors, so that what is killed in it can end.
+    pub(super) fn lift_quota(&self, name: &str) {
+        let (file, none) = if self.v2.is_some() { ("cpu.max", "max") } else { ("cpu.cfs_quota_us", "-1") };
+        if let Some(group) = self.controller("cpu").map(|root| root.join(name))
+            && let Err(error) = fs::write(group.join(file), none)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::debug!(path = %group.display(), %error, "cannot lift a limit of processors");
+        }
+    }
+
+    /// Kills what is in the groups of that name.
+    pub(super) fn kill(&self, name: &str) -> io::Result<()> {
+        self.lift_quota(name);
+        self.groups(name).try_for_each(|group| kill_all(&group))
+    }
+
     /// Kills what is in the groups, and removes them.
     pub(super) fn remove(&self, name: &str) -> io::Result<()> {
         let deadline = Instant::now() + REMOVAL;

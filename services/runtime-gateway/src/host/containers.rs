@@ -360,6 +360,9 @@ impl Host {
                 if !killed {
                     tracing::warn!(process.id = %process.id, "a supervisor does not end, and is killed");
                     process.kill_supervisor()?;
+                    // What it was about to make is not tied to its end yet.
+                    let group = process.cgroup();
+                    self.cgroups.kill(&group).map_err(|error| RuntimeError::io("kill a container", error))?;
                     killed = true;
                 }
                 tokio::time::sleep(Duration::from_millis(20)).await;

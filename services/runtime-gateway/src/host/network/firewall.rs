@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! input    from a container: answers, and questions for names at the resolver's address
-//! forward  from a container: not to other containers, not to link-local addresses (where clouds serve credentials)
+//! forward  from a container: not to other containers, not to where clouds serve credentials of the machine
 //!          to a container:   only answers
 //! both     from a container: no connection beyond its share of those that the machine can follow
 //! output   to a container:   only answers
@@ -41,6 +41,14 @@ const INPUT: u32 = 1;
 const FORWARD: u32 = 2;
 const OUTPUT: u32 = 3;
 const POSTROUTING: u32 = 4;
+
+/// Where clouds serve settings and credentials to the machine: link-local addresses, and those of Azure, Alibaba and Oracle.
+const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
+    (Ipv4Addr::new(169, 254, 0, 0), 16),
+    (Ipv4Addr::new(168, 63, 129, 16), 32),
+    (Ipv4Addr::new(100, 100, 100, 200), 32),
+    (Ipv4Addr::new(192, 0, 0, 192), 32),
+];
 
 /// Which part of a packet is looked at.
 #[derive(Debug, Clone, Copy)]
@@ -270,13 +278,18 @@ fn table(pool: Pool, connections: u32) -> Messages {
     let input =
         vec![answers, beyond(), names(udp), names(tcp), Rule::default().input_is_container().reject()];
     chain(&mut messages, "input", "filter", INPUT, 0, input);
-    let forward = vec![
-        Rule::default().input_is_container().output_is_container(true).reject(),
-        Rule::default().input_is_container().destination_in(Ipv4Addr::new(169, 254, 0, 0), 16).reject(),
+    let mut forward = vec![Rule::default().input_is_container().output_is_container(true).reject()];
+    let of_clouds = OF_CLOUDS.into_iter();
+    forward.extend(
+        of_clouds.map(|(network, bits)| {
+            Rule::default().input_is_container().destination_in(network, bits).reject()
+        }),
+    );
+    forward.extend([
         beyond(),
         Rule::default().output_is_container(true).answers().accept(),
         Rule::default().output_is_container(true).reject(),
-    ];
+    ]);
     chain(&mut messages, "forward", "filter", FORWARD, 0, forward);
     let output = vec![
         Rule::default().output_is_container(true).answers().accept(),

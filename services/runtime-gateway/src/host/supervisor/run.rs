@@ -296,6 +296,7 @@ impl Running {
 
     /// Kills everything in the container: with init, its namespace of processes ends.
     fn kill(&self) -> io::Result<()> {
+        self.cgroups.lift_quota(&self.cgroup);
         match rustix::process::pidfd_send_signal(&self.init_watch, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
