@@ -69,7 +69,7 @@ impl Remembered {
 const FIRST_POLL: Duration = Duration::from_millis(2);
 const SLOWEST_POLL: Duration = Duration::from_secs(1);
 const MOST_MESSAGE: u64 = 64 * 1024;
-const MOST_VOLUMES: u64 = 256 * 1024 * 1024;
+const MOST_VOLUMES: u64 = 32 << 20;
 
 impl Client {
     /// A client of the server at `authority`, which is a host and a port.
