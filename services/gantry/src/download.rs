@@ -152,7 +152,7 @@ impl Downloader<'_> {
         if !git.is_empty() {
             let named = named(&git);
             self.ui.warn(&format!(
-                "{name}: not written, for git would run it: {named}; write it with --allow-git-hooks"
+                "{name}: not written, for git, Mercurial or jj would run it: {named}; write it with --allow-git-hooks"
             ));
         }
         let is_rule = |dropped: &&Dropped| dropped.what == DroppedKind::IgnoreRules;

@@ -5,7 +5,7 @@
 //!
 //! | Dropped | Unless |
 //! |---|---|
-//! | what makes git run programs: hooks, configuration and what leads git to another one | [`Allowed::git_programs`] |
+//! | what makes git run programs: hooks, configuration and what leads git to another one; configuration of Mercurial and jj | [`Allowed::git_programs`] |
 //! | setuid and setgid bits, file capabilities, device nodes, `.gantryignore` | [`Allowed::special`] |
 //!
 //! Invariant: what the directory has already, down to the bytes and the mode, is never dropped. So a directory that was
@@ -13,8 +13,10 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::io::Read;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Component, Path, PathBuf};
 
 use domain::Digest;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, readlinkat, statat};
@@ -28,6 +30,8 @@ use crate::xattrs;
 /// The extended attribute that holds the capabilities of a file.
 const CAPABILITY: &[u8] = b"security.capability";
 const SETID: u32 = 0o6000;
+/// Most bytes that are read of a configuration of git.
+const CONFIGURATION: u64 = 1 << 20;
 /// Most bytes of a configuration, hook or rule that is compared with that of the target. A hole may be larger than can be read in a day.
 const COMPARED: u64 = 16 << 20;
 
@@ -86,9 +90,13 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
     let mut repositories = Repositories::of(manifest);
+    let named = there.named_by_git();
     for (index, entry) in manifest.entries().iter().enumerate() {
-        let is_program =
-            !allowed.git_programs && (makes_git_run(entry) || repositories.has_program(entry, &mut there));
+        let is_program = !allowed.git_programs
+            && (makes_git_run(entry)
+                || makes_others_run(entry)
+                || named.iter().any(|path| is_below(&entry.path, path))
+                || repositories.has_program(entry, &mut there));
         let whole = if is_program {
             Some(DroppedKind::GitProgram)
         } else if allowed.special {
@@ -234,6 +242,56 @@ fn makes_git_run(entry: &Entry) -> bool {
     })
 }
 
+/// Whether an entry makes Mercurial or jj run programs.
+fn makes_others_run(entry: &Entry) -> bool {
+    let names: Vec<_> = entry.path.split(|byte| *byte == b'/').map(plain).collect();
+    names.iter().enumerate().any(|(at, name)| match (&name[..], &names[at + 1..]) {
+        (b".hg", [first, ..]) => matches!(&first[..], b"hgrc" | b"hgrc-not-shared" | b"sharedpath"),
+        (b".jj", [first, second, ..]) => matches!((&first[..], &second[..]), (b"repo", b"config.toml")),
+        (b".jj", [first]) => first[..] == b"repo"[..] && !entry.is_directory(),
+        (b".hg", []) => !entry.is_directory(),
+        _ => false,
+    })
+}
+
+/// Whether a path is another one, or in the directory of that name.
+fn is_below(path: &[u8], other: &[u8]) -> bool {
+    path.strip_prefix(other).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}
+
+/// The paths that a configuration of git names for hooks and further configuration, relative to the top of the working tree. Hooks are looked for from
+/// there, and configuration from the directory of the file, which is `.git`.
+fn named_by_git(configuration: &str) -> Vec<Vec<u8>> {
+    let mut section = String::new();
+    let mut named = Vec::new();
+    for line in configuration.lines().map(str::trim) {
+        if let Some(header) = line.strip_prefix('[') {
+            section = header.split([']', ' ', '"']).next().unwrap_or_default().to_ascii_lowercase();
+        }
+        let pair = line.rsplit(']').next().unwrap_or_default();
+        let Some((key, value)) = pair.split_once('=') else { continue };
+        let base = match (section.as_str(), key.trim().to_ascii_lowercase().as_str()) {
+            ("core", "hookspath") => Path::new(""),
+            ("include" | "includeif", "path") => Path::new(".git"),
+            _ => continue,
+        };
+        let mut path = PathBuf::new();
+        for component in base.join(value.trim().trim_matches('"')).components() {
+            match component {
+                Component::Normal(name) => path.push(name),
+                Component::ParentDir => _ = path.pop(),
+                // Not in this directory.
+                Component::RootDir => path = PathBuf::from("/"),
+                Component::CurDir | Component::Prefix(_) => {}
+            }
+        }
+        if path.is_relative() && path != Path::new("") {
+            named.push(path.into_os_string().into_vec());
+        }
+    }
+    named
+}
+
 /// Whether a name is that of the directory of a repository.
 fn is_git(name: &[u8]) -> bool {
     name.len() >= 4 && matches!(&plain(name)[..], b".git" | b"git~1")
@@ -278,6 +336,20 @@ struct There<'a> {
 impl There<'_> {
     fn is_anything_at(&mut self, path: &[u8]) -> bool {
         self.stat(path).is_some()
+    }
+
+    /// The paths that the configuration of its repository names.
+    fn named_by_git(&mut self) -> Vec<Vec<u8>> {
+        let read = |directory: &OwnedFd| {
+            let flags =
+                OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+            let opened = openat(directory, "config", flags, Mode::empty()).ok()?;
+            let mut text = Vec::new();
+            std::fs::File::from(opened).take(CONFIGURATION).read_to_end(&mut text).ok()?;
+            Some(named_by_git(&String::from_utf8_lossy(&text)))
+        };
+        let directory = self.cursor.as_mut().and_then(|cursor| cursor.go(b".git").ok());
+        directory.and_then(|directory| read(&directory)).unwrap_or_default()
     }
 
     /// What a directory has of a repository.
@@ -526,6 +598,28 @@ mod tests {
             let (left, said) = guarded(target.path(), &manifest(rest.path()));
             assert!(left.contains(&then.to_owned()) && said.is_empty(), "{left:?}, {said:?}");
         }
+    }
+
+    #[test]
+    fn paths_that_the_configuration_names_are_known() {
+        let configuration = "[core]\n\tbare = false\n\thooksPath = ./.husky/_\n[include] path = ../.gitconfig\n\
+            [includeIf \"gitdir:~/x\"]\n path = \"more\"\n[core] hooksPath=/abs\n[other]\n path = no\n";
+        let named: Vec<_> = named_by_git(configuration);
+        assert_eq!(named, [&b".husky/_"[..], b".gitconfig", b".git/more"].map(<[u8]>::to_vec));
+        assert!(is_below(b".husky/_/pre-commit", b".husky/_") && is_below(b".husky/_", b".husky/_"));
+        assert!(!is_below(b".husky/_x", b".husky/_"));
+
+        let target = repository("mine");
+        fs::write(target.path().join(".git/config"), "[core]\nhooksPath = .hooks").expect("written");
+        let result = tempfile::tempdir().expect("a directory");
+        for path in [".hooks/pre-commit", ".hg/hgrc", ".jj/repo/config.toml", "plain"] {
+            let at = result.path().join(path);
+            fs::create_dir_all(at.parent().expect("a directory")).expect("made");
+            fs::write(at, "evil").expect("written");
+        }
+        let (_, said) = guarded(target.path(), &manifest(result.path()));
+        let dropped: Vec<_> = said.iter().map(|dropped| dropped.path.display().to_string()).collect();
+        assert_eq!(dropped, [".hg/hgrc", ".hooks/pre-commit", ".jj/repo/config.toml"]);
     }
 
     #[test]
