@@ -695,7 +695,10 @@ pub(crate) async fn observe_inputs(
     if row.state != State::Assigned {
         return Ok(());
     }
-    let event = Event::Materializing { inputs: inputs.to_vec() };
+    // As many as the workload can have, with its image and the certificates of the worker: a worker may say of any.
+    let known = spec(&row)?;
+    let most = known.inputs.len() + known.caches.len() + 2;
+    let event = Event::Materializing { inputs: inputs.iter().take(most).cloned().collect() };
     save(txn, row, Write::Update, Some(&event), now, effects).await
 }
 

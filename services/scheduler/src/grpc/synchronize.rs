@@ -47,6 +47,8 @@ const WISH_BYTES: usize = 2 << 20;
 const MOST_PROGRESS_BYTES: usize = 256;
 /// Most inputs of an attempt whose progress is kept.
 const MOST_INPUTS: usize = 1000;
+/// Most changes of the progress of an attempt that a gateway is heard of on one stream. Ten are usual, and more where sources fail.
+const MOST_CHANGES: usize = 200;
 
 /// What a gateway is told.
 pub(super) type Told = Result<pb::SynchronizeResponse, Status>;
@@ -194,8 +196,8 @@ struct Attendance<'s> {
     heard: u64,
     /// Since when leases are said to have ended that nobody has ended.
     ended: HashMap<Uuid, Timestamp>,
-    /// How far the inputs of leases were, in tenths, and what each waited for, when that was noted last.
-    brought: HashMap<Uuid, (u64, Vec<String>)>,
+    /// How far the inputs of leases were, in tenths, and what each waited for, when that was noted last; and how often it had changed.
+    brought: HashMap<Uuid, ((u64, Vec<String>), usize)>,
     /// What it and we do not agree about.
     drift: drift::OfStream,
 }
@@ -517,7 +519,13 @@ impl Attendance<'_> {
                 .collect();
             let waits_for = inputs.iter().map(|input| input.waits_for.clone()).collect();
             let now = (InputProgress::tenths(&inputs), waits_for);
-            if self.brought.insert(lease.id, now.clone()).as_ref() != Some(&now) {
+            let told = match self.brought.get(&lease.id) {
+                Some((before, _)) if *before == now => continue,
+                Some((_, told)) => told + 1,
+                None => 1,
+            };
+            self.brought.insert(lease.id, (now, told));
+            if told <= MOST_CHANGES {
                 brought.push((lease.clone(), inputs));
             }
         }

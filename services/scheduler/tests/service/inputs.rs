@@ -49,3 +49,32 @@ pub(crate) async fn watchers_see_inputs_come_in_steps(database: TestDatabase) {
     assert_eq!(brought.collect::<Vec<_>>(), [inputs(0), inputs(55), waiting().collect(), inputs(100)]);
     scheduler.stop().await;
 }
+
+pub(crate) async fn progress_of_inputs_is_bounded(database: TestDatabase) {
+    let scheduler = Running::start(config(&database)).await;
+    let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
+    let id = scheduler.submit(spec()).await.expect("accepted");
+    let (lease, run) = gateway.run(id).await;
+    for change in 0..250 {
+        let input = |name: usize| pb::InputProgress {
+            name: format!("made up {name}"),
+            waits_for: change.to_string(),
+            ..pb::InputProgress::default()
+        };
+        gateway.observe_inputs(&lease, (0..10).map(input).collect()).await;
+    }
+    // All that is noted.
+    scheduler.watch_some(id, 0, 2 + 200).await;
+    start(&scheduler, &run.lease_token).await.expect("started");
+    gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
+    finish(&scheduler, &run.lease_token, 0).await.expect("finished");
+    let events = scheduler.watch(id, 0).await;
+    let told = events.iter().filter_map(|event| match &event.event {
+        Some(pb::watch_response::Event::Materializing(told)) => Some(told.inputs.len()),
+        _ => None,
+    });
+    let told: Vec<_> = told.collect();
+    assert_eq!(told.len(), 200);
+    assert!(told.iter().all(|inputs| *inputs <= 2), "it has no input: {told:?}");
+    scheduler.stop().await;
+}

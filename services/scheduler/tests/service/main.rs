@@ -53,7 +53,7 @@ use gateways::{
     large_specs_are_told_in_several_messages, one_gateway_speaks_for_a_worker_at_a_time,
     only_what_was_heard_is_echoed,
 };
-use inputs::watchers_see_inputs_come_in_steps;
+use inputs::{progress_of_inputs_is_bounded, watchers_see_inputs_come_in_steps};
 use leases::{
     a_driven_lease_takes_no_slot_and_ends_once, a_driven_lease_that_is_not_renewed_ends,
     a_group_is_granted_whole_or_not_at_all, a_lease_says_for_whom_it_is_until_when_and_why_it_ended,
@@ -601,6 +601,7 @@ on_both! {
     each_of_many_workers_hears_what_it_shall_do,
     a_workload_goes_from_its_submission_to_its_end,
     watchers_see_inputs_come_in_steps,
+    progress_of_inputs_is_bounded,
     a_repeated_submission_is_one_workload,
     a_workload_waits_for_the_first_worker_and_says_so,
     what_no_worker_could_ever_run_is_refused_and_nothing_is_queued,
