@@ -229,8 +229,7 @@ pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The same for what is read or written beside results: only for a path that is relative, as results are mostly below this directory, and links
-/// elsewhere are the machine's.
+/// Refuses a relative path with a symbolic link in it. Results are mostly below this directory, and links elsewhere are the machine's.
 pub(crate) fn refuse_links_here(path: &Path) -> anyhow::Result<()> {
     if path.is_relative() { refuse_links(path) } else { Ok(()) }
 }

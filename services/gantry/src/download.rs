@@ -36,8 +36,8 @@ use crate::why;
 
 /// How often an artifact is read when calls break.
 pub(crate) const TRIES: usize = 4;
-/// How long a worker may send nothing: it may have to read the volume again.
-const SILENCE: Duration = Duration::from_secs(15 * 60);
+/// Longest time that a worker may send nothing: it may have to scan the volume.
+const SILENCE: Duration = Duration::from_secs(60 * 60);
 /// How many paths that were not written are named.
 const NAMED: usize = 5;
 /// How many characters of each.
@@ -338,7 +338,7 @@ pub(crate) async fn locate(
     repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
 }
 
-/// What a worker sends next. One that sends nothing for long is taken for one that broke off.
+/// Receives the worker's next message. Errors: the connection counts as cut after an hour of silence.
 async fn next(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
     let message = tokio::time::timeout(SILENCE, answers.message()).await;
     Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)

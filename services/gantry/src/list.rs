@@ -517,8 +517,8 @@ pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
     arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Of a workload of which less than all is shown.
-const ABRIDGED: &str = "more than 8 KiB, of which arguments, environment, inputs, caches and tags were not kept when it finished";
+/// Shown for a workload whose spec is abridged.
+const ABRIDGED: &str = "larger than 8 KiB: its arguments, environment, inputs, outputs, caches, tags and capabilities are not kept";
 
 /// `standing`: how it is with its worker, where that is not as it should be.
 fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, String)> {

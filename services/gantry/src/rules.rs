@@ -28,6 +28,8 @@ pub(crate) struct Rules {
     above: Vec<(PathBuf, Gitignore)>,
     directories: RefCell<HashMap<PathBuf, Rc<Files>>>,
     problems: RefCell<Vec<String>>,
+    /// A file that is too large to be one of rules.
+    refused: RefCell<Option<PathBuf>>,
 }
 
 /// The files of one directory.
@@ -57,6 +59,7 @@ impl Rules {
             above: Vec::new(),
             directories: RefCell::default(),
             problems: RefCell::default(),
+            refused: RefCell::default(),
         };
         if gitignore {
             rules.above = rules.above_root();
@@ -91,6 +94,11 @@ impl Rules {
         self.problems.take()
     }
 
+    /// A file of more than 1 MiB: without its rules more would be sent than is meant to be.
+    pub(crate) fn refused(&self) -> Option<PathBuf> {
+        self.refused.take()
+    }
+
     /// What the files of one kind say, the deepest first.
     fn decide(&self, path: &Path, is_directory: bool, kind: fn(&Files) -> Option<&Gitignore>) -> Match<()> {
         for directory in path.ancestors().skip(1) {
@@ -122,8 +130,7 @@ impl Rules {
     fn read(&self, file: &Path) -> Option<Gitignore> {
         let found = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
         if found.len() > MOST_BYTES {
-            let problem = format!("{}: has more than 1 MiB, and is not read", file.display());
-            self.problems.borrow_mut().push(problem);
+            *self.refused.borrow_mut() = Some(file.to_owned());
             return None;
         }
         // Paths are given relative to the directory of the file.
@@ -230,5 +237,19 @@ mod tests {
         let rules = Rules::new(root.path(), false, vec![]);
         assert_eq!(excluded(&rules, &[("x.log", false)]), [true]);
         assert_eq!(rules.problems().len(), 1);
+    }
+
+    #[test]
+    fn file_of_rules_that_is_too_large_is_refused() {
+        let root = tree(&[(OURS, "*.log\n")]);
+        std::fs::File::options()
+            .write(true)
+            .open(root.path().join(OURS))
+            .expect("there")
+            .set_len(2 << 20)
+            .expect("grown");
+        let rules = Rules::new(root.path(), false, vec![]);
+        excluded(&rules, &[("x.log", false)]);
+        assert_eq!(rules.refused(), Some(root.path().join(OURS)));
     }
 }

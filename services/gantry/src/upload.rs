@@ -156,6 +156,9 @@ impl Uploader<'_> {
                 ..ScanOptions::default()
             };
             let scan = transfer::scan(&root, &options, Some(&mut remembered.cache))?;
+            if let Some(file) = rules.refused() {
+                bail!("{file:?} has more than 1 MiB, which is too much for a file of rules");
+            }
             remembered.save();
             Ok::<_, anyhow::Error>(Scanned {
                 manifest: Arc::new(scan.manifest),

@@ -28,7 +28,7 @@ use tonic::Streaming;
 use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
 use crate::gateway::Gateway;
-use crate::grpc::TRANSFER_PAUSE;
+use crate::grpc::DOWNLOAD_PAUSE;
 use crate::peer::Sender;
 use crate::volumes::{Filling, TransferError};
 use crate::worker::Worker;
@@ -349,8 +349,8 @@ impl Reading {
     }
 
     async fn next(&mut self) -> Result<Said, SourceError> {
-        // It may have to read the volume again before it says anything.
-        let message = tokio::time::timeout(TRANSFER_PAUSE, self.said.message()).await;
+        // The source may have to scan the volume before it answers.
+        let message = tokio::time::timeout(DOWNLOAD_PAUSE, self.said.message()).await;
         let message = message.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?;
         message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
     }

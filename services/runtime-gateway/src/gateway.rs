@@ -39,17 +39,16 @@ struct Inner {
     scheduler: WorkersClient<Peer>,
     tasks: TaskTracker,
     stopping: CancellationToken,
-    /// Transfers that are read from here, and that are written here, at a time. Apart, for one that is written here waits for one that is read
-    /// elsewhere.
+    /// Permits of transfers that read volumes here, and of those that write. They are separate because a write may wait for a read elsewhere.
     reads: Arc<Semaphore>,
     writes: Arc<Semaphore>,
 }
 
-/// Transfers of each direction at a time. Each keeps a thread, and a quarter of all threads is left for what has nothing to do with transfers.
+/// Most transfers of each direction at a time. Each transfer takes a blocking thread, and a quarter of the threads stays free.
 const TRANSFERS: usize = 192;
 
-/// How long a transfer waits for its turn.
-const TURN: Duration = Duration::from_secs(30);
+/// Longest time that a transfer waits for a permit.
+const PERMIT_WAIT: Duration = Duration::from_secs(30);
 
 /// A call is for a worker that this gateway does not attend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -226,19 +225,19 @@ impl Gateway {
         Ok((worker, claims))
     }
 
-    /// Waits for the turn of a transfer, which has it until this is dropped.
+    /// Waits for the permit of a transfer, which ends when it is dropped.
     ///
-    /// Errors: [`TransferError::TooMany`].
-    pub(crate) async fn turn(
+    /// Errors: [`TransferError::TooManyTransfers`].
+    pub(crate) async fn acquire_transfer(
         &self,
         operation: TicketOperation,
     ) -> Result<OwnedSemaphorePermit, TransferError> {
-        let turns = match operation {
+        let permits = match operation {
             TicketOperation::Read => &self.0.reads,
             TicketOperation::Write => &self.0.writes,
         };
-        let turn = tokio::time::timeout(TURN, turns.clone().acquire_owned()).await;
-        turn.ok().and_then(Result::ok).ok_or(TransferError::TooMany)
+        let permit = tokio::time::timeout(PERMIT_WAIT, permits.clone().acquire_owned()).await;
+        permit.ok().and_then(Result::ok).ok_or(TransferError::TooManyTransfers)
     }
 
     /// Verifies a ticket for `operation`, whoever attends the worker that it names.

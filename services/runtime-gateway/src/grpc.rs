@@ -54,10 +54,12 @@ const STDIN_BYTES: usize = 2 * STDIN_MESSAGE_BYTES;
 /// How often the artifact store is told that somebody is attached to a process.
 const TOUCH: Duration = if cfg!(test) { Duration::from_millis(10) } else { Duration::from_secs(60) };
 
-/// Longest pause of a caller between two messages of a transfer. A transfer that makes no progress keeps its reservations, such as memory for
-/// its manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends, or show those that it reads.
-pub(crate) const TRANSFER_PAUSE: Duration = Duration::from_secs(15 * 60);
+/// Longest pause of a caller between two messages of an upload. An upload that makes no progress keeps its reservations, such as memory for its
+/// manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends.
+const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 
+/// Longest pause of a caller of a download, and of a source. Each may have to scan a large volume before it goes on.
+pub(crate) const DOWNLOAD_PAUSE: Duration = Duration::from_secs(60 * 60);
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
 pub(crate) fn containers(gateway: Gateway) -> ContainersServer<Handler> {
@@ -370,7 +372,7 @@ impl Volumes for Handler {
         let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
         Ok(self.answer(&extensions, async |gateway, answers| {
-            let _turn = gateway.turn(TicketOperation::Read).await?;
+            let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
             read_file(worker, ticket, path, answers).await
         }))
     }
@@ -381,21 +383,24 @@ fn truncated() -> Status {
     Reason::TransferTruncated.status(SERVICE, "the stream ended before the transfer was complete")
 }
 
-/// The caller's next message.
-async fn next_said<T>(said: &mut (impl Stream<Item = Result<T, Status>> + Unpin)) -> Result<T, Status> {
-    let next = tokio::time::timeout(TRANSFER_PAUSE, said.next()).await.map_err(|_| paused("sent"))?;
+/// Receives the caller's next message within `pause`. Errors: `TRANSFER_TRUNCATED`.
+async fn next_message<T>(
+    said: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
+    pause: Duration,
+) -> Result<T, Status> {
+    let next = tokio::time::timeout(pause, said.next()).await.map_err(|_| paused("sent", pause))?;
     next.ok_or_else(truncated)?
 }
 
 /// A transfer made no progress, for its caller `did` nothing.
-fn paused(did: &str) -> Status {
-    let minutes = TRANSFER_PAUSE.as_secs() / 60;
+fn paused(did: &str, pause: Duration) -> Status {
+    let minutes = pause.as_secs() / 60;
     Reason::TransferTruncated.status(SERVICE, format!("the caller {did} nothing for {minutes} minutes"))
 }
 
 async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
-    let sent = tokio::time::timeout(TRANSFER_PAUSE, answers.send(Ok(answer))).await;
-    sent.map_err(|_| paused("took"))?.map_err(|_| truncated())
+    let sent = tokio::time::timeout(DOWNLOAD_PAUSE, answers.send(Ok(answer))).await;
+    sent.map_err(|_| paused("took", DOWNLOAD_PAUSE))?.map_err(|_| truncated())
 }
 
 async fn write(
@@ -403,12 +408,15 @@ async fn write(
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
-    let answer = |message| send(&answers, pb::WriteResponse { message: Some(message) });
+    let answer = async |message| {
+        let sent = send(&answers, pb::WriteResponse { message: Some(message) });
+        tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took", UPLOAD_PAUSE))?
+    };
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
     let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
-    let _turn = gateway.turn(TicketOperation::Write).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
     let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
@@ -444,7 +452,7 @@ async fn write(
 async fn next(
     said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
 ) -> Result<WriteSaid, Status> {
-    rpc::required("message", next_said(said).await?.message)
+    rpc::required("message", next_message(said, UPLOAD_PAUSE).await?.message)
 }
 
 async fn receive_manifest(
@@ -477,12 +485,12 @@ async fn read(
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
     let answer = |message| send(&answers, pb::ReadResponse { message: Some(message) });
-    let open = match next_said(&mut said).await?.message {
+    let open = match next_message(&mut said, DOWNLOAD_PAUSE).await?.message {
         Some(ReadSaid::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
     let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
-    let _turn = gateway.turn(TicketOperation::Read).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
     let manifest = volumes::manifest(&worker, &ticket).await?;
     for part in rpc::tree::manifest_parts(&manifest) {
         answer(ReadAnswer::Manifest(part)).await?;
@@ -491,7 +499,7 @@ async fn read(
 
     let mut wanted = Runs::new();
     loop {
-        match next_said(&mut said).await?.message {
+        match next_message(&mut said, DOWNLOAD_PAUSE).await?.message {
             Some(ReadSaid::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)
                 .map_err(|error| invalid_field("want.runs", error.to_string()))?,
             Some(ReadSaid::WantEnd(_)) => break,
@@ -576,7 +584,7 @@ impl From<TransferError> for Status {
             }
             TransferError::Pack(_) => Reason::WorkerFailed,
             TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
-            TransferError::Busy(_) | TransferError::TooMany => Reason::Unavailable,
+            TransferError::Busy(_) | TransferError::TooManyTransfers => Reason::Unavailable,
             TransferError::Complete(_) => Reason::ClaimLost,
             TransferError::InUse(_) => Reason::VolumeInUse,
             TransferError::NoRoom(_) => Reason::DiskFull,

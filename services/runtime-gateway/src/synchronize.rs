@@ -166,7 +166,7 @@ async fn try_speak(
                             })?;
                             if let Some(sent) = heard {
                                 worker.alone_until(sent + ttl);
-                                // A supervisor that does not answer keeps nobody else waiting.
+                                // A supervisor that does not answer must not delay others.
                                 worker.tasks.spawn(tell_contact(worker.clone(), sent, stop_after));
                             }
                             let before = applied;

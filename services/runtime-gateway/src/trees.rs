@@ -33,7 +33,7 @@ const DAMAGED: &str = "damaged";
 /// What the name of the mark of a volume ends with that a transfer fills.
 const FILLING: &str = "filling";
 
-/// Most problems of one scan that are logged, each.
+/// Most problems of one scan that get a log line each.
 const LOGGED: usize = 5;
 
 /// Most bytes of manifests, encoded, that are held in memory.

@@ -83,9 +83,9 @@ pub(crate) enum TransferError {
     /// The store refused.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// As many transfers are under way as may be at a time.
+    /// The gateway runs the most transfers that it may.
     #[error("this gateway has as many transfers under way as it takes")]
-    TooMany,
+    TooManyTransfers,
     /// Somebody fills the volume at this moment.
     #[error("volume {0} is being filled")]
     Busy(VolumeHandle),

@@ -93,6 +93,7 @@ impl Migrations for Schema {
         SqlMigration { name: "0011_ended_tasks", sql: include_str!("migrations/0011_ended_tasks.sql") },
         SqlMigration { name: "0012_outcomes", sql: include_str!("migrations/0012_outcomes.sql") },
         SqlMigration { name: "0013_failed_team", sql: include_str!("migrations/0013_failed_team.sql") },
+        SqlMigration { name: "0014_abridged", sql: include_str!("migrations/0014_abridged.sql") },
     ];
 
     const BY_INDEX: bool = true;

@@ -154,6 +154,7 @@ impl Submission {
                 .map(|timeout| Ord::min((Timestamp(0) + timeout).0, i64::MAX / 2)),
             retried: 0,
             outcome: None,
+            abridged: false,
         }
     }
 
@@ -338,6 +339,7 @@ async fn finish(
         let kept = rpc::spec::encode(&rpc::spec::abridged(spec(&row)?));
         workload::Entity::update_many()
             .col_expr(workload::Column::Spec, Expr::value(kept))
+            .col_expr(workload::Column::Abridged, Expr::value(true))
             .filter(workload::Column::Id.eq(row.id))
             .exec(txn)
             .await?;

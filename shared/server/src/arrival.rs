@@ -1,4 +1,4 @@
-//! Messages that are on their way: each that has begun arrives soon, and the large ones take a share of one budget meanwhile.
+//! Limits of incoming messages: the time that they take to arrive, and the memory of those that have arrived in part.
 //!
 //! tonic keeps what has arrived of a message until all of it is there. A service bounds the length of one message, and nothing else bounds how
 //! many there are.
@@ -18,39 +18,40 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// How long the server waits for the rest of a message, all pauses together.
+use crate::listener::Caller;
+
+/// Longest time in which [`STEP`] bytes of a message arrive, or the rest of it.
 const WITHIN: Duration = Duration::from_secs(60);
-/// Bytes from which on a message takes its length from the budget. Smaller ones are bounded by the number of calls.
-const LARGE: usize = 64 << 10;
-/// Bytes of all large messages that have arrived in part.
-const BUDGET: usize = 256 << 20;
-/// The most that one message takes from the budget, in bytes: no service reads a longer one.
-const LONGEST: usize = 16 << 20;
-/// The budget is counted in pieces of so many bytes.
+/// In bytes. What has arrived of a message counts from the second step on: the number of calls bounds the rest.
+const STEP: usize = 64 << 10;
+/// Most bytes that count on one connection.
+const ROOM: usize = 256 << 20;
+/// The room is counted in pieces of so many bytes.
 const PIECE: usize = 1 << 10;
 
+/// The room for messages that have arrived in part, of one connection.
 #[derive(Debug, Clone)]
-pub(crate) struct ArrivalLayer(Arc<Semaphore>);
+pub(crate) struct Room(Arc<Semaphore>);
 
-impl Default for ArrivalLayer {
+impl Default for Room {
     fn default() -> Self {
-        Self(Arc::new(Semaphore::new(BUDGET / PIECE)))
+        Self(Arc::new(Semaphore::new(ROOM / PIECE)))
     }
 }
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ArrivalLayer;
 
 impl<S> Layer<S> for ArrivalLayer {
     type Service = Arrival<S>;
 
     fn layer(&self, inner: S) -> Arrival<S> {
-        Arrival { inner, budget: self.0.clone() }
+        Arrival(inner)
     }
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Arrival<S> {
-    inner: S,
-    budget: Arc<Semaphore>,
-}
+pub(crate) struct Arrival<S>(S);
 
 impl<S> Service<Request<Body>> for Arrival<S>
 where
@@ -61,28 +62,31 @@ where
     type Future = S::Future;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
+        self.0.poll_ready(cx)
     }
 
     fn call(&mut self, request: Request<Body>) -> S::Future {
-        let budget = self.budget.clone();
-        self.inner.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, budget) }))
+        let room = request.extensions().get::<Caller>().map(Caller::room).unwrap_or_default();
+        self.0.call(request.map(|body| if body.is_end_stream() { body } else { bounded(body, room) }))
     }
 }
 
 /// The messages of a call, as they arrive.
 struct Arriving {
     body: Body,
-    budget: Arc<Semaphore>,
+    room: Room,
     progress: Progress,
-    /// What is left of [`WITHIN`] for the message that has begun.
+    /// What is left of [`WITHIN`].
     left: Duration,
-    /// Its share of the budget, where it is large.
+    /// How much of the message had arrived when that began.
+    since: usize,
+    /// What the message takes of the room.
     share: Option<OwnedSemaphorePermit>,
 }
 
-fn bounded(body: Body, budget: Arc<Semaphore>) -> Body {
-    let arriving = Arriving { body, budget, progress: Progress::default(), left: WITHIN, share: None };
+fn bounded(body: Body, room: Room) -> Body {
+    let arriving =
+        Arriving { body, room, progress: Progress::default(), left: WITHIN, since: 0, share: None };
     let frames = futures::stream::unfold(Some(arriving), |arriving| async {
         let mut arriving = arriving?;
         let frame = arriving.next().await.transpose()?;
@@ -94,37 +98,54 @@ fn bounded(body: Body, budget: Arc<Semaphore>) -> Body {
 
 impl Arriving {
     async fn next(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
-        let frame = match self.progress.unfinished() {
-            Some(_) => within(&mut self.left, self.body.frame()).await?,
-            None => self.body.frame().await,
+        let frame = if self.progress.is_midway() {
+            let began = Instant::now();
+            let arrived = tokio::time::timeout(self.left, self.body.frame()).await;
+            self.left = self.left.saturating_sub(began.elapsed());
+            arrived.map_err(|_| late())?
+        } else {
+            self.body.frame().await
         };
         let Some(frame) = frame.transpose()? else { return Ok(None) };
-        let Some(data) = frame.data_ref() else { return Ok(Some(frame)) };
-        let before = self.progress.number;
-        self.progress.pass(data);
-        if self.progress.number != before || self.progress.unfinished().is_none() {
-            (self.left, self.share) = (WITHIN, None);
-        }
-        if let Some(length) = self.progress.unfinished().filter(|length| *length > LARGE)
-            && self.share.is_none()
-        {
-            let pieces = u32::try_from(length.min(LONGEST) / PIECE).unwrap_or(u32::MAX);
-            let share = within(&mut self.left, self.budget.clone().acquire_many_owned(pieces)).await?;
-            self.share = share.ok();
+        if let Some(data) = frame.data_ref() {
+            let before = self.progress.number;
+            self.progress.pass(data);
+            if self.progress.number != before || !self.progress.is_midway() {
+                (self.left, self.since, self.share) = (WITHIN, 0, None);
+            }
+            self.count(self.progress.arrived())?;
         }
         Ok(Some(frame))
     }
+
+    /// Counts what has arrived of a message.
+    fn count(&mut self, arrived: usize) -> Result<(), Status> {
+        if arrived.saturating_sub(self.since) >= STEP {
+            (self.left, self.since) = (WITHIN, arrived);
+        }
+        let counted = self.share.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let more = (arrived.saturating_sub(STEP) / PIECE).saturating_sub(counted);
+        if more == 0 {
+            return Ok(());
+        }
+        let more = u32::try_from(more).unwrap_or(u32::MAX);
+        let taken = self.room.0.clone().try_acquire_many_owned(more).map_err(|_| full())?;
+        match &mut self.share {
+            Some(share) => share.merge(taken),
+            None => self.share = Some(taken),
+        }
+        Ok(())
+    }
 }
 
-/// Waits for `awaited` as long as is `left`, and takes from that what it took.
-async fn within<T>(left: &mut Duration, awaited: impl Future<Output = T>) -> Result<T, Status> {
-    let began = Instant::now();
-    let arrived = tokio::time::timeout(*left, awaited).await;
-    *left = left.saturating_sub(began.elapsed());
-    arrived.map_err(|_| {
-        let message = format!("a message did not arrive within {} s of its beginning", WITHIN.as_secs());
-        rpc::Reason::DeadlineExceeded.status("gantry", message)
-    })
+fn late() -> Status {
+    let message = format!("a message stopped to arrive for {} s", WITHIN.as_secs());
+    rpc::Reason::DeadlineExceeded.status("gantry", message)
+}
+
+fn full() -> Status {
+    let message = format!("{} MiB of messages on this connection have arrived in part", ROOM >> 20);
+    rpc::Reason::Unavailable.status("gantry", message)
 }
 
 /// How far the messages of a call have arrived. Each begins with a byte for its compression and four for its length.
@@ -164,9 +185,14 @@ impl Progress {
         }
     }
 
-    /// The length of the message that has arrived in part, in bytes. 0: not known yet.
-    fn unfinished(&self) -> Option<usize> {
-        if self.rest > 0 { Some(self.length) } else { (self.of_head > 0).then_some(0) }
+    /// Whether a message has begun to arrive, and not all of it is there.
+    fn is_midway(&self) -> bool {
+        self.rest > 0 || self.of_head > 0
+    }
+
+    /// How many bytes of that message have arrived.
+    fn arrived(&self) -> usize {
+        if self.rest > 0 { self.length - self.rest } else { 0 }
     }
 }
 
@@ -179,10 +205,10 @@ mod tests {
     use super::*;
 
     /// A call whose bytes are sent by the test.
-    fn call(budget: &Arc<Semaphore>) -> (mpsc::Sender<Vec<u8>>, Body) {
+    fn call(room: &Room) -> (mpsc::Sender<Vec<u8>>, Body) {
         let (send, sent) = mpsc::channel::<Vec<u8>>(8);
         let frames = ReceiverStream::new(sent).map(|data| Ok::<_, Status>(Frame::data(Bytes::from(data))));
-        (send, bounded(Body::new(StreamBody::new(frames)), budget.clone()))
+        (send, bounded(Body::new(StreamBody::new(frames)), room.clone()))
     }
 
     /// A message with so many bytes, and as many of them as `there`.
@@ -198,14 +224,10 @@ mod tests {
         frame.data_ref().expect("data").len()
     }
 
-    fn budget(bytes: usize) -> Arc<Semaphore> {
-        Arc::new(Semaphore::new(bytes / PIECE))
-    }
-
     #[tokio::test(start_paused = true)]
-    async fn message_that_has_begun_arrives_in_time_or_the_call_ends() {
-        for begun in [message(10, 9), vec![0, 0]] {
-            let (send, mut body) = call(&budget(BUDGET));
+    async fn message_that_has_begun_goes_on_or_the_call_ends() {
+        for begun in [message(10, 9), vec![0, 0], message(STEP * 9, STEP * 2)] {
+            let (send, mut body) = call(&Room::default());
             tokio::time::sleep(WITHIN * 10).await;
             let length = begun.len();
             send.send(begun).await.expect("read");
@@ -213,8 +235,7 @@ mod tests {
             // What comes byte by byte gets no more time.
             let began = Instant::now();
             let refused = loop {
-                let next = tokio::time::timeout(Duration::from_secs(50), body.frame()).await;
-                match next {
+                match tokio::time::timeout(Duration::from_secs(50), body.frame()).await {
                     Err(_) => send.send(Vec::new()).await.expect("read"),
                     Ok(frame) => match frame.expect("more") {
                         Ok(_) => {}
@@ -229,40 +250,49 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn pauses_between_messages_have_no_limit() {
-        let (send, mut body) = call(&budget(BUDGET));
+    async fn slow_messages_arrive() {
+        let (send, mut body) = call(&Room::default());
         for _ in 0..3 {
-            send.send(message(10, 4)).await.expect("read");
-            send.send(vec![7; 6]).await.expect("read");
-            assert_eq!(arrived(&mut body).await + arrived(&mut body).await, 15);
-            assert!(tokio::time::timeout(WITHIN * 2, body.frame()).await.is_err());
+            send.send(message(STEP * 5, STEP)).await.expect("read");
+            assert_eq!(arrived(&mut body).await, STEP + 5);
+            for _ in 0..4 {
+                assert!(tokio::time::timeout(WITHIN - Duration::from_secs(1), body.frame()).await.is_err());
+                send.send(vec![7; STEP]).await.expect("read");
+                assert_eq!(arrived(&mut body).await, STEP);
+            }
+            assert!(
+                tokio::time::timeout(WITHIN * 2, body.frame()).await.is_err(),
+                "there is no next message yet"
+            );
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn large_messages_wait_for_each_other_and_small_ones_do_not() {
-        let all = budget(LONGEST);
-        let (send, mut first) = call(&all);
-        send.send(message(LONGEST, 1)).await.expect("read");
-        assert_eq!(arrived(&mut first).await, 6);
-        let (more, mut second) = call(&all);
-        more.send(message(LARGE + 1, 1)).await.expect("read");
-        let waits = tokio::time::timeout(WITHIN / 2, second.frame()).await;
-        assert!(waits.is_err(), "the first has the whole budget");
-        let (small, mut third) = call(&all);
-        small.send(message(LARGE, 1)).await.expect("read");
-        assert_eq!(arrived(&mut third).await, 6);
-        // All of it: its share is free again.
-        send.send(vec![7; LONGEST - 1]).await.expect("read");
-        assert_eq!(arrived(&mut first).await, LONGEST - 1);
-        assert_eq!(arrived(&mut second).await, 6);
-        drop((first, second));
-        let (again, mut fourth) = call(&all);
-        again.send([message(1, 1), message(LARGE + 1, 1)].concat()).await.expect("read");
-        assert_eq!(arrived(&mut fourth).await, 12);
-        assert!(all.available_permits() < LONGEST / PIECE, "it is after another in one frame");
-        drop(fourth);
-        assert_eq!(all.available_permits(), LONGEST / PIECE, "and its share is free when its call has ended");
+    async fn what_has_arrived_in_part_is_bounded_on_each_connection() {
+        const LARGE: usize = 16 << 20;
+        let room = Room::default();
+        let free = || room.0.available_permits() * PIECE;
+        let mut calls = Vec::new();
+        let refused = loop {
+            let (send, mut body) = call(&room);
+            send.send(message(LARGE, LARGE - 1)).await.expect("read");
+            match body.frame().await.expect("more") {
+                Ok(_) => calls.push((send, body)),
+                Err(status) => break status,
+            }
+        };
+        assert!(rpc::Refusal::from(refused).is(rpc::Reason::Unavailable));
+        assert!((ROOM / LARGE..=ROOM / LARGE + 1).contains(&calls.len()), "{}", calls.len());
+        let (small, mut body) = call(&room);
+        small.send(message(LARGE, STEP)).await.expect("read");
+        assert_eq!(arrived(&mut body).await, STEP + 5, "what is small does not count");
+        let before = free();
+        let (send, body) = &mut calls[0];
+        send.send(message(LARGE, LARGE - 1)[..1].to_vec()).await.expect("read");
+        assert_eq!(arrived(body).await, 1, "the last byte of it");
+        assert!(free() > before, "it counts no longer");
+        drop(calls);
+        assert_eq!(free(), ROOM, "nor do messages of calls that have ended");
     }
 
     #[test]
@@ -271,7 +301,7 @@ mod tests {
         for size in [1, 2, 5, 7, 4096, all.len()] {
             let mut progress = Progress::default();
             all.chunks(size).for_each(|piece| progress.pass(piece));
-            assert_eq!((progress.unfinished(), progress.number, progress.rest), (Some(9), 4, 7), "{size}");
+            assert_eq!((progress.is_midway(), progress.number, progress.arrived()), (true, 4, 2), "{size}");
         }
     }
 }

@@ -310,7 +310,7 @@ impl Host {
             .layer(operators::RpcLayer)
             .layer(DeadlineLayer)
             .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
-            .layer(ArrivalLayer::default())
+            .layer(ArrivalLayer)
             .layer(self.activity.layer())
             .layer(gate.clone())
             .add_routes(always.routes())

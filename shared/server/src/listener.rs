@@ -16,6 +16,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
+use crate::arrival::Room;
 use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
 /// A bound address.
@@ -44,7 +45,11 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
 
 /// How a caller reached the server. In the extensions of every request.
 #[derive(Debug, Clone)]
-pub struct Caller(Reached);
+pub struct Caller {
+    reached: Reached,
+    /// For messages on its connection.
+    room: Room,
+}
 
 #[derive(Debug, Clone)]
 enum Reached {
@@ -56,24 +61,32 @@ enum Reached {
 impl Caller {
     /// Whether the caller needs no token, for it came over a Unix socket.
     pub(crate) fn is_local(&self) -> bool {
-        matches!(self.0, Reached::Unix)
+        matches!(self.reached, Reached::Unix)
+    }
+
+    pub(crate) fn room(&self) -> Room {
+        self.room.clone()
+    }
+
+    fn new(reached: Reached) -> Self {
+        Self { reached, room: Room::default() }
     }
 
     /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
     pub fn authenticated(&self) {
-        if let Reached::Tcp(probation) = &self.0 {
+        if let Reached::Tcp(probation) = &self.reached {
             probation.end();
         }
     }
 
     #[cfg(test)]
     pub(crate) fn over_tcp(probation: Probation) -> Self {
-        Self(Reached::Tcp(probation))
+        Self::new(Reached::Tcp(probation))
     }
 
     #[cfg(test)]
     pub(crate) fn over_unix() -> Self {
-        Self(Reached::Unix)
+        Self::new(Reached::Unix)
     }
 }
 
@@ -213,7 +226,7 @@ impl Tcp {
     }
 
     pub(crate) fn caller(&self) -> Caller {
-        Caller(Reached::Tcp(self.probation.clone()))
+        Caller::new(Reached::Tcp(self.probation.clone()))
     }
 
     /// Fails if the connection has not authenticated, and its deadline has passed or another one needs its room.
@@ -248,7 +261,7 @@ impl Connected for Connection {
     fn connect_info(&self) -> Caller {
         match self {
             Self::Tcp(tcp) => tcp.caller(),
-            Self::Unix(_) => Caller(Reached::Unix),
+            Self::Unix(_) => Caller::new(Reached::Unix),
         }
     }
 }

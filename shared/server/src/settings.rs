@@ -266,7 +266,7 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     if text.is_empty() { Err(malformed()) } else { in_bounds(text, total) }
 }
 
-/// The duration, unless it is longer than anything is meant to last.
+/// Refuses a duration of more than 100 years.
 fn in_bounds(text: &str, duration: Duration) -> Result<Duration, String> {
     /// A hundred years.
     const LONGEST: Duration = Duration::from_hours(36_500 * 24);

@@ -7,6 +7,7 @@
 //! Invariant: all reservations together are never more than the budget.
 
 use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -60,22 +61,24 @@ impl Budget {
     }
 }
 
-/// The files in which the memory limits of a process are that is in these control groups: of its own groups, as the machine sees them, and of those
-/// that a container sees as the topmost ones.
+/// Paths of files that may hold the memory limit of a process in these control groups: of its groups, of those above them, and of those that a
+/// container sees as the topmost ones.
 fn memory_limits(groups: &str) -> impl Iterator<Item = String> {
-    let paths = groups.lines().filter_map(|line| {
+    let own = groups.lines().filter_map(|line| {
         let (_, rest) = line.split_once(':')?;
         let (controllers, path) = rest.split_once(':')?;
-        match controllers {
-            "" => Some(format!("/sys/fs/cgroup{path}/memory.max")),
+        let (root, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
             _ if controllers.split(',').any(|name| name == "memory") => {
-                Some(format!("/sys/fs/cgroup/memory{path}/memory.limit_in_bytes"))
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
             }
-            _ => None,
-        }
+            _ => return None,
+        };
+        Some(Path::new(path).ancestors().map(move |group| {
+            Path::new(root).join(group.strip_prefix("/").unwrap_or(group)).join(file).display().to_string()
+        }))
     });
-    let topmost = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-    paths.chain(topmost.map(str::to_owned))
+    own.flatten()
 }
 
 /// What one manifest takes of a budget. Given back when it is dropped.
@@ -150,12 +153,18 @@ mod tests {
     #[test]
     fn memory_limits_are_found_in_both_hierarchies() {
         let found = |groups| memory_limits(groups).collect::<Vec<_>>();
-        let topmost = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
-        let v2 = "/sys/fs/cgroup/system.slice/memory.max";
-        assert_eq!(found("0::/system.slice\n"), [&[v2], &topmost[..]].concat());
-        let v1 = "/sys/fs/cgroup/memory/a/memory.limit_in_bytes";
-        assert_eq!(found("5:cpu:/x\n4:cpuset,memory:/a\n"), [&[v1], &topmost[..]].concat());
-        assert_eq!(found(""), topmost);
+        assert_eq!(
+            found("0::/a.slice/b\n"),
+            [
+                "/sys/fs/cgroup/a.slice/b/memory.max",
+                "/sys/fs/cgroup/a.slice/memory.max",
+                "/sys/fs/cgroup/memory.max"
+            ]
+        );
+        let v1 =
+            ["/sys/fs/cgroup/memory/a/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.limit_in_bytes"];
+        assert_eq!(found("5:cpu:/x\n4:cpuset,memory:/a\n"), v1);
+        assert!(found("").is_empty());
     }
 
     fn entries(files: usize) -> Vec<Entry> {

@@ -130,7 +130,7 @@ impl Entry {
         Self::decode_named(bytes).map_err(|(_, fault)| fault)
     }
 
-    /// The same. With a fault, the path of the entry comes back as far as it is known.
+    /// Decodes an entry. On a fault, returns the path too, if it was decoded.
     pub(crate) fn decode_named(bytes: &[u8]) -> Result<Self, (PathBuf, EntryFault)> {
         let wire = WireEntry::decode(bytes)
             .map_err(|error| (PathBuf::new(), EntryFault::Malformed(error.to_string())))?;

@@ -19,7 +19,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
 use domain::Digest;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat, fstat, openat, readlinkat, statat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, readlinkat, statat};
+use rustix::io::Errno;
 
 use crate::dirs::Cursor;
 use crate::manifest::{DeviceKind, Entry, EntryKind, InvalidManifest, MAX_EXTENT_BYTES, Manifest, split};
@@ -32,8 +33,6 @@ const CAPABILITY: &[u8] = b"security.capability";
 const SETID: u32 = 0o6000;
 /// Most bytes that are read of a configuration of git.
 const CONFIGURATION: u64 = 1 << 20;
-/// Most bytes of a configuration, hook or rule that is compared with that of the target. A hole may be larger than can be read in a day.
-const COMPARED: u64 = 16 << 20;
 
 /// What the caller asks for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -110,9 +109,7 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
         if whole.is_none() && !has_rights {
             continue;
         }
-        // It stays as it is in the target in either case.
-        let is_large = matches!(entry.kind, EntryKind::File { size_bytes, .. } if size_bytes > COMPARED);
-        if !(whole.is_some() && is_large) && there.has(entry) {
+        if there.has(entry) {
             continue;
         }
         let mut drop = |what| {
@@ -431,12 +428,22 @@ impl There<'_> {
 fn is_content(opened: &OwnedFd, size_bytes: u64, file: &Entry) -> bool {
     let mut buffer = vec![0; MAX_EXTENT_BYTES as usize];
     let mut at = 0;
-    let is_zero_until = |end: u64, at: &mut u64| {
+    let mut zeroes = vec![0; 64 << 10];
+    let mut is_zero_until = |end: u64, at: &mut u64| {
         while *at < end {
-            let length = usize::try_from(end - *at).unwrap_or(usize::MAX).min(64 << 10);
-            let mut zeroes = vec![0; length];
-            if !fill(opened, &mut zeroes, *at).is_ok_and(|read| read == length)
-                || zeroes.iter().any(|byte| *byte != 0)
+            // A hole may be larger than can be read in a day.
+            match rustix::fs::seek(opened, SeekFrom::Data(*at)) {
+                Ok(data) => *at = data,
+                Err(Errno::NXIO) => return true,
+                Err(_) => return false,
+            }
+            if *at >= end {
+                return true;
+            }
+            let length = usize::try_from(end - *at).unwrap_or(usize::MAX).min(zeroes.len());
+            let piece = &mut zeroes[..length];
+            if !fill(opened, piece, *at).is_ok_and(|read| read == length)
+                || piece.iter().any(|byte| *byte != 0)
             {
                 return false;
             }

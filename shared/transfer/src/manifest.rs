@@ -206,11 +206,11 @@ pub enum InvalidManifest {
     SizeOverflow,
 }
 
-/// Bytes of entries, encoded, that every manifest may have.
+/// Bytes of encoded entries that any manifest may have.
 const ANY_BYTES: u64 = 64 << 20;
-/// Further ones for each of its entries: a few bytes on a disk, such as a link with a long target, make no large manifest.
+/// Bytes that each entry adds to the limit. A few bytes on a disk, such as a link with a long target, make no large manifest.
 const ENTRY_BYTES: u64 = 512;
-/// And for each extent of its files.
+/// Bytes that each extent adds to the limit.
 const EXTENT_BYTES: u64 = 64;
 
 /// How much a manifest may hold.
@@ -218,7 +218,7 @@ const EXTENT_BYTES: u64 = 64;
 pub struct Limits {
     /// Most entries.
     pub entries: u64,
-    /// Most bytes of all entries, encoded. There are at most 64 MiB besides 512 bytes for each entry and 64 for each extent.
+    /// Most bytes of all entries, encoded. The limit is also at most 64 MiB plus 512 bytes for each entry and 64 for each extent.
     pub encoded_bytes: u64,
     /// What the manifest shares with others. `None`: nothing.
     pub budget: Option<&'static Budget>,

@@ -136,7 +136,7 @@ pub enum WriteError {
         /// The entry.
         path: PathBuf,
     },
-    /// The file system has no such thing: a larger file or a longer name than it takes, or malformed extended attributes.
+    /// The worker's file system cannot hold the entry, for example because a file is too large.
     #[error("the file system of this worker does not take {path:?}")]
     Impossible {
         /// The entry.
@@ -160,14 +160,13 @@ impl WriteError {
     fn new(entry: &Entry, source: io::Error) -> Self {
         match Errno::from_io_error(&source) {
             Some(Errno::NOSPC | Errno::DQUOT) => Self::DiskFull(source),
-            Some(
-                Errno::FBIG
-                | Errno::INVAL
-                | Errno::NAMETOOLONG
-                | Errno::OPNOTSUPP
-                | Errno::TOOBIG
-                | Errno::RANGE,
-            ) => Self::Impossible { path: entry.path().to_owned(), source },
+            Some(Errno::FBIG | Errno::NAMETOOLONG | Errno::TOOBIG | Errno::RANGE) => {
+                Self::Impossible { path: entry.path().to_owned(), source }
+            }
+            // The kernel reads the value of this attribute.
+            Some(Errno::INVAL) if entry.xattrs.iter().any(|xattr| xattr.name == b"security.capability") => {
+                Self::Impossible { path: entry.path().to_owned(), source }
+            }
             _ => Self::Io { path: entry.path().to_owned(), source },
         }
     }

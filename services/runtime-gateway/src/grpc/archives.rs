@@ -14,7 +14,7 @@ pub(super) async fn write(
         return Err(invalid_field("message", "the first message must be `open`"));
     };
     let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
-    let _turn = gateway.turn(TicketOperation::Write).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let mut unpacking = Unpacking::begin(&worker, ticket);
     loop {
         match next(&mut said).await? {
@@ -29,7 +29,7 @@ pub(super) async fn write(
 }
 
 async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Status> {
-    rpc::required("message", next_said(said).await?.message)
+    rpc::required("message", next_message(said, UPLOAD_PAUSE).await?.message)
 }
 
 pub(super) async fn read(
@@ -38,7 +38,7 @@ pub(super) async fn read(
     answers: Answers<pb::ReadArchiveResponse>,
 ) -> Result<(), Status> {
     let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
-    let _turn = gateway.turn(TicketOperation::Read).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
     let answer = |message| send(&answers, pb::ReadArchiveResponse { message: Some(message) });
     let (pieces, mut ready) = mpsc::channel(ANSWERS);
     let packing =

@@ -23,7 +23,7 @@ pub(super) async fn fetch(
         return Err(invalid_field("sources", format!("must be 1 to {MOST_SOURCES}")));
     }
     let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
-    let _turn = gateway.turn(TicketOperation::Write).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let mut sources = Vec::with_capacity(request.sources.len());
     for (place, source) in request.sources.into_iter().enumerate() {
         let pb::FetchSource { gateway_endpoint, ticket } = source;

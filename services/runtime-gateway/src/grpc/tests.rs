@@ -183,7 +183,7 @@ async fn upload_ends_when_its_caller_pauses() {
     let began = tokio::time::Instant::now();
     let ended = Refusal::from(receive_manifest(&mut said).await.expect_err("it ends"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("15 minutes"), "{ended}");
-    assert!(began.elapsed() >= TRANSFER_PAUSE);
+    assert!(began.elapsed() >= UPLOAD_PAUSE);
 }
 
 #[tokio::test(start_paused = true)]
@@ -193,20 +193,20 @@ async fn download_ends_when_its_caller_pauses() {
     send(&answers, ()).await.expect("there is room for one");
     let ended = Refusal::from(send(&answers, ()).await.expect_err("nobody takes the first"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("took nothing"), "{ended}");
-    assert!(began.elapsed() >= TRANSFER_PAUSE);
+    assert!(began.elapsed() >= DOWNLOAD_PAUSE);
 }
 
 #[tokio::test(start_paused = true)]
-async fn transfers_wait_for_their_turn() {
+async fn transfers_beyond_the_limit_are_refused() {
     let gateway = gateway_of(&[], NOBODY);
-    let mut turns = Vec::new();
-    while let Ok(turn) = gateway.turn(TicketOperation::Read).await {
-        turns.push(turn);
+    let mut permits = Vec::new();
+    while let Ok(permit) = gateway.acquire_transfer(TicketOperation::Read).await {
+        permits.push(permit);
     }
-    assert!(turns.len() >= 100, "{}", turns.len());
-    let refused = gateway.turn(TicketOperation::Read).await.expect_err("all have one");
+    assert!(permits.len() >= 100, "{}", permits.len());
+    let refused = gateway.acquire_transfer(TicketOperation::Read).await.expect_err("all have one");
     assert!(Refusal::from(Status::from(refused)).is(Reason::Unavailable));
-    drop(gateway.turn(TicketOperation::Write).await.expect("the other direction has turns of its own"));
-    turns.pop();
-    drop(gateway.turn(TicketOperation::Read).await.expect("there is one again"));
+    drop(gateway.acquire_transfer(TicketOperation::Write).await.expect("the other direction has its own"));
+    permits.pop();
+    drop(gateway.acquire_transfer(TicketOperation::Read).await.expect("there is one again"));
 }

@@ -208,17 +208,21 @@ impl Cgroups {
         fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
     }
 
-    /// Memory that only the end of a process or of a file system in the group of that name gives back, in bytes.
+    /// Memory in the group of that name that the kernel cannot reclaim, in bytes.
     pub(super) fn kept_memory(&self, name: &str) -> u64 {
         let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
-        let counted: &[&str] =
-            if self.v2.is_some() { &["anon", "shmem", "kernel"] } else { &["total_rss", "total_shmem"] };
         let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        let rows = text.lines().filter_map(|line| line.split_once(' '));
-        let rows = rows.filter(|(name, _)| counted.contains(name));
-        let kernel = fs::read_to_string(group.join("memory.kmem.usage_in_bytes")).unwrap_or_default();
-        let values = rows.map(|(_, value)| value).chain([kernel.as_str()]);
-        values.filter_map(|value| value.trim().parse::<u64>().ok()).sum()
+        let value = |wanted: &str| {
+            let mut rows = text.lines().filter_map(|line| line.split_once(' '));
+            let value = rows.find(|(name, _)| *name == wanted).map(|(_, value)| value);
+            value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+        };
+        if self.v2.is_some() {
+            let kernel = value("kernel").saturating_sub(value("slab_reclaimable"));
+            value("anon") + value("shmem") + kernel
+        } else {
+            value("total_rss") + value("total_shmem")
+        }
     }
 
     /// Gives the group of that name all processors, so that what is killed in it can end.

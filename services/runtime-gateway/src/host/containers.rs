@@ -360,7 +360,7 @@ impl Host {
                 if !killed {
                     tracing::warn!(process.id = %process.id, "a supervisor does not end, and is killed");
                     process.kill_supervisor()?;
-                    // What it was about to make is not tied to its end yet.
+                    // Processes that the supervisor was still making do not end with it.
                     let group = process.cgroup();
                     self.cgroups.kill(&group).map_err(|error| RuntimeError::io("kill a container", error))?;
                     killed = true;

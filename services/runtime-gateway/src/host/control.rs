@@ -70,7 +70,7 @@ pub(super) enum Request {
     AwaitEnd,
     /// Kill everything, and say why it ended: to keep the disk usable.
     EndForDisk(String),
-    /// Kill everything, as for want of memory.
+    /// Kill everything, and report that the container ran out of memory.
     EndForMemory,
 }
 

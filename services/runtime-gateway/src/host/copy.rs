@@ -174,7 +174,7 @@ fn entry(from: BorrowedFd<'_>, to: BorrowedFd<'_>, name: &[u8], found: &Stat) ->
     Ok(rustix::fs::utimensat(to, name, &times(found), AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Copies what a file has, and leaves holes where it has none: a large file that takes no blocks becomes one.
+/// Copies the data of a file and keeps its holes, so that a sparse file stays sparse.
 fn contents(source: &mut File, target: &mut File) -> io::Result<()> {
     let size = source.metadata()?.len();
     let mut at = 0;

@@ -1,11 +1,11 @@
 //! The disk guard: ends the container that wrote the most when the worker's disk is nearly full.
 //!
 //! On a full disk every container of the worker fails, and transfers too. The guard looks at the free space all the time, and at what
-//! containers wrote only when less is free than transfers leave ([`room::reserve`]), because that means to walk their trees. What containers whose
-//! process has ended wrote into their roots goes first: nobody reads it. What a container wrote that is ended here is deleted at once: nothing
-//! of it is published, and the disk would stay full until it is collected.
+//! containers wrote only when less is free than transfers leave ([`room::reserve`]), because that means to walk their trees. The guard first
+//! deletes the root layers of containers whose process has ended. It then ends the container that wrote the most, and deletes what that
+//! container wrote: nothing of it is published, and the disk would stay full until it is collected.
 //!
-//! Files without a name count if a process has them open or mapped. Those of which the only descriptor is on its way through a socket are not seen.
+//! Files without a name count if a process has them open or mapped. A file whose only descriptor is in a socket's queue is not counted.
 
 use std::collections::HashSet;
 use std::fs;
@@ -33,8 +33,23 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// The part of the file system's inodes that is kept free: one in so many.
 const FREE_INODES: u64 = 100;
 
-/// Most open files of one container that are looked at. A container with more is taken for the one that wrote the most.
-const MOST_OPEN: u64 = 1_000_000;
+/// Most open files, and most mapped ones, of one container that are looked at. A container with more open files is taken for the one that wrote
+/// the most.
+const MOST_LOOKED_AT: u64 = 1_000_000;
+
+/// How full the disk is.
+struct Disk {
+    free: u64,
+    missing: u64,
+    free_inodes: u64,
+    missing_inodes: u64,
+}
+
+impl Disk {
+    fn is_short(&self) -> bool {
+        self.missing > 0 || self.missing_inodes > 0
+    }
+}
 
 /// A process to end, and why.
 struct Chosen {
@@ -49,8 +64,10 @@ struct Taken {
     inodes: u64,
     /// The device of the state directory.
     device: u64,
-    /// Open and mapped files that were looked at.
+    /// Open files that were looked at.
     open: u64,
+    /// Mapped files that were looked at.
+    mapped: u64,
     /// Files with several names that were counted.
     seen: HashSet<(u64, u64)>,
 }
@@ -59,17 +76,38 @@ impl HostRuntime {
     /// Keeps some of the disk free. Ends only by being dropped.
     pub async fn guard_disk(self: Arc<Self>) {
         loop {
-            let host = Arc::clone(&self.host);
-            let done = match blocking(move || host.choose_to_end()).await {
-                Ok(None) => Ok(()),
-                Ok(Some(chosen)) => self.end_for_disk(chosen).await,
-                Err(error) => Err(error),
-            };
-            if let Err(error) = done {
+            if let Err(error) = self.free_disk().await {
                 tracing::warn!(error = chain(&error), "cannot keep the disk free");
             }
             tokio::time::sleep(INTERVAL).await;
         }
+    }
+
+    async fn free_disk(&self) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        if !blocking(move || host.measure().map(|disk| disk.is_short())).await? {
+            return Ok(());
+        }
+        self.delete_roots_of_ended().await?;
+        let host = Arc::clone(&self.host);
+        match blocking(move || host.choose_to_end()).await? {
+            Some(chosen) => self.end_for_disk(chosen).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Deletes the root layers of ended containers.
+    async fn delete_roots_of_ended(&self) -> Result<(), RuntimeError> {
+        let containers: HashSet<_> = held(&self.host.processes).values().copied().collect();
+        for container in containers {
+            let (lock, host) = (self.host.locks.lock(container.uuid()).await, Arc::clone(&self.host));
+            blocking(move || {
+                let _lock = lock;
+                host.delete_root_of_ended(container)
+            })
+            .await?;
+        }
+        Ok(())
     }
 
     async fn end_for_disk(&self, Chosen { process: id, message }: Chosen) -> Result<(), RuntimeError> {
@@ -92,21 +130,27 @@ impl HostRuntime {
 }
 
 impl Host {
-    /// The process to end because the disk is nearly full.
-    fn choose_to_end(&self) -> Result<Option<Chosen>, RuntimeError> {
+    fn measure(&self) -> Result<Disk, RuntimeError> {
         let state = &self.config.state_dir;
         let disk = rustix::fs::statvfs(state).map_err(|error| at("measure", state)(error.into()))?;
         let [total, free] = [disk.f_blocks, disk.f_bavail].map(|blocks| blocks.saturating_mul(disk.f_frsize));
-        let missing = room::reserve(total).saturating_sub(free);
-        let missing_inodes = (disk.f_files / FREE_INODES).saturating_sub(disk.f_favail);
-        if missing == 0 && missing_inodes == 0 {
+        Ok(Disk {
+            free,
+            missing: room::reserve(total).saturating_sub(free),
+            free_inodes: disk.f_favail,
+            missing_inodes: (disk.f_files / FREE_INODES).saturating_sub(disk.f_favail),
+        })
+    }
+
+    /// The process to end because the disk is nearly full.
+    fn choose_to_end(&self) -> Result<Option<Chosen>, RuntimeError> {
+        let disk = self.measure()?;
+        let Disk { free, missing, missing_inodes, .. } = disk;
+        if !disk.is_short() {
             return Ok(None);
         }
         let processes: Vec<_> =
             held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
-        if self.delete_roots_of_ended(&processes)? {
-            return Ok(None);
-        }
         let mut most = None;
         for (id, container) in processes {
             let process = Process::new(self, container, id);
@@ -121,7 +165,7 @@ impl Host {
             let wrote = if missing > 0 {
                 format!("{} MiB; {} MiB are free", taken >> 20, free >> 20)
             } else {
-                format!("{taken} files; {} more can be made", disk.f_favail)
+                format!("{taken} files; {} more can be made", disk.free_inodes)
             };
             let message =
                 format!("the worker's disk is nearly full, and this container wrote the most: {wrote}");
@@ -142,34 +186,27 @@ impl Host {
             // It may have ended.
             taken.add_unlinked(pid).unwrap_or_default();
         }
-        if taken.open > MOST_OPEN {
+        if taken.open > MOST_LOOKED_AT {
             (taken.bytes, taken.inodes) = (u64::MAX, u64::MAX);
         }
         Ok(taken)
     }
 
-    /// Deletes what containers wrote into their roots in which nothing runs. Answers whether there was anything.
-    fn delete_roots_of_ended(
-        &self,
-        processes: &[(AttemptId, ContainerHandle)],
-    ) -> Result<bool, RuntimeError> {
-        let is_over = |(id, container): &(AttemptId, ContainerHandle)| {
-            matches!(self.status(&Process::new(self, *container, *id)), Ok(Status::Ended(_)))
-        };
-        let (ended, live): (Vec<_>, Vec<_>) = processes.iter().copied().partition(is_over);
-        let mut deleted = false;
-        for (_, container) in ended {
-            if live.iter().any(|(_, other)| *other == container) {
-                continue;
-            }
-            self.hold.check()?;
-            let root = self.container(container).join("upper");
-            deleted |= empty(&root).unwrap_or_else(|error| {
-                tracing::debug!(path = %root.display(), %error, "cannot delete what an ended container wrote");
-                false
-            });
+    /// Deletes the root layer of a container if its processes have ended. The caller holds its lock, so that none starts meanwhile.
+    fn delete_root_of_ended(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
+        let processes = held(&self.processes).clone();
+        let mut its = processes.iter().filter(|(_, other)| **other == container);
+        let is_over = its
+            .all(|(id, _)| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_))));
+        if !is_over {
+            return Ok(());
         }
-        Ok(deleted)
+        self.hold.check()?;
+        let root = self.container(container).join("upper");
+        if let Err(error) = empty(&root) {
+            tracing::debug!(path = %root.display(), %error, "cannot delete what an ended container wrote");
+        }
+        Ok(())
     }
 
     /// Where the container of a process writes on the disk: the volumes with their top layers, and its own layer.
@@ -196,14 +233,12 @@ impl Host {
     }
 }
 
-/// Deletes everything in a directory. Answers whether there was anything.
-fn empty(directory: &Path) -> io::Result<bool> {
-    let mut deleted = false;
+/// Deletes everything in a directory.
+fn empty(directory: &Path) -> io::Result<()> {
     for entry in fs::read_dir(directory)? {
         files::remove_tree(&entry?.path())?;
-        deleted = true;
     }
-    Ok(deleted)
+    Ok(())
 }
 
 impl Taken {
@@ -235,29 +270,31 @@ impl Taken {
 
     /// Adds files without a name that a process has open or mapped.
     fn add_unlinked(&mut self, pid: u32) -> io::Result<()> {
-        self.add_unlinked_in(Path::new(&format!("/proc/{pid}/map_files")))?;
+        // It may have ended, as each of its threads.
+        self.add_unlinked_in(Path::new(&format!("/proc/{pid}/map_files")), |taken| &mut taken.mapped)
+            .unwrap_or_default();
         for task in fs::read_dir(format!("/proc/{pid}/task"))? {
             let task = task?;
             let thread = task.file_name().to_str().and_then(|id| id.parse().ok());
             // Threads mostly have the descriptors of the first one.
-            if thread == Some(pid) || thread.is_some_and(|thread| !has_descriptors_of(thread, pid)) {
-                // It may have ended.
-                self.add_unlinked_in(&task.path().join("fd")).unwrap_or_default();
+            if thread == Some(pid) || thread.is_some_and(|thread| has_other_descriptors(thread, pid)) {
+                self.add_unlinked_in(&task.path().join("fd"), |taken| &mut taken.open).unwrap_or_default();
             }
         }
         Ok(())
     }
 
-    fn add_unlinked_in(&mut self, links: &Path) -> io::Result<()> {
+    fn add_unlinked_in(&mut self, links: &Path, counted: fn(&mut Self) -> &mut u64) -> io::Result<()> {
         for entry in fs::read_dir(links)? {
-            self.open += 1;
-            if self.open > MOST_OPEN {
+            let count = counted(self);
+            *count += 1;
+            if *count > MOST_LOOKED_AT {
                 return Ok(());
             }
             let path = entry?.path();
             let Ok(found) = rustix::fs::stat(&path) else { continue };
             let is_file = FileType::from_raw_mode(found.st_mode).is_file();
-            // What is mapped is told of the layer below.
+            // A mapped file may report the device of the underlying layer.
             let in_memory = || {
                 found.st_dev != self.device
                     && rustix::fs::statfs(&path).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC)
@@ -274,12 +311,12 @@ impl Taken {
     }
 }
 
-/// Whether a thread has the very descriptors of another.
-fn has_descriptors_of(thread: u32, other: u32) -> bool {
+/// Whether two threads have different tables of descriptors. If the kernel does not say, they have one.
+fn has_other_descriptors(thread: u32, other: u32) -> bool {
     const FILES: libc::c_long = 2;
     // SAFETY: takes no pointers. KCMP_FILES of kcmp(2).
     let compared = unsafe {
         libc::syscall(libc::SYS_kcmp, libc::c_long::from(thread), libc::c_long::from(other), FILES, 0, 0)
     };
-    compared == 0
+    compared > 0
 }

@@ -1,8 +1,8 @@
 //! The memory guard: ends the container that keeps the most memory when the machine's is nearly exhausted.
 //!
-//! The kernel would choose by what processes take themselves, and so others: it counts neither what they keep in `/dev/shm` and `/tmp` nor messages
-//! in their sockets for netlink and `ping`. No control group counts these messages at all (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` charge
-//! nobody for them), and a process may have many such sockets.
+//! The kernel's choice ignores files in `/dev/shm` and `/tmp`, and messages in netlink and `ping` sockets. The kernel would therefore end another
+//! container. No control group counts these messages (`net/netlink/af_netlink.c` and `net/ipv4/ping.c` charge nobody for them), and a process may
+//! have many such sockets.
 
 use std::fs;
 use std::io;
@@ -21,12 +21,14 @@ use crate::locks::held;
 
 /// Pause between two looks at the available memory.
 const INTERVAL: Duration = Duration::from_millis(250);
-/// The part of the machine's memory that is kept available: one in so many.
+/// Memory to keep available, as a fraction of all: 1/32.
 const AVAILABLE: u64 = 32;
-/// The most of it, in bytes.
+/// Most memory to keep available, in bytes.
 const MOST_AVAILABLE: u64 = 512 << 20;
-/// A container that keeps less than this is not the cause.
-const MODEST: u64 = 64 << 20;
+/// Least memory of a container that the guard ends, in bytes.
+const LEAST_KEPT: u64 = 64 << 20;
+/// How long a supervisor may take to answer. One of an older version does not know the request.
+const ANSWER: Duration = Duration::from_secs(5);
 
 impl HostRuntime {
     /// Keeps some of the machine's memory available. Ends only by being dropped.
@@ -35,7 +37,7 @@ impl HostRuntime {
         self.guard_available_memory((total / AVAILABLE).min(MOST_AVAILABLE)).await;
     }
 
-    /// The same, with that many bytes kept available.
+    /// Keeps `reserve` bytes of the machine's memory available, swap included. Ends only by being dropped.
     pub async fn guard_available_memory(self: Arc<Self>, reserve: u64) {
         loop {
             let host = Arc::clone(&self.host);
@@ -57,14 +59,22 @@ impl HostRuntime {
 
     async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
         let process = self.host.find(process)?;
-        self.host.tell(&process, &Request::EndForMemory).await.map(drop)
+        let told = tokio::time::timeout(ANSWER, self.host.tell(&process, &Request::EndForMemory)).await;
+        if told.is_err() {
+            let killed = self.host.cgroups.kill(&process.cgroup());
+            killed.map_err(|error| RuntimeError::io("kill a container", error))?;
+        }
+        // Its memory comes back as its processes end.
+        let ended = Host::wait(&self.host, process.id);
+        tokio::time::timeout(ANSWER, ended).await.map_or(Ok(()), |ended| ended.map(drop))
     }
 }
 
 impl Host {
     /// The process to end because the machine's memory is nearly exhausted, and what it keeps.
     fn choose_to_end_for_memory(&self, reserve: u64) -> Result<Option<(AttemptId, u64)>, RuntimeError> {
-        if memory("MemAvailable").is_none_or(|available| available >= reserve) {
+        let available = memory("MemAvailable").map(|bytes| bytes + memory("SwapFree").unwrap_or(0));
+        if available.is_none_or(|available| available >= reserve) {
             return Ok(None);
         }
         let processes: Vec<_> =
@@ -85,7 +95,7 @@ impl Host {
             let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
             most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, id)));
         }
-        Ok(most.filter(|(kept, _)| *kept >= MODEST).map(|(kept, id)| (id, kept)))
+        Ok(most.filter(|(kept, _)| *kept >= LEAST_KEPT).map(|(kept, id)| (id, kept)))
     }
 }
 

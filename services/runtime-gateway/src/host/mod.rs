@@ -267,9 +267,26 @@ impl HostRuntime {
 
     /// Makes the packet filter of private networks again when another program has removed it. Ends only by being dropped.
     async fn keep_filter(self: Arc<Self>) {
+        let mut known = network::uplinks();
         while let Some(pool) = self.host.network_pool {
-            if let Err(error) = network::keep_filter(pool) {
-                tracing::warn!(%error, "cannot look after the packet filter of private networks");
+            let looked = blocking(move || {
+                let kept = network::keep_filter(pool, &mut known);
+                Ok::<_, RuntimeError>((kept, known))
+            });
+            match looked.await {
+                Ok((kept, now)) => {
+                    known = now;
+                    if let Err(error) = kept {
+                        tracing::warn!(%error, "cannot look after the packet filter of private networks");
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        error = chain(&error),
+                        "cannot look after the packet filter of private networks"
+                    );
+                    known = network::uplinks();
+                }
             }
             tokio::time::sleep(FILTER_LOOK).await;
         }

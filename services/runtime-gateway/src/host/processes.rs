@@ -97,9 +97,8 @@ impl Process {
     pub(super) fn kill_supervisor(&self) -> Result<(), RuntimeError> {
         let path = self.file(names::ALIVE);
         let text = fs::read_to_string(&path).map_err(at("read", &path))?;
-        let Some(pid) = text.trim().parse().ok().and_then(rustix::process::Pid::from_raw) else {
-            return Ok(());
-        };
+        let pid = text.trim().parse().ok().filter(|pid| *pid > 1);
+        let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) else { return Ok(()) };
         // Its id is nobody else's as long as it holds the lock.
         if self.is_alive()?
             && let Err(error) = rustix::process::kill_process(pid, rustix::process::Signal::KILL)

@@ -210,12 +210,12 @@ async fn root_of_an_image_belongs_to_root_of_the_container() {
     }
 }
 
-/// A service that names users, as the C library loads it. It ends whoever does.
+/// A service that names users, as the C library loads it. Loading the library ends the process.
 const SERVICE: &str =
     "#include <unistd.h>\n__attribute__((constructor)) static void loaded(void) { _exit(1); }";
 
 #[tokio::test]
-async fn image_names_no_code_or_file_that_its_supervisor_uses() {
+async fn supervisor_runs_no_code_of_the_image() {
     let Some(subject) = HostSubject::new() else { return };
     let runtime = subject.runtime();
     let image = runtime.volume().await;

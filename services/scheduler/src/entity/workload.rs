@@ -32,6 +32,7 @@ pub(crate) struct Model {
     pub(crate) start_timeout_us: Option<i64>,
     pub(crate) retried: i64,
     pub(crate) outcome: Option<Outcome>,
+    pub(crate) abridged: bool,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]

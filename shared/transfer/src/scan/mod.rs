@@ -227,7 +227,7 @@ pub fn scan(
     if let Some(cache) = cache {
         *cache = walked.cache(started, options.settle);
     }
-    // The manifest reserves what it takes by itself.
+    // The manifest makes its own reservation.
     drop(shared);
     walked.finish(options.limits)
 }
@@ -272,7 +272,7 @@ impl Shared<'_> {
             self.reserved.grow(bytes + besides).map_err(InvalidManifest::from)
         };
         if let Err(error) = kept {
-            // The first that was told counts.
+            // Only the first error is kept.
             _ = self.full.set(error);
         }
     }

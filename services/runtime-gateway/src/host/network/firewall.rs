@@ -1,4 +1,4 @@
-//! The packet filter around private networks: one table of `nf_tables`, whose rules are replaced together. What was counted stays.
+//! The packet filter around private networks: one table of `nf_tables`, whose rules are replaced together. Counted connections survive that.
 //!
 //! ```text
 //! input    from a container: answers, and questions for names at the resolver's address
@@ -42,8 +42,8 @@ const FORWARD: u32 = 2;
 const OUTPUT: u32 = 3;
 const POSTROUTING: u32 = 4;
 
-/// Where clouds serve settings and credentials to the machine: link-local addresses, and those of Azure, Alibaba and Oracle.
-const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
+/// Where clouds serve names, settings and credentials to the machine: link-local addresses, and those of Azure, Alibaba and Oracle.
+pub(super) const OF_CLOUDS: [(Ipv4Addr, u8); 4] = [
     (Ipv4Addr::new(169, 254, 0, 0), 16),
     (Ipv4Addr::new(168, 63, 129, 16), 32),
     (Ipv4Addr::new(100, 100, 100, 200), 32),
@@ -183,9 +183,11 @@ impl Rule {
         self.expression("masq", |_| {})
     }
 
-    /// The same, from a port of everybody: some servers take those below for root of the machine.
+    /// Masquerades from a port of 1024 or above. Some servers trust lower ports as root's.
     fn masquerade_from_ordinary_port(self, protocol: u8) -> Self {
         const LEAST: u16 = 1024;
+        // Without this flag the kernel does not look at the two registers.
+        const PORTS: u32 = 2;
         let load = |rule: Self, register: u32, port: u16| {
             rule.expression("immediate", |immediate| {
                 let port = port.to_be_bytes();
@@ -193,8 +195,9 @@ impl Rule {
             })
         };
         let rule = self.meta(Meta::Transport).compared(true, &[protocol]);
-        load(load(rule, 1, LEAST), 2, u16::MAX)
-            .expression("masq", |masquerade| _ = masquerade.big_endian(2, 1).big_endian(3, 2))
+        load(load(rule, 1, LEAST), 2, u16::MAX).expression("masq", |masquerade| {
+            masquerade.big_endian(1, PORTS).big_endian(2, 1).big_endian(3, 2);
+        })
     }
 }
 

@@ -123,12 +123,17 @@ pub(super) fn prepare(pool: Pool) -> Result<(), PrepareError> {
     firewall::Firewall::open()
         .and_then(|firewall| firewall.install(pool))
         .map_err(failed("install the packet filter"))?;
-    pass_other_filter();
+    pass_other_filter(&uplinks());
     Ok(())
 }
 
-/// Makes the packet filter again if another program has removed it.
-pub(super) fn keep_filter(pool: Pool) -> io::Result<()> {
+/// Makes the packet filter again if another program has removed it, and lets containers through to interfaces that have come since `known`.
+pub(super) fn keep_filter(pool: Pool, known: &mut Vec<String>) -> io::Result<()> {
+    let now = uplinks();
+    if *known != now {
+        pass_other_filter(&now);
+        *known = now;
+    }
     firewall::Firewall::open()?.ensure(pool)
 }
 
@@ -142,11 +147,10 @@ fn forward() -> io::Result<()> {
     Ok(())
 }
 
-/// Where another program (Docker, ufw) has the machine drop what it forwards, containers are let through to where the default routes lead, and not to
-/// that program's containers or machines.
+/// If another program (Docker, ufw) drops forwarded packets, lets containers through to `uplinks`, and not to that program's own containers.
 ///
 /// What an older filter drops no newer one can let through, so the rule is written with the tool of the older one.
-fn pass_other_filter() {
+fn pass_other_filter(uplinks: &[String]) {
     let iptables = |arguments: &[&str]| Command::new("iptables").arg("--wait").args(arguments).output();
     // Without the tool no older filter is in use.
     let Ok(rules) = iptables(&["-S", "FORWARD"]) else { return };
@@ -154,7 +158,6 @@ fn pass_other_filter() {
         return;
     }
     let ours = format!("{PREFIX}+");
-    let uplinks = uplinks();
     let outgoing = uplinks.iter().map(|uplink| vec!["FORWARD", "-i", &ours, "-o", uplink, "-j", "ACCEPT"]);
     let answers =
         vec!["FORWARD", "-o", &ours, "-m", "conntrack", "--ctstate", "RELATED,ESTABLISHED", "-j", "ACCEPT"];
@@ -251,8 +254,30 @@ fn interface(id: &str) -> String {
     format!("{PREFIX}{}", &plain[plain.len().saturating_sub(9)..])
 }
 
+/// The interfaces by which this machine reaches others, in order: those of default routes, network cards, and tunnels. Bridges and their ports are
+/// mostly another program's containers and machines.
+pub(super) fn uplinks() -> Vec<String> {
+    let defaults = default_interfaces();
+    let reaches_others = |name: &String| {
+        let at = Path::new("/sys/class/net").join(name);
+        let has = |file: &str| at.join(file).exists();
+        let kinds = ["wireguard", "vlan", "bond", "ppp", "wlan", "wwan"];
+        let kind = fs::read_to_string(at.join("uevent")).unwrap_or_default();
+        let is_known = || {
+            let kind = kind.lines().find_map(|line| line.strip_prefix("DEVTYPE="));
+            kind.is_some_and(|kind| kinds.contains(&kind))
+        };
+        defaults.contains(name) || !has("brport") && (has("device") || has("tun_flags") || is_known())
+    };
+    let all = fs::read_dir("/sys/class/net").into_iter().flatten();
+    let names = all.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    let mut found: Vec<_> = names.filter(reaches_others).collect();
+    found.sort_unstable();
+    found
+}
+
 /// The interfaces by which default routes leave.
-fn uplinks() -> Vec<String> {
+fn default_interfaces() -> Vec<String> {
     let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
     let fields = routes.lines().skip(1).map(|line| line.split_whitespace().collect::<Vec<_>>());
     let defaults =
@@ -262,7 +287,7 @@ fn uplinks() -> Vec<String> {
 
 /// The largest packet that leaves by the default route, in bytes.
 fn default_mtu() -> Option<u32> {
-    let uplink = uplinks().into_iter().next()?;
+    let uplink = default_interfaces().into_iter().next()?;
     fs::read_to_string(Path::new("/sys/class/net").join(uplink).join("mtu")).ok()?.trim().parse().ok()
 }
 

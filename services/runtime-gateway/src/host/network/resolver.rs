@@ -16,6 +16,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio_util::task::TaskTracker;
 
 use super::Pool;
+use super::firewall::OF_CLOUDS;
 use crate::locks::held;
 
 const FILE: &str = "/etc/resolv.conf";
@@ -56,10 +57,14 @@ fn name_servers(text: &str) -> Vec<IpAddr> {
     lines.filter_map(|line| line.split_whitespace().nth(1)?.parse().ok()).collect()
 }
 
-/// Whether a container cannot ask that server: it is on this machine, or needs IPv6.
+/// Whether a container cannot ask that server: it is on this machine or where clouds serve credentials, too, or it needs IPv6.
 fn is_out_of_reach(server: IpAddr) -> bool {
+    let IpAddr::V4(address) = server else { return true };
+    let is_in = |(network, bits): &(Ipv4Addr, u8)| {
+        (address.to_bits() ^ network.to_bits()).checked_shr(32 - u32::from(*bits)).unwrap_or(0) == 0
+    };
     // An address is this machine's if a socket can have it.
-    server.is_ipv6() || server.is_loopback() || UdpSocket::bind((server, 0)).is_ok()
+    server.is_loopback() || OF_CLOUDS.iter().any(is_in) || UdpSocket::bind((server, 0)).is_ok()
 }
 
 /// How much of something each container has under way.
@@ -228,8 +233,7 @@ async fn write_message(stream: &mut tokio::net::TcpStream, message: &[u8]) -> io
     stream.write_all(&[&length.to_be_bytes(), message].concat()).await
 }
 
-/// Whether a message is one question for a name (RFC 1035): no update, no notification, no transfer of a zone. A server on this machine may
-/// grant those to this machine.
+/// Whether a message is a query with one question, and no zone transfer (RFC 1035). A server on this machine may grant this machine more.
 fn is_question(message: &[u8]) -> bool {
     const HEADER: usize = 12;
     const TRANSFERS: [u16; 2] = [251, 252];
@@ -332,7 +336,7 @@ mod tests {
 
     #[test]
     fn servers_of_this_machine_are_out_of_reach() {
-        for server in ["127.0.0.53", "127.0.0.11", "::1", "2001:db8::1"] {
+        for server in ["127.0.0.53", "127.0.0.11", "::1", "2001:db8::1", "168.63.129.16", "169.254.169.254"] {
             assert!(is_out_of_reach(server.parse().expect("an address")), "{server}");
         }
         assert!(!is_out_of_reach("192.0.2.77".parse().expect("an address")));

@@ -116,7 +116,7 @@ pub(super) struct Running {
     stopped: bool,
     /// Why everything was killed, if that was to keep the disk usable.
     ended_for_disk: Option<String>,
-    /// Whether it was ended because it keeps memory that is not counted.
+    /// Whether the memory guard ended it.
     ended_for_memory: bool,
 }
 

@@ -1,9 +1,9 @@
 //! System calls that a container may make: the list of the common engines' default profile, by name, and nothing else.
 //!
 //! Four filters, of which the stricter answer counts, and between equals that of the later one. The first allows what is listed
-//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, to `io_setup`, of which the machine has a
-//! number for all, and to calls newer than the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to
-//! sockets of a family that is not listed, and the fourth `ENOTTY` to what btrfs does for the owner of a directory. Only the machine's native
+//! and says `EPERM` to the rest. The second says `ENOSYS` to `clone3`, whose flags a filter cannot see, to `io_setup`, because all
+//! processes of the machine share one limit, and to calls newer than the list, so that libraries fall back to what they used before. The third says `EAFNOSUPPORT` to
+//! sockets of a family that is not listed, and the fourth `ENOTTY` to requests of btrfs. Only the machine's native
 //! calling convention is allowed.
 
 use std::collections::BTreeMap;
@@ -136,8 +136,8 @@ fn unknown() -> BpfProgram {
 
 /// `EAFNOSUPPORT` for sockets other than those of this machine and of IP, and of netlink for addresses, routes and statistics of sockets.
 ///
-/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts, and that for
-/// events of devices tells of the machine's. Most of the other families are not used in containers, and are code of the kernel that everybody could reach.
+/// Sockets to the hypervisor lead past every network namespace. Netlink between programs holds memory that no control group counts. Netlink for
+/// device events reports the machine's devices. Most of the other families are not used in containers, and are code of the kernel that everybody could reach.
 fn sockets() -> BpfProgram {
     let number = |call: libc::c_long| u32::try_from(call).unwrap_or(0);
     let family = |family: libc::c_int| family.unsigned_abs();
@@ -158,8 +158,8 @@ fn sockets() -> BpfProgram {
     ]
 }
 
-/// `ENOTTY` for the requests of btrfs, but for those that share blocks, which other file systems have too. With them the owner of a directory makes
-/// subvolumes that nobody can remove, and snapshots that multiply what a scan reads.
+/// `ENOTTY` for the requests of btrfs, but for those that share blocks, which other file systems have too. Without this
+/// filter the owner of a directory could make subvolumes that cannot be removed, and snapshots that multiply what a scan reads.
 fn btrfs() -> BpfProgram {
     const MASK: u16 = (libc::BPF_ALU | libc::BPF_AND | libc::BPF_K) as u16;
     const KIND: u32 = 0xff00;

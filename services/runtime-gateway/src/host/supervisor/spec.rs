@@ -1,6 +1,5 @@
-//! What libcontainer is told: an OCI configuration, as a pure function of the container.
+//! What libcontainer is told: an OCI configuration, as a function of the container and of the supervisor's own limits.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use rustix::thread::CapabilitySet;
@@ -218,18 +217,11 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
 
 /// Limits of each process that are lower than those of the supervisor.
 fn limits_of_processes() -> Value {
-    // What waits in sockets is not all counted: fewer of them keep less.
+    // Not all memory of sockets is counted, so their number is bounded.
     const OPEN_FILES: u64 = 65_536;
     let known = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let least = |limit: Option<u64>| limit.map_or(OPEN_FILES, |limit| limit.min(OPEN_FILES));
-    let mut limits =
-        vec![json!({ "type": "RLIMIT_NOFILE", "soft": least(known.current), "hard": least(known.maximum) })];
-    // Where a program takes the core of what crashes, it does so as root of the machine.
-    let pattern = fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
-    if pattern.starts_with('|') {
-        limits.push(json!({ "type": "RLIMIT_CORE", "soft": 0, "hard": 0 }));
-    }
-    Value::from(limits)
+    json!([{ "type": "RLIMIT_NOFILE", "soft": least(known.current), "hard": least(known.maximum) }])
 }
 
 fn mount(destination: &str, kind: &str, options: &[&str]) -> Value {
