@@ -12,6 +12,7 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Digest, chain};
@@ -162,6 +163,9 @@ impl From<SourceError> for Failed {
     }
 }
 
+/// Longest pause of a source while there are others to try.
+const OTHERS_LEFT: Duration = Duration::from_secs(120);
+
 /// The volume to be filled, and what permits it.
 pub(crate) struct Destination {
     /// What the ticket says.
@@ -183,7 +187,8 @@ pub(crate) async fn fetch(
     let mut fetch = Fetch { worker, to, digest, under_way: None, progress };
     let mut failed = Vec::new();
     for (place, source) in sources.iter().enumerate() {
-        match fetch.from(place, source).await {
+        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { DOWNLOAD_PAUSE };
+        match fetch.from(place, source, pause).await {
             Ok(filling) => return Ok(filling.commit(worker).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
@@ -215,8 +220,8 @@ struct UnderWay {
 
 impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
-    async fn from(&mut self, place: usize, source: &Source) -> Result<Filling, Failed> {
-        let mut reading = Reading::open(source).await?;
+    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<Filling, Failed> {
+        let mut reading = Reading::open(source, pause).await?;
         let manifest = reading.manifest().await?;
         if manifest.tree_digest() != self.digest {
             return Err(SourceError::OtherBytes.into());
@@ -334,23 +339,26 @@ fn verify(
 struct Reading {
     say: mpsc::Sender<pb::ReadRequest>,
     said: Streaming<pb::ReadResponse>,
+    /// Longest time that the source may send nothing.
+    pause: Duration,
 }
 
 impl Reading {
     /// The source is told nothing that is not for it: the ticket that the caller has for it, and never the token of the cluster.
-    async fn open(source: &Source) -> Result<Self, SourceError> {
+    async fn open(source: &Source, pause: Duration) -> Result<Self, SourceError> {
         let mut client = source.client()?;
         let (say, requests) = mpsc::channel(4);
         let open = pb::ReadOpen { ticket: source.ticket.clone() };
         // The other end is the stream below.
         say.send(pb::ReadRequest { message: Some(Say::Open(open)) }).await.ok();
-        let answer = client.read(ReceiverStream::new(requests)).await;
-        Ok(Self { say, said: answer.map_err(Refusal::from)?.into_inner() })
+        let answer = tokio::time::timeout(pause, client.read(ReceiverStream::new(requests))).await;
+        let said = answer.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?.into_inner();
+        Ok(Self { say, said, pause })
     }
 
     async fn next(&mut self) -> Result<Said, SourceError> {
         // The source may have to scan the volume before it answers.
-        let message = tokio::time::timeout(DOWNLOAD_PAUSE, self.said.message()).await;
+        let message = tokio::time::timeout(self.pause, self.said.message()).await;
         let message = message.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?;
         message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
     }
@@ -416,5 +424,15 @@ mod tests {
         let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
         assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
         verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
+    }
+
+    #[tokio::test]
+    async fn source_that_says_nothing_is_left() {
+        // The kernel accepts connections, and nobody reads them.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
+        let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
+        let left = Reading::open(&source, Duration::from_millis(50)).await;
+        assert!(matches!(left, Err(SourceError::Cut)));
     }
 }
