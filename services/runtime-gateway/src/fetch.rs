@@ -428,7 +428,7 @@ mod tests {
 
     #[tokio::test]
     async fn source_that_says_nothing_is_left() {
-        // The kernel accepts connections, and nobody reads them.
+        // The kernel accepts connections, and no process reads them.
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
         let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };

@@ -149,15 +149,10 @@ impl Host {
         if !disk.is_short() {
             return Ok(None);
         }
-        let processes: Vec<_> =
-            held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         let mut most = None;
-        for (id, container) in processes {
-            let process = Process::new(self, container, id);
-            if matches!(self.status(&process), Ok(Status::Started)) {
-                let taken = self.taken(&process)?;
-                most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, id)));
-            }
+        for process in self.started() {
+            let taken = self.taken(&process)?;
+            most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, process.id)));
         }
         // A container that wrote less than is missing is not the cause.
         let chosen = most.filter(|(taken, _)| *taken >= if missing > 0 { missing } else { missing_inodes });
@@ -171,6 +166,13 @@ impl Host {
                 format!("the worker's disk is nearly full, and this container wrote the most: {wrote}");
             Chosen { process, message }
         }))
+    }
+
+    /// The processes that run.
+    pub(super) fn started(&self) -> Vec<Process> {
+        let all = held(&self.processes).clone();
+        let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
+        all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
     }
 
     fn taken(&self, process: &Process) -> Result<Taken, RuntimeError> {
@@ -194,11 +196,11 @@ impl Host {
 
     /// Deletes the root layer of a container if its processes have ended. The caller holds its lock, so that none starts meanwhile.
     fn delete_root_of_ended(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
-        let processes = held(&self.processes).clone();
-        let mut its = processes.iter().filter(|(_, other)| **other == container);
-        let is_over = its
-            .all(|(id, _)| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_))));
-        if !is_over {
+        let mut its = held(&self.processes).clone();
+        its.retain(|_, other| *other == container);
+        let has_ended =
+            |id: &AttemptId| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_)));
+        if its.is_empty() || !its.keys().all(has_ended) {
             return Ok(());
         }
         self.hold.check()?;

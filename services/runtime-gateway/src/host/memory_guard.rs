@@ -13,11 +13,9 @@ use domain::{AttemptId, chain};
 use runtime::RuntimeError;
 
 use super::control::Request;
-use super::processes::{Process, Status};
 use super::record::OwnNetwork;
 use super::{Host, HostRuntime};
 use crate::blocking::blocking;
-use crate::locks::held;
 
 /// Pause between two looks at the available memory.
 const INTERVAL: Duration = Duration::from_millis(250);
@@ -60,9 +58,12 @@ impl HostRuntime {
     async fn end_for_memory(&self, process: AttemptId) -> Result<(), RuntimeError> {
         let process = self.host.find(process)?;
         let told = tokio::time::timeout(ANSWER, self.host.tell(&process, &Request::EndForMemory)).await;
-        if told.is_err() {
-            let killed = self.host.cgroups.kill(&process.cgroup());
-            killed.map_err(|error| RuntimeError::io("kill a container", error))?;
+        match told {
+            Ok(told) => _ = told?,
+            Err(_) => {
+                let killed = self.host.cgroups.kill(&process.cgroup());
+                killed.map_err(|error| RuntimeError::io("kill a container", error))?;
+            }
         }
         // Its memory comes back as its processes end.
         let ended = Host::wait(&self.host, process.id);
@@ -77,23 +78,17 @@ impl Host {
         if available.is_none_or(|available| available >= reserve) {
             return Ok(None);
         }
-        let processes: Vec<_> =
-            held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         let mut most = None;
-        for (id, container) in processes {
-            let process = Process::new(self, container, id);
-            if !matches!(self.status(&process), Ok(Status::Started)) {
-                continue;
-            }
+        for process in self.started() {
             // In the machine's network others have sockets, too.
             let is_alone = self
-                .read_container(container)?
+                .read_container(process.container)?
                 .is_some_and(|container| container.network != OwnNetwork::Host);
             let cgroup = process.cgroup();
             let pid = self.cgroups.processes(&cgroup).into_iter().next().filter(|_| is_alone);
             // It may have ended.
             let in_sockets = pid.and_then(|pid| in_sockets(pid).ok()).unwrap_or(0);
-            most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, id)));
+            most = most.max(Some((self.cgroups.kept_memory(&cgroup) + in_sockets, process.id)));
         }
         Ok(most.filter(|(kept, _)| *kept >= LEAST_KEPT).map(|(kept, id)| (id, kept)))
     }

@@ -47,7 +47,7 @@ const WISH_BYTES: usize = 2 << 20;
 const MOST_PROGRESS_BYTES: usize = 256;
 /// Most inputs of an attempt whose progress is kept.
 const MOST_INPUTS: usize = 1000;
-/// Most changes of the progress of an attempt that a gateway is heard of on one stream. Ten are usual, and more where sources fail.
+/// Most changes of an attempt's input progress that are recorded on one stream. Ten are usual, and more if sources fail.
 const MOST_CHANGES: usize = 200;
 
 /// What a gateway is told.
