@@ -340,9 +340,11 @@ path of DIR is refused unless --follow-links is given: an earlier result may hav
 
 A directory whose bytes the cluster has already becomes no second artifact: the one that is there is used, under its own label.
 
-Left out of uploads: what .gantryignore files say (in the syntax of .gitignore), what .gitignore files say with --gitignore, and the \
-directories of outputs that lie inside of an input. A directory whose own name ends in :ro is written with a slash behind it, as in \
--i src=odd:ro/.
+Left out of uploads: what .gantryignore files name in the syntax of git, and the directories of outputs that lie inside of an input. \
+With --gitignore, what .gitignore, .git/info/exclude and the core.excludesFile of git name is left out, too, unless a .gantryignore \
+brings it back. An ignore file that cannot be read, is a link, or has a line that is no pattern fails the upload.
+
+A directory whose own name ends in :ro is written with a slash behind it, as in -i src=odd:ro/.
 
 Exit codes:
   N      that of the command
@@ -358,7 +360,7 @@ Exit codes:
 /// How directories are scanned.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ScanArgs {
-    /// Leave out what .gitignore files say, too
+    /// Leave out what git ignores, too: by .gitignore, .git/info/exclude and core.excludesFile
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) gitignore: bool,
     /// Go on when files cannot be read (they are left out) or change while they are uploaded

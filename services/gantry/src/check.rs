@@ -11,7 +11,8 @@ use anyhow::{Context, bail};
 use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
-use crate::args::{Global, Kind, ListArgs, RunArgs, ShowArgs, UploadArgs};
+use crate::args::{Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
+use crate::rules;
 use crate::ui::Ui;
 use crate::upload::resolve;
 use crate::values::{InputArg, Source};
@@ -73,7 +74,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
         if !names.insert(input.name.as_str()) {
             bail!("two inputs are called {:?}; give each a name of its own", input.name);
         }
-        check_input(input, args.take.follow_links)?;
+        check_input(input, args)?;
     }
     let mut names = HashSet::new();
     let mut targets: Vec<(&str, &Path, PathBuf)> = Vec::new();
@@ -135,9 +136,9 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
 }
 
 /// `:ro` at the end always means read-only. Where a directory's own name ends so, it is said how to name it.
-fn check_input(input: &InputArg, follow_links: bool) -> anyhow::Result<()> {
+fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
     let Source::Directory(path) = &input.source else { return Ok(()) };
-    if !follow_links {
+    if !args.take.follow_links {
         refuse_links_here(path).with_context(|| format!("cannot upload {path:?}"))?;
     }
     let mut literal = OsString::from(path);
@@ -151,21 +152,21 @@ fn check_input(input: &InputArg, follow_links: bool) -> anyhow::Result<()> {
             name = input.name
         );
     }
-    directory(path).with_context(|| format!("cannot upload {path:?}"))
+    directory(path, &args.scan).with_context(|| format!("cannot upload {path:?}"))
 }
 
-/// Whether a directory can be read.
-pub(crate) fn directory(path: &Path) -> anyhow::Result<()> {
+/// Whether a directory, and the ignore files for it, can be read.
+fn directory(path: &Path, scan: &ScanArgs) -> anyhow::Result<()> {
     if !path.metadata()?.is_dir() {
         bail!("it is no directory; only directories can be uploaded");
     }
     std::fs::read_dir(path)?;
-    Ok(())
+    rules::check(path, scan.gitignore)
 }
 
 /// For `gantry upload`.
 pub(crate) fn upload(args: &UploadArgs) -> anyhow::Result<()> {
-    directory(&args.directory)?;
+    directory(&args.directory, &args.scan)?;
     if args.resource_type.is_some() && !args.directory.join("rootfs").is_dir() {
         bail!("it has no directory rootfs/, so it is the image of no resource type");
     }
@@ -265,13 +266,14 @@ mod tests {
     use super::*;
     use crate::args::{Cli, Command};
 
-    /// What is said of a command line in which `@` is a directory that has the directories `d`, `e` and `e:ro`, the file `f` and
-    /// the link `nowhere`. Nothing is left in it.
+    /// What is said of a command line in which `@` is a directory that has the directories `d`, `e` and `e:ro`, the directory
+    /// `bad` with a malformed ignore file, the file `f` and the link `nowhere`. Nothing is left in it.
     fn said(arguments: &[&str]) -> String {
         let root = tempfile::tempdir().expect("a directory");
-        for name in ["d", "e", "e:ro"] {
+        for name in ["d", "e", "e:ro", "bad"] {
             fs::create_dir(root.path().join(name)).expect("made");
         }
+        fs::write(root.path().join("bad/.gantryignore"), "*.o\n[a\n").expect("written");
         fs::write(root.path().join("f"), "").expect("written");
         symlink("gone", root.path().join("nowhere")).expect("linked");
         symlink("d", root.path().join("link")).expect("linked");
@@ -284,7 +286,7 @@ mod tests {
             panic!("it is a run")
         };
         let checked = run(&args);
-        assert_eq!(fs::read_dir(root.path()).expect("listed").count(), 6, "nothing was made");
+        assert_eq!(fs::read_dir(root.path()).expect("listed").count(), 7, "nothing was made");
         checked.map_or_else(|error| crate::error::describe(&error).replace(&here, "@"), |()| String::new())
     }
 
@@ -317,6 +319,15 @@ mod tests {
         assert_eq!(
             said(&["-i", "a=@/d", "-i", "a=@/e"]),
             "two inputs are called \"a\"; give each a name of its own"
+        );
+    }
+
+    #[test]
+    fn malformed_ignore_file_is_named() {
+        assert_eq!(
+            said(&["-i", "a=@/bad"]),
+            "cannot upload \"@/bad\": cannot understand \"@/bad/.gantryignore:2\": the bracket `[` is not closed; write `\\[` for a \
+             bracket in a name"
         );
     }
 

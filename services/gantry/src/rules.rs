@@ -1,22 +1,44 @@
-//! What is left out of an upload: what `.gantryignore` files say, what `.gitignore` files say when asked, and targets of outputs.
+//! Rules of what is left out of an upload: `.gantryignore` files, the ignore files of git when asked, and targets of outputs.
 //!
-//! Both kinds of file have the syntax and the reach of `.gitignore`: a file speaks for its directory and all below it, the deeper file
-//! and the later line win, and nothing below a directory that is left out is looked at. `.gantryignore` wins over `.gitignore`,
-//! so that `!generated/` brings back what git ignores.
+//! [`crate::upload`] asks of each path whether it is left out. Both kinds of file have the syntax and the reach of git's: a file
+//! speaks for its directory and all below it, the deeper file and the later line win, and nothing below a directory that is left out
+//! is looked at. `.gantryignore` wins over the files of git, so that `!generated/` brings back what git leaves out. The files of git
+//! are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
+//!
+//! Invariant: a file that cannot be read, or has a line that is no pattern, fails the upload. [`Rules::finish`] names it, and until then
+//! everything is left out. A rule that can match no path, such as `./a` or `a//b`, matches none, as with git.
+
+mod git;
+mod pattern;
+
+#[cfg(test)]
+mod compared;
+#[cfg(test)]
+mod tests;
 
 use std::cell::RefCell;
 use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use ignore::Match;
-use ignore::gitignore::{Gitignore, GitignoreBuilder};
+use anyhow::{Context, bail};
+use rustix::fs::{CWD, Mode, OFlags, openat};
+use rustix::io::Errno;
+
+use self::pattern::Pattern;
 
 /// The name of our own files.
 const OURS: &str = ".gantryignore";
 const GIT: &str = ".gitignore";
-/// Most bytes of a file of rules: it may come from a result, and have holes.
+/// Most bytes of an ignore file: it may come from a result, and have holes.
 const MOST_BYTES: u64 = 1 << 20;
+/// How many problems are named.
+const NAMED: usize = 10;
+/// Most bytes of a path that is opened at once. The kernel takes 4095.
+const OPENED_BYTES: usize = 2048;
 
 /// Rules for one tree.
 pub(crate) struct Rules {
@@ -24,34 +46,32 @@ pub(crate) struct Rules {
     gitignore: bool,
     /// Relative to the root.
     left_out: Vec<PathBuf>,
-    /// From directories above the root up to that of the repository: what to put before a path, and the file. Nearest first.
-    above: Vec<(PathBuf, Gitignore)>,
+    /// From directories above the root up to that of the repository, nearest first, and then the excludes file. Each has the path
+    /// from its directory to the root.
+    above: Vec<(PathBuf, Vec<Pattern>)>,
     directories: RefCell<HashMap<PathBuf, Rc<Files>>>,
     problems: RefCell<Vec<String>>,
-    /// A file that is too large to be one of rules.
-    refused: RefCell<Option<PathBuf>>,
 }
 
-/// The files of one directory.
-#[derive(Default)]
+/// The patterns of one directory, in the order of their lines.
 struct Files {
-    ours: Option<Gitignore>,
-    git: Option<Gitignore>,
-}
-
-impl Files {
-    fn ours(&self) -> Option<&Gitignore> {
-        self.ours.as_ref()
-    }
-
-    fn git(&self) -> Option<&Gitignore> {
-        self.git.as_ref()
-    }
+    ours: Vec<Pattern>,
+    git: Vec<Pattern>,
 }
 
 impl Rules {
     /// Rules for the tree at `root`, without the paths `left_out`, which are relative to it.
     pub(crate) fn new(root: &Path, gitignore: bool, left_out: Vec<PathBuf>) -> Self {
+        Self::with_excludes_file(root, gitignore, left_out, git::excludes_file)
+    }
+
+    /// Rules where `excludes_file` finds the excludes file for a working tree.
+    fn with_excludes_file(
+        root: &Path,
+        gitignore: bool,
+        left_out: Vec<PathBuf>,
+        excludes_file: impl FnOnce(&Path) -> anyhow::Result<Option<PathBuf>>,
+    ) -> Self {
         let mut rules = Self {
             root: root.to_owned(),
             gitignore,
@@ -59,59 +79,53 @@ impl Rules {
             above: Vec::new(),
             directories: RefCell::default(),
             problems: RefCell::default(),
-            refused: RefCell::default(),
         };
         if gitignore {
-            rules.above = rules.above_root();
+            rules.above = rules.above_root(excludes_file);
         }
         rules
     }
 
-    /// Whether `path`, relative to the root, is left out.
+    /// Whether `path`, relative to the root, is left out. After a problem everything is.
     pub(crate) fn exclude(&self, path: &Path, is_directory: bool) -> bool {
         if self.left_out.iter().any(|left_out| left_out == path) {
             return true;
         }
-        for kind in [Files::ours, Files::git] {
-            match self.decide(path, is_directory, kind) {
-                Match::Ignore(()) => return true,
-                Match::Whitelist(()) => return false,
-                Match::None => {}
+        let decided = self
+            .decide(path, is_directory, |files| &files.ours)
+            .or_else(|| self.decide(path, is_directory, |files| &files.git))
+            .or_else(|| {
+                let mut above = self.above.iter();
+                above.find_map(|(prefix, patterns)| decide(patterns, &prefix.join(path), is_directory))
+            });
+        decided.unwrap_or(false) || !self.problems.borrow().is_empty()
+    }
+
+    /// Fails if a file could not be read, or has a line that is no pattern.
+    pub(crate) fn finish(self) -> anyhow::Result<()> {
+        let problems = self.problems.into_inner();
+        let more = problems.len().saturating_sub(NAMED);
+        match &problems[..] {
+            [] => Ok(()),
+            [problem] => bail!("{problem}"),
+            _ if more > 0 => {
+                bail!("ignore files have errors:\n  {}\n  and {more} more", problems[..NAMED].join("\n  "))
             }
+            _ => bail!("ignore files have errors:\n  {}", problems.join("\n  ")),
         }
-        for (prefix, file) in &self.above {
-            match file.matched(prefix.join(path), is_directory) {
-                Match::Ignore(_) => return true,
-                Match::Whitelist(_) => return false,
-                Match::None => {}
-            }
-        }
-        false
     }
 
-    /// Lines that are no patterns, and files that could not be read.
-    pub(crate) fn problems(&self) -> Vec<String> {
-        self.problems.take()
-    }
-
-    /// A file of more than 1 MiB: without its rules more would be sent than is meant to be.
-    pub(crate) fn refused(&self) -> Option<PathBuf> {
-        self.refused.take()
-    }
-
-    /// What the files of one kind say, the deepest first.
-    fn decide(&self, path: &Path, is_directory: bool, kind: fn(&Files) -> Option<&Gitignore>) -> Match<()> {
-        for directory in path.ancestors().skip(1) {
-            let files = self.files(directory);
-            let Some(file) = kind(&files) else { continue };
+    /// The decision of the files of one kind, the deepest first.
+    fn decide(
+        &self,
+        path: &Path,
+        is_directory: bool,
+        kind: impl Fn(&Files) -> &Vec<Pattern>,
+    ) -> Option<bool> {
+        path.ancestors().skip(1).find_map(|directory| {
             let below = path.strip_prefix(directory).unwrap_or(path);
-            match file.matched(below, is_directory) {
-                Match::None => {}
-                Match::Ignore(_) => return Match::Ignore(()),
-                Match::Whitelist(_) => return Match::Whitelist(()),
-            }
-        }
-        Match::None
+            decide(kind(&self.files(directory)), below, is_directory)
+        })
     }
 
     fn files(&self, directory: &Path) -> Rc<Files> {
@@ -120,136 +134,127 @@ impl Rules {
         }
         let at = self.root.join(directory);
         let files = Rc::new(Files {
-            ours: self.read(&at.join(OURS)),
-            git: if self.gitignore { self.read(&at.join(GIT)) } else { None },
+            ours: self.read(&at.join(OURS), false),
+            git: if self.gitignore { self.read_git(&at) } else { Vec::new() },
         });
         self.directories.borrow_mut().insert(directory.to_owned(), files.clone());
         files
     }
 
-    fn read(&self, file: &Path) -> Option<Gitignore> {
-        let found = file.metadata().ok().filter(std::fs::Metadata::is_file)?;
-        if found.len() > MOST_BYTES {
-            *self.refused.borrow_mut() = Some(file.to_owned());
-            return None;
-        }
-        // Paths are given relative to the directory of the file.
-        let mut builder = GitignoreBuilder::new(".");
-        if let Some(error) = builder.add(file) {
-            self.problems.borrow_mut().push(error.to_string());
-        }
-        match builder.build() {
-            Ok(rules) => (!rules.is_empty()).then_some(rules),
+    /// Reads the files of git for a directory. `.gitignore` comes later than `info/exclude`, and wins.
+    fn read_git(&self, directory: &Path) -> Vec<Pattern> {
+        let mut patterns = match git::info_exclude(directory) {
+            Ok(file) => file.map(|file| self.read(&file, true)).unwrap_or_default(),
             Err(error) => {
-                self.problems.borrow_mut().push(format!("{}: {error}", file.display()));
-                None
+                self.problems.borrow_mut().push(crate::error::describe(&error));
+                Vec::new()
             }
-        }
+        };
+        patterns.extend(self.read(&directory.join(GIT), false));
+        patterns
     }
 
-    fn above_root(&self) -> Vec<(PathBuf, Gitignore)> {
-        let Ok(root) = self.root.canonicalize() else { return Vec::new() };
-        let Some(top) = root.ancestors().find(|directory| directory.join(".git").exists()) else {
-            return Vec::new();
-        };
-        let mut above = Vec::new();
-        for directory in root.ancestors().skip(1).take_while(|directory| directory.starts_with(top)) {
-            if let (Ok(prefix), Some(file)) = (root.strip_prefix(directory), self.read(&directory.join(GIT)))
-            {
-                above.push((prefix.to_owned(), file));
+    fn read(&self, file: &Path, follow_link: bool) -> Vec<Pattern> {
+        let mut problems = self.problems.borrow_mut();
+        let text = match read_file(file, follow_link) {
+            Ok(text) => text.unwrap_or_default(),
+            Err(error) => {
+                problems.push(crate::error::describe(&error));
+                return Vec::new();
             }
+        };
+        let mut patterns = Vec::new();
+        for (number, pattern) in pattern::parse_lines(&text) {
+            match pattern {
+                Ok(pattern) => patterns.push(pattern),
+                Err(malformed) => {
+                    let line = format!("{}:{number}", file.display());
+                    problems.push(format!("cannot understand {line:?}: {malformed}"));
+                }
+            }
+        }
+        patterns
+    }
+
+    fn above_root(
+        &self,
+        excludes_file: impl FnOnce(&Path) -> anyhow::Result<Option<PathBuf>>,
+    ) -> Vec<(PathBuf, Vec<Pattern>)> {
+        let root = self.root.canonicalize().unwrap_or_else(|_| self.root.clone());
+        let top = root.ancestors().find(|directory| directory.join(".git").exists()).unwrap_or(&root);
+        let prefix = |directory| root.strip_prefix(directory).unwrap_or(Path::new("")).to_owned();
+        let between = root.ancestors().skip(1).take_while(|directory| directory.starts_with(top));
+        let mut above: Vec<_> =
+            between.map(|directory| (prefix(directory), self.read_git(directory))).collect();
+        match excludes_file(top) {
+            Ok(Some(file)) => above.push((prefix(top), self.read(&file, true))),
+            Ok(None) => {}
+            Err(error) => self.problems.borrow_mut().push(crate::error::describe(&error)),
         }
         above
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::fs;
+/// Checks the ignore files that speak for the directory at `root` itself.
+pub(crate) fn check(root: &Path, gitignore: bool) -> anyhow::Result<()> {
+    let rules = Rules::new(root, gitignore, Vec::new());
+    rules.files(Path::new(""));
+    rules.finish()
+}
 
-    use super::*;
+/// The decision of patterns: whether a path is left out. The last that matches decides.
+fn decide(patterns: &[Pattern], path: &Path, is_directory: bool) -> Option<bool> {
+    let path = path.as_os_str().as_bytes();
+    let last = patterns.iter().rev().find(|pattern| pattern.matches(path, is_directory))?;
+    Some(!last.is_negative)
+}
 
-    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
-        let root = tempfile::tempdir().expect("a directory");
-        for (path, text) in files {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().expect("below the root")).expect("made");
-            fs::write(path, text).expect("written");
+/// Reads a small file. `None` if it does not exist.
+fn read_file(file: &Path, follow_link: bool) -> anyhow::Result<Option<Vec<u8>>> {
+    let read = || {
+        let file = match open(file, follow_link) {
+            Ok(file) => file,
+            Err(Errno::NOENT | Errno::NOTDIR) => return Ok(None),
+            Err(Errno::LOOP) if !follow_link => {
+                bail!("a link to an ignore file is not followed, as in git; put a regular file in its place")
+            }
+            Err(error) => return Err(std::io::Error::from(error).into()),
+        };
+        if !file.metadata()?.is_file() {
+            bail!("not a regular file; remove or rename this entry");
         }
-        root
-    }
+        let mut text = Vec::new();
+        file.take(MOST_BYTES + 1).read_to_end(&mut text)?;
+        if text.len() as u64 > MOST_BYTES {
+            bail!("larger than 1 MiB, the limit of an ignore file");
+        }
+        Ok(Some(text))
+    };
+    read().with_context(|| format!("cannot read {file:?}"))
+}
 
-    fn excluded(rules: &Rules, paths: &[(&str, bool)]) -> Vec<bool> {
-        paths.iter().map(|(path, is_directory)| rules.exclude(Path::new(path), *is_directory)).collect()
+/// Opens a file, also where its path is longer than the kernel takes at once. Waits for no writer of a pipe.
+fn open(file: &Path, follow_link: bool) -> rustix::io::Result<File> {
+    let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    if !follow_link {
+        flags |= OFlags::NOFOLLOW;
     }
-
-    #[test]
-    fn our_own_files_always_count_and_deeper_ones_win() {
-        let root = tree(&[(OURS, "*.log\n/target/\n"), ("a/.gantryignore", "!keep.log\n")]);
-        let rules = Rules::new(root.path(), false, vec![]);
-        let paths = [
-            ("x.log", false),
-            ("a/x.log", false),
-            ("a/keep.log", false),
-            ("target", true),
-            ("target", false),
-            ("a/target", true),
-            ("x.txt", false),
-        ];
-        assert_eq!(excluded(&rules, &paths), [true, true, false, true, false, false, false]);
+    let mut directory = None;
+    let mut path = PathBuf::new();
+    for component in file {
+        if path.as_os_str().len() + component.len() > OPENED_BYTES {
+            let through = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            directory = Some(match &directory {
+                None => openat(CWD, &path, through, Mode::empty())?,
+                Some(outer) => openat(outer, &path, through, Mode::empty())?,
+            });
+            path.clear();
+        }
+        path.push(component);
     }
-
-    #[test]
-    fn git_files_count_when_asked_and_ours_win_over_them() {
-        let root = tree(&[(GIT, "generated/\n*.o\n"), (OURS, "!generated/\n")]);
-        let asked = Rules::new(root.path(), true, vec![]);
-        assert_eq!(excluded(&asked, &[("generated", true), ("a/b.o", false)]), [false, true]);
-        let not = Rules::new(root.path(), false, vec![]);
-        assert_eq!(excluded(&not, &[("a/b.o", false)]), [false]);
-    }
-
-    #[test]
-    fn git_files_above_the_root_count_up_to_the_repository() {
-        let root = tree(&[
-            (GIT, "outside\n"),
-            ("repo/.git/HEAD", ""),
-            ("repo/.gitignore", "/sub/only-here\n*.o\n"),
-            ("repo/sub/x", ""),
-        ]);
-        let rules = Rules::new(&root.path().join("repo/sub"), true, vec![]);
-        let paths = [("only-here", false), ("a/only-here", false), ("a.o", false), ("outside", false)];
-        assert_eq!(excluded(&rules, &paths), [true, false, true, false]);
-    }
-
-    #[test]
-    fn targets_of_outputs_are_left_out() {
-        let root = tree(&[]);
-        let rules = Rules::new(root.path(), false, vec![PathBuf::from("out/x")]);
-        assert_eq!(
-            excluded(&rules, &[("out", true), ("out/x", true), ("out/xy", true)]),
-            [false, true, false]
-        );
-    }
-
-    #[test]
-    fn a_line_that_is_no_pattern_is_a_problem_and_the_others_count() {
-        let root = tree(&[(OURS, "a{\n*.log\n")]);
-        let rules = Rules::new(root.path(), false, vec![]);
-        assert_eq!(excluded(&rules, &[("x.log", false)]), [true]);
-        assert_eq!(rules.problems().len(), 1);
-    }
-
-    #[test]
-    fn file_of_rules_that_is_too_large_is_refused() {
-        let root = tree(&[(OURS, "*.log\n")]);
-        std::fs::File::options()
-            .write(true)
-            .open(root.path().join(OURS))
-            .expect("there")
-            .set_len(2 << 20)
-            .expect("grown");
-        let rules = Rules::new(root.path(), false, vec![]);
-        excluded(&rules, &[("x.log", false)]);
-        assert_eq!(rules.refused(), Some(root.path().join(OURS)));
-    }
+    let opened = match &directory {
+        None => openat(CWD, &path, flags, Mode::empty())?,
+        Some(directory) => openat(directory, &path, flags, Mode::empty())?,
+    };
+    Ok(opened.into())
 }

@@ -156,28 +156,18 @@ impl Uploader<'_> {
                 ..ScanOptions::default()
             };
             let scan = transfer::scan(&root, &options, Some(&mut remembered.cache))?;
-            if let Some(file) = rules.refused() {
-                bail!("{file:?} has more than 1 MiB, which is too much for a file of rules");
-            }
+            rules.finish()?;
             remembered.save();
-            Ok::<_, anyhow::Error>(Scanned {
-                manifest: Arc::new(scan.manifest),
-                problems: scan.problems,
-                rules: rules.problems(),
-            })
+            Ok::<_, anyhow::Error>(Scanned { manifest: Arc::new(scan.manifest), problems: scan.problems })
         });
-        let scanned = scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
+        scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
             match error.downcast::<ScanError>() {
                 // "Cannot open the directory" is said by what is around it.
                 Ok(ScanError::Root(error)) => error.into(),
                 Ok(error) => error.into(),
                 Err(error) => error,
             }
-        })?;
-        for problem in &scanned.rules {
-            self.ui.warn(&format!("{}: a rule is ignored: {problem}", directory.name));
-        }
-        Ok(scanned)
+        })
     }
 
     /// Fails, or only tells, for files that are not as they should be.
@@ -375,7 +365,6 @@ impl Uploader<'_> {
 struct Scanned {
     manifest: Arc<Manifest>,
     problems: Vec<Problem>,
-    rules: Vec<String>,
 }
 
 struct Sent {

@@ -1,0 +1,69 @@
+//! Rules that git keeps outside of the working tree: `info/exclude` of a repository, and the excludes file of a user.
+//!
+//! [`super::Rules`] asks for their paths with `--gitignore`.
+
+use std::env;
+use std::ffi::OsStr;
+use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, bail};
+
+/// What git puts before the path in a `.git` that is a file.
+const LINK: &[u8] = b"gitdir: ";
+
+/// The path of `info/exclude` for the working tree at `directory`. `None` if it is none.
+pub(super) fn info_exclude(directory: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let git = directory.join(".git");
+    let common = match git.metadata() {
+        Ok(found) if found.is_dir() => git,
+        // A submodule, or a further working tree of a repository.
+        Ok(found) if found.is_file() => {
+            let text = super::read_file(&git, true)?.unwrap_or_default();
+            let Some(target) = text.strip_prefix(LINK) else { return Ok(None) };
+            let git = directory.join(path(target));
+            match super::read_file(&git.join("commondir"), true)? {
+                Some(common) => git.join(path(&common)),
+                None => git,
+            }
+        }
+        _ => return Ok(None),
+    };
+    Ok(Some(common.join("info/exclude")))
+}
+
+/// The path of the excludes file for the working tree at `top`. `None` if git has none.
+pub(super) fn excludes_file(top: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let mut git = Command::new("git");
+    git.arg("-C").arg(top).args(["config", "-z", "--type=path", "--get", "core.excludesFile"]);
+    let answer = match git.stdin(Stdio::null()).output() {
+        // Without git there are no settings of git.
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(default_excludes_file()),
+        answer => answer.context("cannot run git, which knows its core.excludesFile")?,
+    };
+    match answer.status.code() {
+        Some(0) => {
+            let value = answer.stdout.strip_suffix(&[0]).unwrap_or(&answer.stdout);
+            Ok((!value.is_empty()).then(|| top.join(OsStr::from_bytes(value))))
+        }
+        Some(1) => Ok(default_excludes_file()),
+        _ => bail!(
+            "git cannot read its core.excludesFile: {}",
+            String::from_utf8_lossy(&answer.stderr).trim_end()
+        ),
+    }
+}
+
+fn default_excludes_file() -> Option<PathBuf> {
+    let directory = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let config = directory("XDG_CONFIG_HOME").or_else(|| Some(directory("HOME")?.join(".config")))?;
+    Some(config.join("git/ignore"))
+}
+
+/// A path at the start of a file of git, which ends its line.
+fn path(text: &[u8]) -> &Path {
+    let end = text.iter().rposition(|byte| !matches!(byte, b'\n' | b'\r')).map_or(0, |last| last + 1);
+    Path::new(OsStr::from_bytes(&text[..end]))
+}
