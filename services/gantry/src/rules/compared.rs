@@ -46,7 +46,7 @@ const NAMES: [&[u8]; 28] = [
     b"caf\xc3\xa9",
     b"\xef\xbb\xbfa",
 ];
-const PIECES: [&[u8]; 50] = [
+const PIECES: [&[u8]; 51] = [
     b"*",
     b"*",
     b"**",
@@ -58,6 +58,7 @@ const PIECES: [&[u8]; 50] = [
     b"**/",
     b"/**",
     b"/**/",
+    b"**\\/",
     b"[",
     b"]",
     b"[!",
@@ -230,7 +231,8 @@ fn random_rules(
     }
     for _ in 0..random.random_range(1..6) {
         let line = random_line(random, paths);
-        if pattern::parse_lines(&line).any(|(_, pattern)| pattern.is_err()) {
+        // Not at the start of a file, where a mark is none of the line.
+        if pattern::parse_lines(&[b"\n", &line[..]].concat()).any(|(_, pattern)| pattern.is_err()) {
             malformed.insert(line);
         } else {
             text.extend(line);

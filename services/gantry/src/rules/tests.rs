@@ -199,6 +199,8 @@ fn double_star_spans_directories() {
     assert_eq!(matched("**foo"), "foo x/foo xfoo");
     assert_eq!(matched("foo/*"), "foo/bar foo/x");
     assert_eq!(matched("/foo"), "foo");
+    assert_eq!(matched("**\\/bar"), "foo/bar foo/a/bar foo/a/b/bar", "its slash is escaped");
+    assert_eq!(matched("**\\/foo"), "x/foo", "then it matches one directory at least");
     assert_eq!(matched("foo/b**r"), "foo/bar", "it is not all of a name");
     assert_eq!(matched("foo**/bar"), "foo/bar foo/a/bar foo/a/b/bar foobar", "as git has it");
 }
