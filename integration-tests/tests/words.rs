@@ -105,6 +105,11 @@ fn what_is_ignored_and_where_outputs_go_is_not_uploaded() {
     };
     assert_eq!(list(&[]), "src/.gantryignore\nsrc/.gitignore\nsrc/a\nsrc/built\nsrc/keep.tmp\n");
     assert_eq!(list(&["--gitignore"]), "src/.gantryignore\nsrc/.gitignore\nsrc/a\nsrc/keep.tmp\n");
+    fs::create_dir(cluster.path("src/below")).expect("directory");
+    fs::write(cluster.path("src/below/.gantryignore"), "*.o\nsecret[\n").expect("write");
+    let output = cluster.output(["run", "-i", "src=src", "--allow-changed", "--", "true"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(code(&output) == 125 && said.contains("src/below/.gantryignore:2"), "{}", describe(&output));
 }
 
 #[test]

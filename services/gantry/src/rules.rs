@@ -1,12 +1,16 @@
 //! Rules of what is left out of an upload: `.gantryignore` files, the ignore files of git when asked, and targets of outputs.
 //!
-//! [`crate::upload`] asks of each path whether it is left out. Both kinds of file have the syntax and the reach of git's: a file
-//! speaks for its directory and all below it, the deeper file and the later line win, and nothing below a directory that is left out
-//! is looked at. `.gantryignore` wins over the files of git, so that `!generated/` brings back what git leaves out. The files of git
-//! are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
+//! [`crate::upload`] asks of each path whether it is left out. Both kinds of file have the syntax and the reach of git's:
 //!
-//! Invariant: a file that cannot be read, or has a line that is no pattern, fails the upload. [`Rules::finish`] names it, and until then
-//! everything is left out. A rule that can match no path, such as `./a` or `a//b`, matches none, as with git.
+//! - A file speaks for its directory and all below it. The deeper file and the later line win.
+//! - Nothing below a directory that is left out is looked at.
+//! - `.gantryignore` wins over the files of git, so that `!generated/` brings back what git leaves out.
+//! - The files of git are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
+//! - Tracked files have no privilege, and the root is sent even if rules above it name it.
+//! - A rule that can match no path, such as `./a` or `a//b`, matches none.
+//!
+//! Invariant: a file that cannot be read, or has a line that is no pattern, fails the upload. [`Rules::finish`] names the file, and
+//! [`Rules::exclude`] leaves out everything until then.
 
 mod git;
 mod pattern;

@@ -41,7 +41,7 @@ pub(super) fn excludes_file(top: &Path) -> anyhow::Result<Option<PathBuf>> {
     let answer = match git.stdin(Stdio::null()).output() {
         // Without git there are no settings of git.
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(default_excludes_file()),
-        answer => answer.context("cannot run git, which knows its core.excludesFile")?,
+        answer => answer.context("cannot run git to read core.excludesFile")?,
     };
     match answer.status.code() {
         Some(0) => {
@@ -50,7 +50,7 @@ pub(super) fn excludes_file(top: &Path) -> anyhow::Result<Option<PathBuf>> {
         }
         Some(1) => Ok(default_excludes_file()),
         _ => bail!(
-            "git cannot read its core.excludesFile: {}",
+            "git cannot read core.excludesFile: {}; repair the repository, or leave out --gitignore",
             String::from_utf8_lossy(&answer.stderr).trim_end()
         ),
     }

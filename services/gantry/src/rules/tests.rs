@@ -292,7 +292,7 @@ fn unreadable_ignore_file_fails() {
     fs::remove_file(&file).expect("removed");
     if !rustix::process::geteuid().is_root() {
         fs::write(&file, "").expect("written");
-        fs::set_permissions(&file, fs::Permissions::from_mode(0)).expect("set");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o000)).expect("set");
         assert_eq!(failure(root.path(), false), "cannot read \"@/.gantryignore\": Permission denied");
     }
 }
