@@ -19,10 +19,12 @@ use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use crate::connect::{Connection, Pause};
+use crate::connect::Connection;
 use crate::error::Refused;
+use crate::outage::{Outage, PATIENCE};
 use crate::output::{CLOSED, Closed, Sink, Which};
 use crate::stdin::Stdin;
+use crate::table::duration;
 use crate::ui::Ui;
 use crate::words;
 
@@ -30,12 +32,6 @@ use crate::words;
 const INPUT_IN_FLIGHT: u64 = 1 << 20;
 /// Output is acknowledged when this much more was written, or everything.
 const ACK_EVERY: u64 = 512 << 10;
-/// How long nobody may answer before we give up.
-const PATIENCE: Duration = Duration::from_secs(60);
-
-/// After how long it is said that nobody answers.
-const SAID_AFTER: Duration = Duration::from_secs(3);
-
 /// After how long without an answer of a gateway the scheduler is asked whether there is any to wait for.
 const DOUBTED_AFTER: Duration = Duration::from_millis(500);
 
@@ -51,6 +47,8 @@ pub(crate) struct Streams {
     pub(crate) acknowledge: bool,
     /// The process that speaks.
     pub(crate) process: Option<String>,
+    /// When the gateway accepted the call that is open or broke last.
+    pub(crate) opened: Option<Instant>,
 }
 
 /// How an attachment ended.
@@ -116,9 +114,7 @@ pub(crate) async fn attach(
     mut whereabouts: Whereabouts,
     streams: &mut Streams,
 ) -> Attached {
-    let mut pause = Pause::default();
-    let mut give_up = Instant::now() + PATIENCE;
-    let mut said = false;
+    let mut outage = Outage::default();
     loop {
         if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
             if streams.process.is_some() {
@@ -143,20 +139,19 @@ pub(crate) async fn attach(
             return Attached::Lost(refused);
         }
         if progress(streams) != before {
-            (pause, give_up, said) = (Pause::default(), Instant::now() + PATIENCE, false);
+            outage.over();
         }
-        if Instant::now() >= give_up {
+        if !outage.goes_on(streams.opened.take()) {
             return Attached::Lost(refused);
         }
-        if !said && Instant::now() + PATIENCE >= give_up + SAID_AFTER {
-            said = true;
-            let (worker, why) = (&whereabouts.worker_name, refused.why());
+        if outage.is_news() {
+            let (worker, why, patience) = (&whereabouts.worker_name, refused.why(), duration(PATIENCE));
             let hint = connection.hint_at_doors();
             ui.note(&format!(
-                "worker {worker} does not answer ({why}); its output is asked for again, for a minute{hint}"
+                "worker {worker} does not answer ({why}); its output is asked for again, for {patience}{hint}"
             ));
         }
-        pause.wait().await;
+        outage.pause().await;
         // Whether that helps shows in the next try.
         _ = connection.revive(ui).await;
         let Some(now) = current(connection, workload).await else { continue };
@@ -213,6 +208,7 @@ async fn once(
         opened = open(containers, &connection.team, whereabouts, streams) => opened?,
         Some(away) = doubt => return Ok(Attached::Away(away)),
     };
+    streams.opened = Some(Instant::now());
 
     let Streams { stdout, stderr, stdin, acknowledge, .. } = streams;
     let (taken, taken_by_process) = watch::channel(None);
@@ -624,6 +620,7 @@ mod tests {
             stdin,
             acknowledge: true,
             process: None,
+            opened: None,
         };
         let whereabouts =
             Whereabouts { gateway_endpoint: address, attempt_id: "it".to_owned(), ..Whereabouts::default() };

@@ -1,11 +1,12 @@
 //! How the command reaches a cluster: the one it was told, or the one on this machine, which it starts when none runs.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rpc::Peer;
-use rpc::client::{AddressError, Outgoing, peer};
+use rpc::client::{AddressError, Outgoing, listens, peer};
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
 use rpc::pb::artifacts::caches_client::CachesClient;
 use rpc::pb::artifacts::collector_client::CollectorClient;
@@ -26,13 +27,15 @@ use tonic::{Code, Status};
 use crate::addresses::Addresses;
 use crate::args::Global;
 use crate::cluster::{self, Paths};
-use crate::error::{Refused, refused};
+use crate::error::{Refused, refused, without_number};
 use crate::ui::Ui;
 
 /// How long a call that may be repeated is repeated.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long one try of a call may take.
 const DEADLINE: Duration = Duration::from_secs(10);
+/// How long a first connection may take before the caller is told.
+const TOLD_AFTER: Duration = Duration::from_millis(800);
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
@@ -60,7 +63,11 @@ impl Connection {
     pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
         let named = named_token(global)?;
         let (addresses, local) = match &global.server {
-            Some(server) => (Addresses::parse(server).map_err(anyhow::Error::msg)?, None),
+            Some(server) => {
+                let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
+                await_listener(&addresses.scheduler, ui).await?;
+                (addresses, None)
+            }
             None => {
                 let paths = Paths::find()?;
                 (Addresses::one(&cluster::ensure(&paths, ui).await?), Some(paths))
@@ -210,6 +217,43 @@ impl Connection {
     }
 }
 
+/// Waits until a service listens at `address`. The caller is told within a second what it waits for.
+///
+/// Errors: nothing has listened there for [`PATIENCE`].
+async fn await_listener(address: &str, ui: &Ui) -> anyhow::Result<()> {
+    let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
+    let give_up = Instant::now() + PATIENCE;
+    let mut pause = Pause::default();
+    let mut told = false;
+    loop {
+        let soon = tokio::time::sleep(TOLD_AFTER);
+        let mut connecting = std::pin::pin!(listens(address));
+        let connected = tokio::select! {
+            connected = &mut connecting => connected,
+            () = soon, if !told => {
+                told = true;
+                ui.warn(&format!("{address} does not answer yet; {advice}"));
+                connecting.await
+            }
+        };
+        let Err(error) = connected else { return Ok(()) };
+        // The first call says it better.
+        if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) {
+            return Ok(());
+        }
+        let cause = without_number(&error.to_string());
+        if Instant::now() >= give_up {
+            bail!("cannot reach {address}: {cause}; {advice}");
+        }
+        if !told {
+            told = true;
+            let patience = PATIENCE.as_secs();
+            ui.warn(&format!("cannot reach {address}: {cause}; trying for {patience} s; {advice}"));
+        }
+        pause.wait().await;
+    }
+}
+
 /// By which addresses the process behind `peer` is known, where it is a cluster in one process.
 pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
     let asked = ClusterClient::new(peer.clone());
@@ -227,7 +271,7 @@ pub(crate) async fn repeat<T>(
     doing: &str,
     mut call: impl AsyncFnMut() -> Result<tonic::Response<T>, Status>,
 ) -> anyhow::Result<T> {
-    let give_up = Instant::now() + PATIENCE;
+    let mut give_up = None;
     let mut pause = Pause::default();
     loop {
         let answer = tokio::time::timeout(DEADLINE, call()).await;
@@ -236,6 +280,8 @@ pub(crate) async fn repeat<T>(
             Ok(Err(status)) => status,
             Err(_) => Status::deadline_exceeded("no answer in time"),
         };
+        // A first call may take long before it fails: it has a second try all the same.
+        let give_up = *give_up.get_or_insert_with(|| Instant::now() + PATIENCE);
         if !Refused::from(status.clone()).is_transient() || Instant::now() >= give_up {
             return Err(refused(doing)(status));
         }

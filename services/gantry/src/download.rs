@@ -34,8 +34,8 @@ use crate::tree::{self, Remembered};
 use crate::ui::Ui;
 use crate::why;
 
-/// How often an artifact is read when calls break.
-pub(crate) const TRIES: usize = 4;
+/// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
+pub(crate) const TRIES: usize = 12;
 /// Longest time that a worker may send nothing: it may have to scan the volume.
 const SILENCE: Duration = Duration::from_secs(60 * 60);
 /// How many paths that were not written are named.
@@ -68,7 +68,11 @@ impl Downloader<'_> {
         for attempt in 1.. {
             self.progress.doing("downloading", name);
             match self.attempt(artifact, name, directory, &mut avoid).await {
-                Err(error) if is_transient(&error) && attempt < TRIES => pause.wait().await,
+                Err(error) if is_transient(&error) && attempt < TRIES => {
+                    pause.wait().await;
+                    // Whether that helps shows in the next try.
+                    _ = self.connection.revive(self.ui).await;
+                }
                 result => {
                     self.progress.done(name);
                     let result = why::or_why(self.connection, &artifact.to_string(), result).await;

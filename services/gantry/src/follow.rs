@@ -300,6 +300,7 @@ fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
         stdin: stdin.then(Stdin::read),
         acknowledge,
         process: None,
+        opened: None,
     })
 }
 

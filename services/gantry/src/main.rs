@@ -30,6 +30,7 @@ mod lease;
 mod list;
 mod logs;
 mod narrate;
+mod outage;
 mod output;
 mod progress;
 mod rules;

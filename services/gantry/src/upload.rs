@@ -36,6 +36,7 @@ use transfer::{
 use crate::args::ScanArgs;
 use crate::cluster::Paths;
 use crate::connect::{Connection, Pause, repeat};
+use crate::download;
 use crate::error::{Refused, advised, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
@@ -44,7 +45,7 @@ use crate::tree::{self, Remembered};
 use crate::ui::Ui;
 use crate::words;
 
-/// How often an upload is tried when calls break, or files change while they are sent.
+/// How often a directory whose files change while they are sent is sent.
 const TRIES: usize = 4;
 /// How many problems are named.
 const NAMED: usize = 10;
@@ -105,7 +106,11 @@ impl Uploader<'_> {
                 Err(SendError::Changed(message)) => {
                     self.ui.warn(&format!("{name}: {message} while it was uploaded; once more"));
                 }
-                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRIES => pause.wait().await,
+                Err(SendError::Other(error)) if is_transient(&error) && attempt < download::TRIES => {
+                    pause.wait().await;
+                    // Whether that helps shows in the next try.
+                    _ = self.connection.revive(self.ui).await;
+                }
                 Err(SendError::Other(error)) => {
                     return Err(error.context(format!("cannot upload {path:?}")));
                 }

@@ -1,19 +1,16 @@
 //! The events of a workload, without gaps: a stream that broke is resumed after the last revision seen.
 
-use std::time::Duration;
-
 use anyhow::Context;
 use prost_types::Timestamp;
 use rpc::pb::scheduler::{WatchRequest, WatchResponse, watch_response::Event};
 use tokio::time::Instant;
 use tonic::Streaming;
 
-use crate::connect::{Connection, Pause};
-use crate::error::Refused;
+use crate::connect::Connection;
+use crate::error::{Refused, advised};
+use crate::outage::{Outage, PATIENCE};
+use crate::table::duration;
 use crate::ui::Ui;
-
-/// How long nobody may answer before we give up.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Watches one workload.
 pub(crate) struct Watch<'a> {
@@ -21,13 +18,14 @@ pub(crate) struct Watch<'a> {
     ui: &'a Ui,
     workload: String,
     revision: u64,
-    stream: Option<Streaming<WatchResponse>>,
+    stream: Option<(Instant, Streaming<WatchResponse>)>,
+    outage: Outage,
 }
 
 impl<'a> Watch<'a> {
     /// From its first event on.
     pub(crate) fn new(connection: &'a Connection, ui: &'a Ui, workload: String) -> Self {
-        Self { connection, ui, workload, revision: 0, stream: None }
+        Self { connection, ui, workload, revision: 0, stream: None, outage: Outage::default() }
     }
 
     /// The next event. Cancel safe.
@@ -37,19 +35,31 @@ impl<'a> Watch<'a> {
 
     /// The next event, and when it happened. Cancel safe.
     pub(crate) async fn next_at(&mut self) -> anyhow::Result<(Timestamp, Event)> {
-        let mut pause = Pause::default();
-        let give_up = Instant::now() + PATIENCE;
         loop {
             let refused = match self.try_next().await {
-                Ok(event) => return Ok(event),
+                Ok(event) => {
+                    self.outage.over();
+                    return Ok(event);
+                }
                 Err(refused) => refused,
             };
-            self.stream = None;
-            if !refused.is_transient() || Instant::now() >= give_up {
-                let workload = &self.workload;
+            let opened = self.stream.take().map(|(opened, _)| opened);
+            let workload = &self.workload;
+            if !refused.is_transient() {
                 return Err(refused).with_context(|| format!("cannot watch workload {workload}"));
             }
-            pause.wait().await;
+            if !self.outage.goes_on(opened) {
+                let advice = format!("`gantry attach {workload}` follows it once the cluster answers");
+                return Err(advised(refused.into(), advice))
+                    .with_context(|| format!("cannot watch workload {workload}, which may go on"));
+            }
+            if self.outage.is_news() {
+                let (why, patience) = (refused.why(), duration(PATIENCE));
+                self.ui.note(&format!(
+                    "the scheduler does not answer ({why}); it is asked again for {patience}"
+                ));
+            }
+            self.outage.pause().await;
             // Whether that helps shows in the next try.
             _ = self.connection.revive(self.ui).await;
         }
@@ -58,7 +68,7 @@ impl<'a> Watch<'a> {
     async fn try_next(&mut self) -> Result<(Timestamp, Event), Refused> {
         loop {
             let stream = match &mut self.stream {
-                Some(stream) => stream,
+                Some((_, stream)) => stream,
                 None => {
                     let request = WatchRequest {
                         team: self.connection.team.clone(),
@@ -66,7 +76,7 @@ impl<'a> Watch<'a> {
                         after_revision: self.revision,
                     };
                     let response = self.connection.workloads().watch(request).await?;
-                    self.stream.insert(response.into_inner())
+                    &mut self.stream.insert((Instant::now(), response.into_inner())).1
                 }
             };
             let WatchResponse { revision, event, at } = stream.message().await?.ok_or_else(Refused::cut)?;

@@ -128,6 +128,16 @@ pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
     Ok(InterceptedService::new(channel, outgoing))
 }
 
+/// Connects to the service at `address` once and hangs up. Of several replicas one must answer.
+///
+/// # Errors
+///
+/// The address is malformed, or no replica accepts a connection within 5 s.
+pub async fn listens(address: &str) -> io::Result<()> {
+    let replicas = parse(address).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    Replicas::new(replicas).connect().await.map(drop)
+}
+
 /// Refuses what [`peer`] would refuse, and answers it as it is. For settings.
 pub fn addresses(text: &str) -> Result<String, AddressError> {
     parse(text).map(|_| text.to_owned())
