@@ -1,9 +1,11 @@
 //! What a result may bring into its caller's directory, and what it may not.
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::process::Stdio;
 
-use integration_tests::{Cluster, code, describe, may_run_containers};
+use integration_tests::{Cluster, code, describe, may_run_containers, started};
 use serde_json::Value;
 
 /// Plants everything that would run on the caller's machine, or with more rights than the caller's.
@@ -124,6 +126,71 @@ fn download_and_replacement_drop_programs_too() {
     let (ended, done, said) = download(&["--replace", "--allow-git-hooks", "out"]);
     assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{said}");
     assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("replaced"), "evil");
+}
+
+#[test]
+fn result_in_place_leaves_edits_alone() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let at = |path: &str| cluster.path("src").join(path);
+    for (path, text) in [
+        (".gantryignore", ".env\n"),
+        (".env", "secret"),
+        ("edited", "old"),
+        ("both", "old"),
+        ("removed", "old"),
+        ("removed-edited", "old"),
+    ] {
+        integration_tests::write(&at(path), text);
+    }
+    let script =
+        "echo ready; read go; cd src; echo theirs > both; echo made > made; rm removed removed-edited";
+    let mut run =
+        cluster.gantry(["run", "--replace", "-i", "src=src", "-o", "src=src", "--", "sh", "-c", script]);
+    run.stdin(Stdio::piped()).stderr(Stdio::piped());
+    let (mut run, _stdout) = started(run);
+    for path in ["edited", "both", "removed-edited", "new"] {
+        fs::write(at(path), "mine").expect("write");
+    }
+    run.stdin.take().expect("piped").write_all(b"\n").expect("the command reads");
+    let output = run.wait_with_output().expect("it ends");
+    assert_eq!(code(&output), 125, "{}", describe(&output));
+
+    let read = |path: &str| fs::read_to_string(at(path)).ok();
+    for (path, text) in [
+        (".env", "secret"),
+        ("edited", "mine"),
+        ("both", "mine"),
+        ("both.gantry-result", "theirs\n"),
+        ("made", "made\n"),
+        ("removed-edited", "mine"),
+        ("new", "mine"),
+    ] {
+        assert_eq!(read(path).as_deref(), Some(text), "{path}: {}", describe(&output));
+    }
+    assert_eq!(read("removed"), None);
+    let said = String::from_utf8(output.stderr).expect("text");
+    for text in [
+        "src/both was changed here while the command ran, and stays; that of the command is src/both.gantry-result",
+        "the command removed what was changed here meanwhile, and it stays: removed-edited",
+    ] {
+        assert!(said.contains(text), "{text:?} is not said: {said}");
+    }
+}
+
+#[test]
+fn abandoned_staging_is_removed_and_never_sent() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let abandoned = cluster.path("src/.gantry-0190a3f0-0000-7000-8000-000000000000");
+    integration_tests::write(&abandoned.join("part"), "of a result");
+    let output = cluster.output(["run", "-i", "src=src", "-o", "r=src/out", "--", "ls", "-A", "src"]);
+    assert_eq!((code(&output), output.stdout.as_slice()), (0, &b""[..]), "{}", describe(&output));
+    assert!(!abandoned.exists());
 }
 
 #[test]

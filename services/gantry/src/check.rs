@@ -13,6 +13,7 @@ use rustix::fs::Access;
 
 use crate::args::{Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
 use crate::rules;
+use crate::run::is_in_place;
 use crate::ui::Ui;
 use crate::upload::resolve;
 use crate::values::{InputArg, Source};
@@ -95,7 +96,8 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
                  `gantry download`"
             );
         }
-        target(directory, args.replace, args.take.follow_links)
+        let replaces = args.replace && !args.inputs.iter().any(|input| is_in_place(input, output));
+        target(directory, replaces, args.take.follow_links)
             .with_context(|| format!("output {name:?} cannot be brought into {directory:?}"))?;
         let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
         for (other, other_directory, other_resolved) in &targets {

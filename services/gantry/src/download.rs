@@ -2,7 +2,13 @@
 //!
 //! What the target has already is not fetched. The rest is written into a staging directory beside it, verified, and only then merged
 //! into the target or put in its place: nothing partial is ever seen there.
+//!
+//! A directory that was sent and comes back gets what the command changed and nothing else: see [`transfer::changes`]. One download at
+//! a time goes into a target: see [`TargetLock`].
 
+use std::ffi::OsStr;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,14 +20,17 @@ use rpc::pb::runtime::{
     read_response::Message as Answer,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
-    Allowed, Dropped, DroppedKind, Guarded, Limits, Manifest, ManifestBuilder, Matches, MergeError,
-    MergeOptions, Runs, ScanError, ScanOptions, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
+    Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Limits, Manifest, ManifestBuilder, Matches,
+    MergeError, MergeOptions, Runs, ScanError, ScanOptions, Standing, Subtree, TreeWriter, Trust,
+    WriteOptions, WrittenOwnership,
 };
 
 use crate::args::TakeArgs;
@@ -42,6 +51,10 @@ const SILENCE: Duration = Duration::from_secs(60 * 60);
 const NAMED: usize = 5;
 /// How many characters of each.
 const SHOWN: usize = 200;
+/// How names of staging directories and of other files of a download begin.
+const STAGING: &str = ".gantry-";
+/// How long a download waits before it asks again for a target that another one holds.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// How many of them are listed for programs.
 const LISTED: usize = 1000;
 
@@ -58,16 +71,19 @@ pub(crate) struct Downloader<'a> {
 impl Downloader<'_> {
     /// Brings an artifact into `directory`, which is made where it is missing. `name` is what it is called. Answers what was done,
     /// for programs.
+    ///
+    /// `base` is the tree that was sent from this directory, if it was: only what differs from it is written, and with `replace` removed.
     pub(crate) async fn download(
         &self,
         artifact: ArtifactId,
         name: &str,
         directory: &Path,
-    ) -> anyhow::Result<Value> {
+        base: Option<&Arc<Manifest>>,
+    ) -> anyhow::Result<Downloaded> {
         let (mut pause, mut avoid) = (Pause::default(), Vec::new());
         for attempt in 1.. {
             self.progress.doing("downloading", name);
-            match self.attempt(artifact, name, directory, &mut avoid).await {
+            match self.attempt(artifact, name, directory, base, &mut avoid).await {
                 Err(error) if is_transient(&error) && attempt < TRIES => {
                     pause.wait().await;
                     // Whether that helps shows in the next try.
@@ -89,14 +105,19 @@ impl Downloader<'_> {
         artifact: ArtifactId,
         name: &str,
         directory: &Path,
+        base: Option<&Arc<Manifest>>,
         avoid: &mut Vec<String>,
-    ) -> anyhow::Result<Value> {
+    ) -> anyhow::Result<Downloaded> {
         let started = Instant::now();
         let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
         if !self.take.follow_links {
             check::refuse_links(directory)?;
         }
-        let target = Target::find(directory, self.replace)?;
+        let replaces = self.replace && base.is_none();
+        let target = Target::find(directory, replaces)?;
+        let _lock = TargetLock::take(&target.path, self.ui).await;
+        // The download before it may have made or replaced the directory.
+        let target = Target::find(directory, replaces)?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
@@ -113,12 +134,13 @@ impl Downloader<'_> {
             bail!("the worker sent another tree than that of the artifact");
         }
 
-        let Guarded { tree, dropped } = self.guard(&target, manifest).await?;
-        if self.replace {
+        let whole = Arc::new(manifest);
+        let Compared { tree, dropped, standing } = self.compare(&target, &whole, base).await?;
+        if replaces {
             check_losses(&dropped)?;
         }
         let (manifest, tree) = (tree.manifest().clone(), Arc::new(tree));
-        let (staged, wanted) = self.stage(&target, &manifest, remembered).await?;
+        let (staged, wanted) = self.stage(&target, &manifest, replaces, remembered).await?;
         let wanted_bytes = manifest.bytes_of(&wanted);
         self.progress.expect(wanted_bytes);
         for runs in rpc::tree::runs(&tree.origins(&wanted)) {
@@ -129,24 +151,90 @@ impl Downloader<'_> {
         let staged = self.receive_content(answers, staged, tree).await?;
         drop(asks);
 
-        let (replace, progress) = (self.replace, manifest.clone());
-        tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, replace))
+        let mode = match base {
+            None if self.replace => Mode::Replace,
+            None => Mode::Merge,
+            Some(base) => Mode::InPlace {
+                standing: standing.unwrap_or_default(),
+                removed: self.replace.then(|| (base.clone(), whole.clone())),
+                removes_rules: self.take.preserve_special,
+            },
+        };
+        let progress = manifest.clone();
+        let placed = tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, &mode))
             .await
             .context("writing ended unexpectedly")??;
-        let mut done = self.say(artifact, name, directory, &manifest, wanted_bytes, started);
+        let fetched = format!("{} fetched in {}", bytes(wanted_bytes), duration(started.elapsed()));
+        let mut details = match base {
+            Some(_) => self.say_changed(artifact, name, directory, &placed, &whole, &fetched),
+            None => self.say(artifact, name, directory, &manifest, &fetched),
+        };
+        details["fetched_bytes"] = wanted_bytes.into();
         self.say_dropped(name, &dropped);
-        done["not_written"] = not_written(&dropped);
-        self.ui.event("downloaded", done.clone());
-        Ok(done)
+        self.say_placed(name, directory, &placed);
+        details["not_written"] = not_written(&dropped);
+        details["conflicts"] = placed.conflicts();
+        details["removed_entries"] = placed.gone.removed.into();
+        self.ui.event("downloaded", details.clone());
+        let has_conflicts = !placed.merged.is_empty() || !placed.gone.changed.is_empty();
+        Ok(Downloaded { details, has_conflicts })
     }
 
-    /// Leaves out what the target does not take.
-    async fn guard(&self, target: &Target, manifest: Manifest) -> anyhow::Result<Guarded> {
+    /// Leaves out what the target does not take and, of what was sent from it, what the command left alone.
+    async fn compare(
+        &self,
+        target: &Target,
+        manifest: &Arc<Manifest>,
+        base: Option<&Arc<Manifest>>,
+    ) -> anyhow::Result<Compared> {
         let allowed =
             Allowed { git_programs: self.take.allow_git_hooks, special: self.take.preserve_special };
-        let path = target.path.clone();
-        let guarded = tokio::task::spawn_blocking(move || transfer::guard(&path, &manifest, allowed));
-        Ok(guarded.await.context("reading ended unexpectedly")??)
+        let (path, manifest, base) = (target.path.clone(), manifest.clone(), base.cloned());
+        let compared = tokio::task::spawn_blocking(move || {
+            let Some(base) = base else {
+                let Guarded { tree, dropped } = transfer::guard(&path, &manifest, allowed)?;
+                return Ok(Compared { tree, dropped, standing: None });
+            };
+            let changes = transfer::changes(&base, &manifest)?;
+            let Guarded { tree, dropped } = transfer::guard(&path, changes.manifest(), allowed)?;
+            let standing = Standing::of(&path, &base, tree.manifest());
+            Ok::<_, anyhow::Error>(Compared {
+                tree: tree.within(&changes),
+                dropped,
+                standing: Some(standing),
+            })
+        });
+        compared.await.context("reading ended unexpectedly")?
+    }
+
+    /// Names what was changed on both sides.
+    fn say_placed(&self, name: &str, directory: &Path, placed: &Placed) {
+        for Conflict { path, result } in placed.merged.iter().take(NAMED) {
+            let path = plain(&directory.join(path).display().to_string(), SHOWN);
+            let result = plain(&directory.join(result).display().to_string(), SHOWN);
+            self.ui.warn(&format!(
+                "{name}: {path} was changed here while the command ran, and stays; that of the command is {result}"
+            ));
+        }
+        if let Some(more) = placed.merged.len().checked_sub(NAMED).filter(|more| *more > 0) {
+            self.ui.warn(&format!(
+                "{name}: and {more} more, each beside what was changed, with `.gantry-result`"
+            ));
+        }
+        let of = |paths: &[PathBuf]| named(&paths.iter().map(PathBuf::as_path).collect::<Vec<_>>());
+        let Gone { changed, rules, .. } = &placed.gone;
+        if !changed.is_empty() {
+            let paths = of(changed);
+            self.ui.warn(&format!(
+                "{name}: the command removed what was changed here meanwhile, and it stays: {paths}"
+            ));
+        }
+        if !rules.is_empty() {
+            let paths = of(rules);
+            self.ui.warn(&format!(
+                "{name}: not removed, for it decides what later uploads leave out: {paths}; remove it with --preserve-special"
+            ));
+        }
     }
 
     /// Names what was not written, and what writes it.
@@ -183,10 +271,11 @@ impl Downloader<'_> {
         &self,
         target: &Target,
         manifest: &Arc<Manifest>,
+        replace: bool,
         remembered: JoinHandle<Remembered>,
     ) -> anyhow::Result<(Staged, Runs)> {
         let mut remembered = remembered.await.context("reading ended unexpectedly")?;
-        let (target, manifest, replace) = (target.clone(), manifest.clone(), self.replace);
+        let (target, manifest) = (target.clone(), manifest.clone());
         let staging = tokio::task::spawn_blocking(move || {
             let options = ScanOptions::default();
             let there =
@@ -204,7 +293,7 @@ impl Downloader<'_> {
                 strict: false,
                 sync: false,
             };
-            let mut writer = TreeWriter::new(&directory.0, manifest.clone(), options)?;
+            let mut writer = TreeWriter::new(&directory.path, manifest.clone(), options)?;
             if replace {
                 matches.copy_from(&target.path, &mut writer, Trust::Verify)?;
             } else {
@@ -263,26 +352,92 @@ impl Downloader<'_> {
         name: &str,
         directory: &Path,
         manifest: &Manifest,
-        fetched: u64,
-        started: Instant,
+        fetched: &str,
     ) -> Value {
-        let entries = manifest.entries().len() as u64 - 1;
-        let took = duration(started.elapsed());
-        let files = count(entries, "entry").replace("entrys", "entries");
-        self.ui.note(&format!(
-            "{name}: {files}, {} now in {}, {} fetched in {took}",
-            bytes(manifest.size_bytes()),
-            directory.display(),
-            bytes(fetched)
-        ));
-        json!({
-            "name": name,
-            "artifact_id": artifact.to_string(),
-            "directory": directory.to_string_lossy(),
-            "entries": entries,
-            "size_bytes": manifest.size_bytes(),
-            "fetched_bytes": fetched,
-        })
+        let (entries, size) = (manifest.entries().len() as u64 - 1, bytes(manifest.size_bytes()));
+        let directory = directory.display();
+        self.ui.note(&format!("{name}: {}, {size} now in {directory}, {fetched}", counted(entries)));
+        details(artifact, name, &directory.to_string(), manifest)
+    }
+
+    /// Says what was changed in a directory that was sent.
+    fn say_changed(
+        &self,
+        artifact: ArtifactId,
+        name: &str,
+        directory: &Path,
+        placed: &Placed,
+        manifest: &Manifest,
+        fetched: &str,
+    ) -> Value {
+        let removed = placed.gone.removed;
+        let removed = if removed > 0 { format!(", {} removed", counted(removed)) } else { String::new() };
+        let (written, directory) = (counted(placed.written), directory.display());
+        self.ui.note(&format!("{name}: {written} written{removed} in {directory}, {fetched}"));
+        details(artifact, name, &directory.to_string(), manifest)
+    }
+}
+
+/// A number of entries, for people.
+fn counted(entries: u64) -> String {
+    count(entries, "entry").replace("entrys", "entries")
+}
+
+/// What came, for programs.
+fn details(artifact: ArtifactId, name: &str, directory: &str, manifest: &Manifest) -> Value {
+    json!({
+        "name": name,
+        "artifact_id": artifact.to_string(),
+        "directory": directory,
+        "entries": manifest.entries().len() - 1,
+        "size_bytes": manifest.size_bytes(),
+    })
+}
+
+/// An artifact that was brought.
+pub(crate) struct Downloaded {
+    /// What was done, for programs.
+    pub(crate) details: Value,
+    /// Whether something was changed in the directory and by the command.
+    pub(crate) has_conflicts: bool,
+}
+
+/// A tree that came, compared with the directory that it goes into.
+struct Compared {
+    /// What may be written.
+    tree: Subtree,
+    dropped: Vec<Dropped>,
+    /// For a directory that was sent.
+    standing: Option<Standing>,
+}
+
+/// How a staged tree gets into the target.
+enum Mode {
+    /// It takes the place of all that stands there.
+    Replace,
+    /// It takes the place of what stands at its paths.
+    Merge,
+    /// It takes the place of what was sent. `removed`: what was sent and all that came back, the difference of which goes.
+    InPlace { standing: Standing, removed: Option<(Arc<Manifest>, Arc<Manifest>)>, removes_rules: bool },
+}
+
+/// What was done to a target.
+#[derive(Default)]
+struct Placed {
+    /// How many entries were put in place.
+    written: u64,
+    merged: Vec<Conflict>,
+    gone: Gone,
+}
+
+impl Placed {
+    /// What was changed on both sides, for programs: the first of it, and how much it is.
+    fn conflicts(&self) -> Value {
+        let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.to_string_lossy() });
+        let removed = |path: &PathBuf| json!({ "path": path.to_string_lossy(), "result": null });
+        let all = self.merged.iter().map(changed).chain(self.gone.changed.iter().map(removed));
+        let first: Vec<_> = all.take(LISTED).collect();
+        json!({ "count": self.merged.len() + self.gone.changed.len(), "first": first })
     }
 }
 
@@ -430,25 +585,108 @@ pub(crate) fn check_replace(path: &Path, metadata: &std::fs::Metadata) -> anyhow
     Ok(())
 }
 
-/// A directory of ours that goes with us, with what is left in it.
-struct Staging(PathBuf);
+/// The right to write into a target. A second download into it waits.
+struct TargetLock {
+    path: PathBuf,
+    file: File,
+}
+
+impl TargetLock {
+    /// Waits for the right. `None`: there is no place for the lock, and downloads into one target may meet.
+    async fn take(target: &Path, ui: &Ui) -> Option<Self> {
+        Self::take_at(tree::remembered_at("lock", target)?, target, ui).await
+    }
+
+    async fn take_at(path: PathBuf, target: &Path, ui: &Ui) -> Option<Self> {
+        let mut is_told = false;
+        loop {
+            let file =
+                File::options().write(true).create(true).truncate(false).mode(0o600).open(&path).ok()?;
+            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) if is_at(&path, &file) => return Some(Self { path, file }),
+                // Its holder has removed it.
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => {
+                    if !is_told {
+                        is_told = true;
+                        ui.note(&format!("{}: waits for another download into it", target.display()));
+                    }
+                    tokio::time::sleep(LOOK_AGAIN).await;
+                }
+                Err(_) => return None,
+            }
+        }
+    }
+}
+
+impl Drop for TargetLock {
+    fn drop(&mut self) {
+        if is_at(&self.path, &self.file) {
+            // One that stays is taken the next time.
+            _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Whether a path still leads to an open file.
+fn is_at(path: &Path, file: &File) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    let id = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+    let (Ok(there), Ok(open)) = (path.symlink_metadata(), file.metadata()) else { return false };
+    id(there) == id(open)
+}
+
+/// Whether a file of this name is one that a download works with, and no part of the caller's directory.
+pub(crate) fn is_staging(name: &OsStr) -> bool {
+    let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(STAGING)) else { return false };
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    rest.len() == 36 && rest.parse::<ArtifactId>().is_ok()
+        || rest.split_once('-').is_some_and(|(process, number)| is_number(process) && is_number(number))
+}
+
+/// A staging directory, which is removed when it is dropped. Its process holds a lock on it.
+struct Staging {
+    path: PathBuf,
+    _lock: File,
+}
 
 impl Staging {
     fn make(parent: &Path) -> anyhow::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
-        let path = parent.join(format!(".gantry-{}", ArtifactId::new()));
-        std::fs::DirBuilder::new()
-            .mode(0o700)
-            .create(&path)
-            .with_context(|| format!("cannot make a directory in {parent:?}"))?;
-        Ok(Self(path))
+        remove_abandoned(parent);
+        let failed = || format!("cannot make a directory in {parent:?}");
+        loop {
+            let path = parent.join(format!("{STAGING}{}", ArtifactId::new()));
+            std::fs::DirBuilder::new().mode(0o700).create(&path).with_context(failed)?;
+            let lock = File::open(&path).with_context(failed)?;
+            // Where directories cannot be locked, those that are abandoned stay.
+            _ = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
+            // Another download may have taken it for an abandoned one.
+            if is_at(&path, &lock) {
+                return Ok(Self { path, _lock: lock });
+            }
+        }
     }
 }
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        if let Err(error) = transfer::remove_tree(&self.0) {
-            tracing::warn!(path = %self.0.display(), %error, "cannot remove a staging directory");
+        if let Err(error) = transfer::remove_tree(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "cannot remove a staging directory");
+        }
+    }
+}
+
+/// Removes the staging directories in `parent` whose processes were killed.
+fn remove_abandoned(parent: &Path) {
+    let Ok(entries) = std::fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let is_ours = is_staging(&entry.file_name()) && entry.file_type().is_ok_and(|kind| kind.is_dir());
+        let Ok(directory) = is_ours.then(|| File::open(entry.path())).transpose() else { continue };
+        let Some(directory) = directory else { continue };
+        if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            // What cannot be removed is left out of uploads all the same.
+            _ = transfer::remove_tree(&entry.path());
         }
     }
 }
@@ -462,19 +700,36 @@ struct Staged {
 }
 
 impl Staged {
-    fn put_in_place(self, target: &Target, manifest: &Manifest, replace: bool) -> anyhow::Result<()> {
+    fn put_in_place(self, target: &Target, manifest: &Manifest, mode: &Mode) -> anyhow::Result<Placed> {
         let Self { writer, matches, directory, mut remembered } = self;
         writer.finish()?;
-        let changed = if replace {
-            transfer::replace(&directory.0, &target.path)?;
+        let mut placed = Placed::default();
+        let standing = match mode {
+            Mode::InPlace { standing, .. } => Some(standing),
+            Mode::Merge | Mode::Replace => None,
+        };
+        let changed = if let Mode::Replace = mode {
+            transfer::replace(&directory.path, &target.path)?;
             true
         } else {
-            let options =
-                MergeOptions { ownership: WrittenOwnership::Caller, strict: false, keep_root: true };
-            let merged = transfer::merge(&directory.0, &target.path, manifest, &matches, options)
+            let options = MergeOptions {
+                ownership: WrittenOwnership::Caller,
+                strict: false,
+                keep_root: true,
+                standing,
+            };
+            let merged = transfer::merge(&directory.path, &target.path, manifest, &matches, options)
                 .map_err(|error| in_the_way(error, &target.path))?;
+            placed.merged = merged.conflicts;
+            placed.written = merged.replaced;
             merged.replaced + merged.corrected > 0
         };
+        if let Mode::InPlace { removed: Some((base, result)), removes_rules, .. } = mode {
+            let gone = transfer::remove_gone(&target.path, base, result, *removes_rules);
+            placed.gone = gone.map_err(|(path, error)| {
+                anyhow::Error::from(error).context(format!("cannot remove {path:?}, as the command did"))
+            })?;
+        }
         if changed {
             let settle = ScanOptions::default().settle;
             transfer::remember(&target.path, manifest, &mut remembered.cache, settle);
@@ -482,7 +737,7 @@ impl Staged {
         if changed || matches.files_read() > 0 {
             remembered.save();
         }
-        Ok(())
+        Ok(placed)
     }
 }
 
@@ -498,7 +753,10 @@ fn in_the_way(error: MergeError, target: &Path) -> anyhow::Error {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser;
+
     use super::*;
+    use crate::args::Cli;
 
     #[test]
     fn staging_is_beside_the_target() {
@@ -511,6 +769,35 @@ mod tests {
         assert_eq!((target.path, target.staging), (root.join("a"), root.clone()));
         std::fs::write(root.join("file"), "").expect("written");
         assert!(Target::find(&root.join("file"), false).is_err());
+    }
+
+    #[tokio::test]
+    async fn second_download_into_target_waits() {
+        let root = tempfile::tempdir().expect("a directory");
+        let path = root.path().join("lock");
+        let cli = Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses");
+        let ui = Ui::new(&cli.global);
+        let first = TargetLock::take_at(path.clone(), root.path(), &ui).await;
+        assert!(first.is_some());
+        let mut second = std::pin::pin!(TargetLock::take_at(path.clone(), root.path(), &ui));
+        assert!(tokio::time::timeout(LOOK_AGAIN * 2, &mut second).await.is_err());
+        drop(first);
+        assert!(second.await.is_some_and(|second| is_at(&path, &second.file)));
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn names_of_staging_are_known() {
+        for (name, expected) in [
+            (".gantry-0190a3f0-0000-7000-8000-000000000000", true),
+            (".gantry-123-4", true),
+            (".gantry-", false),
+            (".gantry-1", false),
+            (".gantry-result", false),
+            (".gantryignore", false),
+        ] {
+            assert_eq!(is_staging(OsStr::new(name)), expected, "{name}");
+        }
     }
 
     #[test]

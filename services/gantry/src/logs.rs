@@ -14,6 +14,7 @@ use crate::follow::{self, Follow, OnSignal};
 use crate::json as shown;
 use crate::list::workload;
 use crate::narrate::{Waiting, said};
+use crate::run::Brought;
 use crate::signals::Signals;
 use crate::stdin;
 use crate::stdout::{print, print_json};
@@ -38,7 +39,7 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
         acknowledge: true,
     };
     let followed = follow.run(&mut signals).await?;
-    let code = crate::run::end(ui, &followed, &Ok(()));
+    let code = crate::run::end(ui, &followed, &Ok(Brought::Whole));
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
 }

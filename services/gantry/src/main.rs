@@ -208,9 +208,9 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
             let downloader =
                 download::Downloader { connection, ui, replace: args.replace, take: args.take, progress };
             let name = args.artifact.to_string();
-            let downloaded = downloader.download(args.artifact, &name, &args.directory).await?;
+            let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
             if as_json {
-                stdout::print_json(&downloaded)?;
+                stdout::print_json(&downloaded.details)?;
             }
         }
         Command::Cat(args) => cat::cat(args, connection, as_json).await?,

@@ -1,8 +1,10 @@
 //! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
 
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
@@ -17,6 +19,7 @@ use rpc::pb::scheduler::{
 };
 use serde_json::json;
 use tracing::{Instrument, info_span};
+use transfer::Manifest;
 
 use crate::args::{NetworkArg, RunArgs};
 use crate::caches;
@@ -33,7 +36,7 @@ use crate::stdin;
 use crate::stdout;
 use crate::ui::Ui;
 use crate::upload::{Directory, Uploader, inside, renew};
-use crate::values::{Copied, InputArg, Source};
+use crate::values::{Copied, InputArg, OutputArg, Source};
 use crate::why;
 
 /// Runs. Answers the exit code.
@@ -59,7 +62,7 @@ pub(crate) async fn run(
     let workload = WorkloadId::new();
 
     // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
-    let (inputs, build, caches) = tokio::select! {
+    let Prepared { inputs, sent, build, caches } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
@@ -102,7 +105,7 @@ pub(crate) async fn run(
         failure.message = format!("{}: {}", program.display(), failure.message);
     }
     let downloaded = tokio::select! {
-        downloaded = download(args, connection, ui, &followed.finished) => downloaded,
+        downloaded = download(args, connection, ui, &followed.finished, &sent) => downloaded,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
     let code = end(ui, &followed, &downloaded);
@@ -113,15 +116,27 @@ pub(crate) async fn run(
     Ok(code)
 }
 
-/// Says how it ended, and answers the exit code.
-pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<()>) -> u8 {
+/// Says how it ended, and answers the exit code. What the command itself says by its exit code goes before what is wrong with its outputs.
+pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brought>) -> u8 {
     let end = exit::end(&followed.finished, followed.asked);
     if let Some(said) = &end.said {
         ui.warn(said);
     }
-    if let Err(error) = downloaded {
-        ui.error(&crate::error::describe(error));
-        return exit::OURS;
+    match downloaded {
+        Err(error) => {
+            ui.error(&crate::error::describe(error));
+            if end.said.is_none() {
+                ui.warn(&format!("the command itself ended with exit code {}", end.code));
+            }
+            return exit::OURS;
+        }
+        Ok(Brought::WithConflicts) if end.code == 0 => {
+            ui.warn(
+                "the command succeeded, and some of its results are beside what was changed here meanwhile",
+            );
+            return exit::OURS;
+        }
+        Ok(Brought::WithConflicts | Brought::Whole) => {}
     }
     if followed.output_lost && end.code == 0 {
         ui.warn("the command succeeded, and only its output is missing");
@@ -134,15 +149,27 @@ fn forwards_stdin(args: &RunArgs) -> bool {
     !args.no_stdin && !args.detach && stdin::is_readable()
 }
 
-/// What is uploaded or taken, for each input; the build that owns it, where there is anything to own; and the caches, just asked for.
+/// What a workload needs before it is submitted.
+struct Prepared {
+    /// What is uploaded or taken, for each input.
+    inputs: Vec<ArtifactId>,
+    /// The trees of directories to which outputs come back, by the names of these.
+    sent: HashMap<String, Arc<Manifest>>,
+    /// The build that owns it, where there is anything to own.
+    build: Option<BuildId>,
+    /// Asked for just now.
+    caches: Vec<CacheMount>,
+}
+
 async fn prepare(
     args: &RunArgs,
     connection: &Connection,
     ui: &Ui,
     workload: WorkloadId,
-) -> anyhow::Result<(Vec<ArtifactId>, Option<BuildId>, Vec<CacheMount>)> {
-    let (inputs, build) = prepare_inputs(args, connection, ui, workload).await?;
-    Ok((inputs, build, caches::mounts(connection, &args.caches).await?))
+) -> anyhow::Result<Prepared> {
+    let (inputs, sent, build) = prepare_inputs(args, connection, ui, workload).await?;
+    let caches = caches::mounts(connection, &args.caches).await?;
+    Ok(Prepared { inputs, sent, build, caches })
 }
 
 async fn prepare_inputs(
@@ -150,10 +177,11 @@ async fn prepare_inputs(
     connection: &Connection,
     ui: &Ui,
     workload: WorkloadId,
-) -> anyhow::Result<(Vec<ArtifactId>, Option<BuildId>)> {
+) -> anyhow::Result<(Vec<ArtifactId>, HashMap<String, Arc<Manifest>>, Option<BuildId>)> {
     let uploads = args.inputs.iter().any(|input| matches!(input.source, Source::Directory(_)));
     if !uploads && args.outputs.is_empty() {
-        return Ok((args.inputs.iter().filter_map(|input| taken(&input.source)).collect(), None));
+        let taken = args.inputs.iter().filter_map(|input| taken(&input.source)).collect();
+        return Ok((taken, HashMap::new(), None));
     }
     let build = BuildId::new();
     let put = PutBuildRequest {
@@ -172,7 +200,22 @@ async fn prepare_inputs(
         inputs = upload(args, connection, ui, build) => inputs?,
         error = renew(connection, put, args.abandoned_after / 3) => return Err(error),
     };
-    Ok((inputs, Some(build)))
+    let mut sent = HashMap::new();
+    for (input, (_, manifest)) in args.inputs.iter().zip(&inputs) {
+        if let Some(manifest) = manifest
+            && args.outputs.iter().any(|output| is_in_place(input, output))
+        {
+            sent.insert(input.name.clone(), manifest.clone());
+        }
+    }
+    Ok((inputs.into_iter().map(|(artifact, _)| artifact).collect(), sent, Some(build)))
+}
+
+/// Whether an output starts with the contents of a directory and comes back to it.
+pub(crate) fn is_in_place(input: &InputArg, output: &OutputArg) -> bool {
+    let (Source::Directory(from), Some(to)) = (&input.source, &output.directory) else { return false };
+    let (from, to) = (from.canonicalize(), to.canonicalize());
+    input.name == output.name && from.is_ok() && from.ok() == to.ok()
 }
 
 async fn upload(
@@ -180,23 +223,24 @@ async fn upload(
     connection: &Connection,
     ui: &Ui,
     build: BuildId,
-) -> anyhow::Result<Vec<ArtifactId>> {
+) -> anyhow::Result<Vec<(ArtifactId, Option<Arc<Manifest>>)>> {
     let uploader =
         Uploader { connection, ui, scan: &args.scan, build: Some(build), progress: ui.progress("uploading") };
     let targets: Vec<&Path> = args.outputs.iter().filter_map(|output| output.directory.as_deref()).collect();
     try_join_all(args.inputs.iter().map(async |input| {
         let path = match &input.source {
-            Source::Artifact(artifact) => return Ok(*artifact),
+            Source::Artifact(artifact) => return Ok((*artifact, None)),
             Source::Directory(path) => path,
         };
         let left_out = inside(path, targets.iter().copied());
         for target in &left_out {
             ui.note(&format!("{}: {} is left out, an output goes there", input.name, target.display()));
         }
-        uploader
+        let (artifact, manifest) = uploader
             .upload(&Directory { name: &input.name, path, left_out })
             .instrument(info_span!(target: "gantry", "upload", service = "gantry", input.name = input.name))
-            .await
+            .await?;
+        Ok((artifact, Some(manifest)))
     }))
     .await
 }
@@ -224,15 +268,21 @@ async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpe
     }
 }
 
-/// Brings back the outputs that have a directory.
+/// Brings back the outputs that have a directory. Answers whether each has all of its output.
 async fn download(
     args: &RunArgs,
     connection: &Connection,
     ui: &Ui,
     finished: &Finished,
-) -> anyhow::Result<()> {
+    sent: &HashMap<String, Arc<Manifest>>,
+) -> anyhow::Result<Brought> {
+    let mut brought = Brought::Whole;
+    let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
     if finished.outputs.is_empty() {
-        return Ok(());
+        if wanted.count() > 0 && finished.failure.is_none() && finished.exit.is_none() {
+            ui.warn("nothing is brought back: the command was stopped, and its outputs are not kept");
+        }
+        return Ok(brought);
     }
     let downloader = Downloader {
         connection,
@@ -254,8 +304,8 @@ async fn download(
             continue;
         };
         let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
-        downloader
-            .download(artifact, name, directory)
+        let downloaded = downloader
+            .download(artifact, name, directory, sent.get(name))
             .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
             .await
             .inspect_err(|_| {
@@ -264,8 +314,20 @@ async fn download(
                     "{name}: kept as artifact {artifact_id}; bring it with `gantry download {artifact_id} {target}`"
                 ));
             })?;
+        if downloaded.has_conflicts {
+            brought = Brought::WithConflicts;
+        }
     }
-    Ok(())
+    Ok(brought)
+}
+
+/// How outputs came into their directories.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Brought {
+    /// As the command left them.
+    Whole,
+    /// Some of them beside what was changed there meanwhile.
+    WithConflicts,
 }
 
 /// The spec, but for its inputs and its build.

@@ -29,14 +29,10 @@ pub(crate) struct Remembered {
 impl Remembered {
     /// What is known of the directory at `path`, which was scanned for `what` before.
     pub(crate) fn load(what: &str, path: &Path) -> Self {
-        use std::os::unix::ffi::OsStrExt;
         // Without a place for it, everything is read each time.
-        let Ok(directory) = Paths::find().and_then(|paths| paths.stat_caches()) else {
+        let Some(file) = remembered_at(what, path) else {
             return Self { file: None, cache: StatCache::new() };
         };
-        let mut key = blake3_of(what.as_bytes(), path.as_os_str().as_bytes());
-        key.truncate(32);
-        let file = directory.join(key);
         Self { cache: StatCache::load(&file).cache, file: Some(file) }
     }
 
@@ -48,6 +44,15 @@ impl Remembered {
             tracing::debug!(error = %error, "cannot remember what was scanned");
         }
     }
+}
+
+/// The file for `what` is kept of the directory at `path`. `None`: there is no place for it.
+pub(crate) fn remembered_at(what: &str, path: &Path) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStrExt;
+    let directory = Paths::find().and_then(|paths| paths.stat_caches()).ok()?;
+    let mut key = blake3_of(what.as_bytes(), path.as_os_str().as_bytes());
+    key.truncate(32);
+    Some(directory.join(key))
 }
 
 fn blake3_of(what: &[u8], path: &[u8]) -> String {

@@ -69,8 +69,11 @@ pub(crate) struct Directory<'a> {
 }
 
 impl Uploader<'_> {
-    /// Uploads a directory. Answers the artifact, which may be one that was there already.
-    pub(crate) async fn upload(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+    /// Uploads a directory. Answers the artifact, which may be one that was there already, and its tree.
+    pub(crate) async fn upload(
+        &self,
+        directory: &Directory<'_>,
+    ) -> anyhow::Result<(ArtifactId, Arc<Manifest>)> {
         let Directory { name, path, .. } = directory;
         let started = Instant::now();
         let own = own_state(path);
@@ -90,7 +93,7 @@ impl Uploader<'_> {
                 Ok(sent) => {
                     self.progress.done(name);
                     self.say(name, &scanned.manifest, &sent, started);
-                    return Ok(sent.artifact);
+                    return Ok((sent.artifact, scanned.manifest));
                 }
                 Err(SendError::Changed(message)) if self.scan.allow_changed && attempt >= TRIES => {
                     bail!(
@@ -152,7 +155,9 @@ impl Uploader<'_> {
         let scanned = tokio::task::spawn_blocking(move || {
             let root = path.canonicalize()?;
             let rules = Rules::new(&root, gitignore, left_out);
-            let exclude = |path: &Path, is_directory| rules.exclude(path, is_directory);
+            let exclude = |path: &Path, is_directory| {
+                path.file_name().is_some_and(download::is_staging) || rules.exclude(path, is_directory)
+            };
             let mut remembered = Remembered::load("upload", &root);
             let options = ScanOptions {
                 ownership: transfer::ScannedOwnership::Root,
@@ -533,7 +538,7 @@ pub(crate) async fn command(
     if args.inline {
         return uploader.hand_over(&directory).await;
     }
-    let artifact = uploader.upload(&directory).await?;
+    let artifact = uploader.upload(&directory).await?.0;
     drop(uploader);
     if !args.label.is_empty() {
         let label = crate::list::artifact(connection, &artifact.to_string()).await?.label;

@@ -84,7 +84,7 @@ pub enum DroppedKind {
 ///
 /// None that the whole tree would not have had.
 pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Guarded, InvalidManifest> {
-    let mut there = There { cursor: Cursor::through(target).ok(), manifest };
+    let mut there = There::new(Cursor::through(target).ok(), manifest);
     let mut dropped = Vec::new();
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
@@ -216,7 +216,7 @@ fn part(name: &[u8]) -> u8 {
 }
 
 /// Whether an entry is a `.gantryignore`, or takes the place of one.
-fn is_ignore_rule(entry: &Entry) -> bool {
+pub(crate) fn is_ignore_rule(entry: &Entry) -> bool {
     entry.path.split(|byte| *byte == b'/').any(|name| plain(name)[..] == b".gantryignore"[..])
 }
 
@@ -325,12 +325,17 @@ fn plain(name: &[u8]) -> Cow<'_, [u8]> {
 }
 
 /// What the target has.
-struct There<'a> {
+pub(crate) struct There<'a> {
     cursor: Option<Cursor>,
     manifest: &'a Manifest,
 }
 
-impl There<'_> {
+impl<'a> There<'a> {
+    /// The directory of `cursor`, as it is compared with `manifest`. `None`: there is no directory.
+    pub(crate) fn new(cursor: Option<Cursor>, manifest: &'a Manifest) -> Self {
+        Self { cursor, manifest }
+    }
+
     fn is_anything_at(&mut self, path: &[u8]) -> bool {
         self.stat(path).is_some()
     }
@@ -357,7 +362,7 @@ impl There<'_> {
         names.into_iter().filter(has).fold(0, |found, name| found | part(name.as_bytes()))
     }
 
-    fn stat(&mut self, path: &[u8]) -> Option<Stat> {
+    pub(crate) fn stat(&mut self, path: &[u8]) -> Option<Stat> {
         let (parent, name) = split(path);
         let directory = self.cursor.as_mut()?.go(parent).ok()?;
         let name = if name.is_empty() { b"." } else { name };
@@ -366,8 +371,14 @@ impl There<'_> {
 
     /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its
     /// mode as far as setuid and setgid go.
-    fn has(&mut self, entry: &Entry) -> bool {
+    pub(crate) fn has(&mut self, entry: &Entry) -> bool {
         self.compare(entry).unwrap_or(false)
+    }
+
+    /// Whether the target has at a path the very same as the tree.
+    pub(crate) fn has_at(&mut self, path: &[u8]) -> bool {
+        let manifest = self.manifest;
+        manifest.find(path).is_some_and(|index| self.has(&manifest.entries()[index]))
     }
 
     fn compare(&mut self, entry: &Entry) -> Option<bool> {

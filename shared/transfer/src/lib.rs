@@ -42,6 +42,7 @@
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
 //! | download into a directory | [`local_matches`], [`Matches::prepare`], then [`merge()`] or [`replace`] |
+//! | bring a tree back to where it was sent from | [`changes`], [`Standing`], [`remove_gone`] |
 //! | keep out what runs with the caller's rights | [`guard()`], which drops it from the manifest |
 //! | pack and unpack tar archives | [`ArchiveWriter`], [`ArchiveReader`] |
 //! | pass one on, and know whether it was whole | [`ArchiveEnd`] |
@@ -62,6 +63,7 @@ mod cache;
 mod dirs;
 mod encoding;
 mod guard;
+mod in_place;
 mod manifest;
 mod merge;
 mod outstanding;
@@ -78,13 +80,15 @@ mod xattrs;
 pub use budget::Budget;
 pub use cache::{CacheFault, Loaded, SaveError, StatCache};
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
+pub use in_place::{Gone, Standing, changes, remove_gone};
 pub use manifest::{
     DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Located, MAX_EXTENT_BYTES,
     MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,
     MAX_XATTRS_BYTES, Manifest, ManifestBuilder, Xattr, compare_paths,
 };
 pub use merge::{
-    Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
+    Conflict, Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember,
+    replace,
 };
 pub use outstanding::Outstanding;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};

@@ -25,14 +25,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use rustix::fs::{
-    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, fstat, linkat, mkdirat, openat, renameat,
-    renameat_with, statat, unlinkat,
+    AtFlags, CWD, FileType, Mode, OFlags, RenameFlags, Stat, StatxAttributes, StatxFlags, fstat, linkat,
+    mkdirat, openat, renameat, renameat_with, statat, statx, unlinkat,
 };
 use rustix::io::Errno;
 
 use crate::cache::{Content, Fingerprint, StatCache};
-use crate::dirs::{Cursor, is_empty, make_workable, type_of};
-use crate::manifest::{Entry, EntryKind, Extent, Manifest, split};
+use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_workable, type_of};
+use crate::in_place::{Standing, Verdict};
+use crate::manifest::{Entry, EntryKind, Extent, MAX_NAME_BYTES, Manifest, as_path, split};
 use crate::remove::{RemoveError, remove_tree};
 use crate::runs::Runs;
 use crate::scan::{ScanError, ScanOptions, ScannedOwnership, scan};
@@ -253,13 +254,25 @@ fn stat_at(cursor: &mut Cursor, path: &[u8]) -> Option<Stat> {
 
 /// How to merge.
 #[derive(Debug, Clone, Copy)]
-pub struct MergeOptions {
+pub struct MergeOptions<'a> {
     /// To whom kept files and directories belong: as it was for the writer.
     pub ownership: WrittenOwnership,
     /// Whether attributes that are not permitted are an error: as it was for the writer.
     pub strict: bool,
     /// Whether the target itself, if it is there already, keeps its mode, owner and times.
     pub keep_root: bool,
+    /// What stands in a target that the tree was sent from: what was changed there since then stays. `None`: the tree
+    /// takes the place of what stands at its paths.
+    pub standing: Option<&'a Standing>,
+}
+
+/// A result that was put beside what stands at its path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conflict {
+    /// What stands there, relative to the target.
+    pub path: PathBuf,
+    /// Where the result is, relative to the target.
+    pub result: PathBuf,
 }
 
 /// A tree that was merged.
@@ -273,6 +286,8 @@ pub struct Merged {
     pub corrected: u64,
     /// Attributes that were left out.
     pub left_out: Vec<LeftOut>,
+    /// Results that stand beside what was changed in the target.
+    pub conflicts: Vec<Conflict>,
 }
 
 /// A tree cannot be merged.
@@ -293,6 +308,12 @@ pub enum MergeError {
     /// A kept file was written to after it was compared. It is as it was written.
     #[error("{path:?} was changed at this moment by somebody else")]
     Changed {
+        /// The entry.
+        path: PathBuf,
+    },
+    /// Something is mounted where the tree has an entry. Nothing was changed.
+    #[error("something is mounted at {path:?}")]
+    Mounted {
         /// The entry.
         path: PathBuf,
     },
@@ -337,7 +358,7 @@ pub fn merge(
     target: &Path,
     manifest: &Manifest,
     matches: &Matches,
-    options: MergeOptions,
+    options: MergeOptions<'_>,
 ) -> Result<Merged, MergeError> {
     let root = &manifest.entries()[0];
     let failed = |error: io::Error| MergeError::new(root, error);
@@ -360,8 +381,12 @@ pub fn merge(
         links: Cursor::through(target).map_err(failed)?,
         metadata,
         merged: Merged::default(),
+        standing: options.standing.filter(|_| !made),
+        beside: None,
+        put_beside: BTreeSet::new(),
+        modes: Vec::new(),
     };
-    merge.look_for_directories()?;
+    merge.look_for_obstacles()?;
 
     make_workable(merge.staged.root(), b".").map_err(|error| failed(error.into()))?;
     if made || !options.keep_root {
@@ -370,10 +395,15 @@ pub fn merge(
     for (index, entry) in manifest.entries().iter().enumerate().skip(1) {
         merge.place(index, entry)?;
     }
-    let directories = manifest.entries().iter().rev().filter(|entry| entry.is_directory());
-    for entry in directories.filter(|entry| made || !options.keep_root || !entry.path.is_empty()) {
-        merge.complete_directory(entry)?;
+    let directories = manifest.entries().iter().enumerate().rev().filter(|(_, entry)| entry.is_directory());
+    for (index, entry) in
+        directories.filter(|(_, entry)| made || !options.keep_root || !entry.path.is_empty())
+    {
+        if !merge.keeps_directory(index) && !merge.put_beside.contains(&index) {
+            merge.complete_directory(entry)?;
+        }
     }
+    merge.give_modes_back();
     Ok(merge.merged)
 }
 
@@ -386,19 +416,36 @@ struct Merge<'a> {
     links: Cursor,
     metadata: Metadata,
     merged: Merged,
+    standing: Option<&'a Standing>,
+    /// The last entry that was put beside, with all that is in it.
+    beside: Option<&'a [u8]>,
+    /// All entries that were.
+    put_beside: BTreeSet<usize>,
+    /// Directories that stay as they are and had to be made writable, and their modes.
+    modes: Vec<(&'a [u8], Mode)>,
 }
 
-impl Merge<'_> {
-    /// Refuses to begin if a directory would have to be removed for something that is none.
-    fn look_for_directories(&mut self) -> Result<(), MergeError> {
-        for (index, entry) in self.manifest.entries().iter().enumerate() {
-            if entry.is_directory() || self.matches.kept.contains_key(&index) {
+impl<'a> Merge<'a> {
+    /// Refuses to begin if a directory would have to be removed for something that is none, or something is mounted where
+    /// something has to be renamed.
+    fn look_for_obstacles(&mut self) -> Result<(), MergeError> {
+        for (index, entry) in self.manifest.entries().iter().enumerate().skip(1) {
+            if self.matches.kept.contains_key(&index) {
                 continue;
             }
             let (parent, name) = split(&entry.path);
             // What cannot be reached is not there, or its parent is going to be replaced.
             let Ok(directory) = self.target.go(parent) else { continue };
-            if type_of(&directory, name).ok().flatten() == Some(FileType::Directory)
+            let Ok(found) = statx(&directory, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE) else {
+                continue;
+            };
+            if found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
+                return Err(MergeError::Mounted { path: entry.path().to_owned() });
+            }
+            let is_directory = FileType::from_raw_mode(found.stx_mode.into()) == FileType::Directory;
+            if self.standing.is_none()
+                && is_directory
+                && !entry.is_directory()
                 && !is_empty_directory(&directory, name)
             {
                 return Err(MergeError::DirectoryInTheWay { path: entry.path().to_owned() });
@@ -407,13 +454,32 @@ impl Merge<'_> {
         Ok(())
     }
 
-    fn place(&mut self, index: usize, entry: &Entry) -> Result<(), MergeError> {
+    fn place(&mut self, index: usize, entry: &'a Entry) -> Result<(), MergeError> {
+        if self.is_beside(&entry.path) {
+            self.put_beside.insert(index);
+            return Ok(());
+        }
         let failed = |error: io::Error| MergeError::new(entry, error);
         let (parent, name) = split(&entry.path);
         let directory = self.target.go(parent).map_err(failed)?;
         let staged = self.staged.go(parent).map_err(failed)?;
+        if let Some(standing) = self.standing.filter(|_| !self.matches.kept.contains_key(&index)) {
+            let now = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok();
+            match standing.verdict(index, now.as_ref()) {
+                Verdict::Take => {}
+                Verdict::Leave => return Ok(()),
+                Verdict::PutBeside => {
+                    self.beside = Some(&entry.path);
+                    self.put_beside.insert(index);
+                    return self.put_beside(entry, &staged, &directory).map_err(|error| failed(error.into()));
+                }
+            }
+        }
         match &entry.kind {
             EntryKind::Directory => {
+                if self.keeps_directory(index) {
+                    self.note_mode(&directory, entry);
+                }
                 place_directory(&directory, name).map_err(|error| failed(error.into()))?;
                 make_workable(&staged, name).map_err(|error| failed(error.into()))
             }
@@ -433,8 +499,7 @@ impl Merge<'_> {
                 if type_of(&directory, name).map_err(|error| failed(error.into()))?
                     == Some(FileType::Directory)
                 {
-                    // It was empty, and still is, or this fails.
-                    unlinkat(&directory, name, AtFlags::REMOVEDIR).map_err(|error| failed(error.into()))?;
+                    self.make_way(&directory, name).map_err(|error| failed(error.into()))?;
                 }
                 match renameat(&staged, name, &directory, name) {
                     Ok(()) => self.merged.replaced += 1,
@@ -443,6 +508,71 @@ impl Merge<'_> {
                 }
                 Ok(())
             }
+        }
+    }
+
+    /// Removes a directory that is empty or, in a target that the tree was sent from, has only what was sent.
+    fn make_way(&mut self, directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+        if self.standing.is_none() {
+            // It was empty, and still is, or this fails.
+            return unlinkat(directory, name, AtFlags::REMOVEDIR);
+        }
+        // It goes with the staged tree.
+        renameat(directory, name, self.staged.root(), unused_name())
+    }
+
+    /// Puts an entry with all that is in it beside what stands at its path.
+    fn put_beside(&mut self, entry: &Entry, staged: &OwnedFd, directory: &OwnedFd) -> Result<(), Errno> {
+        let (parent, name) = split(&entry.path);
+        for number in 1.. {
+            let beside = name_beside(name, number);
+            let put = match &entry.kind {
+                EntryKind::HardLink { to } if self.is_kept(to) => {
+                    let (parent, target) = split(to);
+                    let from = self.links.go(parent).map_err(|_| Errno::NOENT)?;
+                    linkat(&from, target, directory, &beside, AtFlags::empty())
+                }
+                _ => renameat_with(staged, name, directory, &beside, RenameFlags::NOREPLACE),
+            };
+            match put {
+                Ok(()) => {
+                    let beside = [parent, &beside].join(&b'/');
+                    let result = as_path(beside.strip_prefix(b"/").unwrap_or(&beside)).to_owned();
+                    self.merged.conflicts.push(Conflict { path: entry.path().to_owned(), result });
+                    return Ok(());
+                }
+                Err(Errno::EXIST) => {}
+                // The writer left it out.
+                Err(Errno::NOENT) if matches!(entry.kind, EntryKind::Device { .. }) => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        Err(Errno::EXIST)
+    }
+
+    fn is_beside(&self, path: &[u8]) -> bool {
+        let rest = self.beside.and_then(|beside| path.strip_prefix(beside));
+        rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    }
+
+    fn keeps_directory(&self, index: usize) -> bool {
+        self.standing.is_some_and(|standing| standing.keeps_directory(index))
+    }
+
+    /// Remembers the mode of a directory that is made writable for as long as something is put into it.
+    fn note_mode(&mut self, directory: &OwnedFd, entry: &'a Entry) {
+        let Ok(stat) = statat(directory, split(&entry.path).1, AtFlags::SYMLINK_NOFOLLOW) else { return };
+        let mode = Mode::from_raw_mode(stat.st_mode);
+        if !mode.contains(Mode::RWXU) {
+            self.modes.push((&entry.path, mode));
+        }
+    }
+
+    fn give_modes_back(&mut self) {
+        for (path, mode) in std::mem::take(&mut self.modes).into_iter().rev() {
+            let (parent, name) = split(path);
+            // A directory that has gone meanwhile needs no mode.
+            _ = self.target.go(parent).map(|parent| chmod_no_follow(&parent, name, mode));
         }
     }
 
@@ -508,6 +638,13 @@ pub fn remember(target: &Path, manifest: &Manifest, cache: &mut StatCache, settl
             cache.insert(entry.path.clone(), fingerprint, content);
         }
     }
+}
+
+/// The name beside `name` for a result that cannot take its place.
+fn name_beside(name: &[u8], number: u32) -> Vec<u8> {
+    let suffix = if number == 1 { ".gantry-result".to_owned() } else { format!(".gantry-result-{number}") };
+    let kept = name.len().min(MAX_NAME_BYTES - suffix.len());
+    [&name[..kept], suffix.as_bytes()].concat()
 }
 
 fn is_empty_directory(directory: &OwnedFd, name: &[u8]) -> bool {

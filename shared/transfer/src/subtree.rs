@@ -114,6 +114,16 @@ impl Manifest {
 }
 
 impl Subtree {
+    /// The same tree as a part of the whole of which `outer` is one.
+    #[must_use]
+    pub fn within(self, outer: &Self) -> Self {
+        let whole = |(here, there): (u64, u64)| Some((here, outer.origin(there)?));
+        let files: Vec<_> = self.files.into_iter().filter_map(whole).collect();
+        let mut back: Vec<_> = files.iter().map(|(here, there)| (*there, *here)).collect();
+        back.sort_unstable();
+        Self { manifest: self.manifest, files, back }
+    }
+
     /// What it holds.
     #[must_use]
     pub fn manifest(&self) -> &Arc<Manifest> {

@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 const OPTIONS: MergeOptions =
-    MergeOptions { ownership: WrittenOwnership::Manifest, strict: true, keep_root: false };
+    MergeOptions { ownership: WrittenOwnership::Manifest, strict: true, keep_root: false, standing: None };
 
 /// A directory with `from` to be downloaded, a `target` to merge into, and an empty `staged`.
 struct Fixture {
