@@ -237,6 +237,7 @@ async fn open(
         stdout_offset: streams.stdout.received(),
         stderr_offset: streams.stderr.received(),
         worker_id: whereabouts.worker_id.clone(),
+        observes: !streams.acknowledge,
     };
     // The queue is empty and its other end is there.
     _ = asks.send(ask(Ask::Resume(resume))).await;

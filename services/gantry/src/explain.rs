@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::bail;
 use prost_types::Timestamp;
 use rpc::Reason;
+use rpc::pb::runtime::{GetAttendanceRequest, GetAttendanceResponse};
 use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
     ExplainRequest, ExplainResponse, Verdict, WaitingWorkload, WorkerExplanation, Workload, WorkloadSpec,
@@ -57,11 +58,47 @@ async fn placed(connection: &Connection, id: &str, as_json: bool) -> anyhow::Res
         return print_json(&json::workload(&workload));
     }
     let standing = list::standing(connection, &workload).await?;
-    print(&waits_no_more(&workload, &standing))
+    let attendance = attendance(connection, &workload).await;
+    print(&waits_no_more(&workload, &standing, attendance.as_ref()))
+}
+
+/// Whether the caller of a workload that runs is still there. `None`: its gateway does not say.
+async fn attendance(connection: &Connection, workload: &Workload) -> Option<GetAttendanceResponse> {
+    let there = workload.whereabouts.clone().filter(|_| workload.state() == WorkloadState::Running)?;
+    let request = GetAttendanceRequest {
+        team: connection.team.clone(),
+        process_id: there.attempt_id,
+        worker_id: there.worker_id,
+    };
+    let mut containers = connection.containers_at(&there.gateway_endpoint).await.ok()?;
+    let asked = tokio::time::timeout(GATEWAY_PATIENCE, containers.get_attendance(request)).await;
+    Some(asked.ok()?.ok()?.into_inner())
+}
+
+/// How long a gateway may take to say whether a caller is attached.
+const GATEWAY_PATIENCE: Duration = Duration::from_secs(2);
+
+/// What a process does without its caller.
+fn unattended(attendance: &GetAttendanceResponse) -> String {
+    let since = attendance.unattended_since.as_ref();
+    match (since, attendance.is_left) {
+        (Some(since), true) => format!(
+            "its caller left {} ago and did not come back: its input has ended, and its output waits for no reader",
+            words::ago(Some(since))
+        ),
+        (Some(since), false) => {
+            let left = attendance.left_at.as_ref().map(words::instant).unwrap_or_default();
+            let ago = words::ago(Some(since));
+            format!(
+                "its caller left {ago} ago; unless one attaches before {left}, its input ends and its output waits for no reader"
+            )
+        }
+        (None, _) => String::new(),
+    }
 }
 
 /// `standing`: how it is with its worker, where that is not as it should be.
-fn waits_no_more(workload: &Workload, standing: &str) -> String {
+fn waits_no_more(workload: &Workload, standing: &str, attendance: Option<&GetAttendanceResponse>) -> String {
     let there = workload.whereabouts.clone().unwrap_or_default();
     let on = match there.worker_name.as_str() {
         "" => String::new(),
@@ -91,6 +128,7 @@ fn waits_no_more(workload: &Workload, standing: &str) -> String {
     let shown = [
         ("worker", its_worker),
         ("attempt", there.attempt_id),
+        ("caller", attendance.map(unattended).unwrap_or_default()),
         ("submitted", since(&workload.submitted_at).unwrap_or_default()),
         ("started", since(&workload.started_at).unwrap_or_default()),
         ("finished", since(&workload.finished_at).unwrap_or_default()),
@@ -259,10 +297,10 @@ mod tests {
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };
-        let said = waits_no_more(&workload, "");
+        let said = waits_no_more(&workload, "", None);
         assert!(said.starts_with("it runs on big\n"), "{said}");
         workload.stopping = "CANCELLED".to_owned();
-        let stops = waits_no_more(&workload, "stalled, silent for 13 s");
+        let stops = waits_no_more(&workload, "stalled, silent for 13 s", None);
         assert!(stops.starts_with("it runs on big, and shall stop (CANCELLED)\n"), "{stops}");
         assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
         workload.stopping.clear();
@@ -270,7 +308,7 @@ mod tests {
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
         workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
-        let said = waits_no_more(&workload, "");
+        let said = waits_no_more(&workload, "", None);
         assert!(said.starts_with("it has ended on big: errored\n"), "{said}");
         assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
     }

@@ -30,6 +30,7 @@ use tokio::sync::watch;
 use tonic::Status;
 use tracing::Instrument;
 
+use crate::attendance;
 use crate::image::{self, Defaults};
 use crate::plan::{Plan, PlannedImage};
 use crate::retry::until_answered;
@@ -327,6 +328,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
+        never = attendance::mind(worker, task.attempt, &task.spec) => match never {},
     };
     let mut usage = used(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {

@@ -41,6 +41,8 @@ pub struct Config {
     pub destroy_concurrency: usize,
     /// How long another worker may take at least to send a volume here; more for a large one.
     pub peer_patience: Duration,
+    /// How long a process that may wait for a caller waits while none is attached.
+    pub caller_term: Duration,
     /// Whether what is marked or unknown is left where it is, so that it can be looked at. The worker only fills up.
     pub hold_destruction: bool,
 }
@@ -48,6 +50,9 @@ pub struct Config {
 impl Config {
     /// How long another worker may take at least, by default: as long as Concourse gives it.
     pub const PEER_PATIENCE: Duration = Duration::from_secs(15 * 60);
+
+    /// How long a process waits for its caller, by default. The command line gives up as late.
+    pub const CALLER_TERM: Duration = Duration::from_secs(5 * 60);
 
     /// The defaults for a worker that every team may use.
     #[must_use]
@@ -75,6 +80,7 @@ impl Config {
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 8,
             peer_patience: Self::PEER_PATIENCE,
+            caller_term: Self::CALLER_TERM,
             hold_destruction: false,
         }
     }

@@ -80,6 +80,7 @@ impl Attended for Arc<FakeWorker> {
             report_interval: Duration::from_secs(60),
             destroy_concurrency: DESTROYED_AT_ONCE,
             peer_patience: Config::PEER_PATIENCE,
+            caller_term: Config::CALLER_TERM,
             hold_destruction,
         };
         let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());

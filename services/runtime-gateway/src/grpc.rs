@@ -26,6 +26,7 @@ use rpc::{Reason, Refusal, invalid_field, parse_id, parse_optional_id, parse_tea
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
 };
+use server::Caller;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -35,6 +36,7 @@ use transfer::{
 };
 
 use crate::SERVICE;
+use crate::attendance::Attached;
 use crate::gateway::{Gateway, NotAttended};
 use crate::volumes::{self, Filling, TransferError};
 use crate::worker::Worker;
@@ -113,12 +115,46 @@ impl Containers for Handler {
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
         let (_, extensions, said) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| attach(gateway, said, answers)))
+        let caller = extensions.get::<Caller>().cloned();
+        Ok(self.answer(&extensions, |gateway, answers| attach(gateway, caller, said, answers)))
+    }
+
+    async fn get_attendance(
+        &self,
+        request: Request<pb::GetAttendanceRequest>,
+    ) -> Result<Response<pb::GetAttendanceResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let team = parse_team("team", request.team)?;
+        let process: AttemptId = parse_id("process_id", &request.process_id)?;
+        let worker = worker_of(&gateway, "worker_id", &request.worker_id).await?;
+        if worker.runtime.team(process).await.map_err(status)? != team {
+            return Err(status(RuntimeError::ProcessNotFound(process)));
+        }
+        let standing = worker.attendance.of(process);
+        let unattended = standing.and_then(|standing| standing.unattended());
+        Ok(Response::new(pb::GetAttendanceResponse {
+            attached: standing.map_or(0, |standing| standing.attached),
+            unattended_since: unattended.map(|(since, _)| rpc::timestamp(since)),
+            left_at: unattended.map(|(_, left_at)| rpc::timestamp(left_at)),
+            is_left: standing.is_some_and(|standing| standing.is_left),
+        }))
+    }
+}
+
+/// The worker that a call names. It need not name the only one.
+async fn worker_of(gateway: &Gateway, field: &str, id: &str) -> Result<Arc<Worker>, Status> {
+    match parse_optional_id(field, id)? {
+        Some(worker) => Ok(gateway.worker(worker).await?),
+        None => gateway
+            .only_worker()
+            .ok_or_else(|| invalid_field(field, "is required: this gateway does not attend just one worker")),
     }
 }
 
 async fn attach(
     gateway: Gateway,
+    caller: Option<Caller>,
     mut said: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
@@ -128,12 +164,7 @@ async fn attach(
     };
     let team = parse_team("resume.team", resume.team)?;
     let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
-    let worker = match parse_optional_id("resume.worker_id", &resume.worker_id)? {
-        Some(worker) => gateway.worker(worker).await?,
-        None => gateway.only_worker().ok_or_else(|| {
-            invalid_field("resume.worker_id", "is required: this gateway does not attend just one worker")
-        })?,
-    };
+    let worker = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
@@ -155,6 +186,7 @@ async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
+    let _attached = (!resume.observes).then(|| Attached::new(worker.clone(), process, caller));
     let started = Heard::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());

@@ -12,6 +12,7 @@
 mod amounts;
 mod archives;
 mod attempt;
+mod attendance;
 mod blocking;
 mod brought;
 mod clock;

@@ -151,6 +151,7 @@ impl server::Program for Arguments {
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
             peer_patience: Config::PEER_PATIENCE,
+            caller_term: Config::CALLER_TERM,
             hold_destruction: self.hold_destruction,
         };
         let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;

@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
+use crate::attendance::Attendance;
 use crate::brought::Imports;
 use crate::clock::since_boot;
 use crate::held::Counts;
@@ -66,6 +67,8 @@ pub(crate) struct Worker {
     pub(crate) trees: Trees,
     /// What the images say that were used here.
     pub(crate) images: image::Known,
+    /// Whether callers are attached to processes that may wait for one.
+    pub(crate) attendance: Attendance,
     /// What it brings along, as artifacts.
     pub(crate) imports: Imports,
     pub(crate) tasks: TaskTracker,
@@ -107,6 +110,7 @@ impl Worker {
             streamer: StreamerClient::new(streamer),
             trees: Trees::open(&config.manifest_dir, boot)?,
             images: image::Known::default(),
+            attendance: Attendance::default(),
             imports: Imports::default(),
             session: watch::Sender::new(None),
             alone_until: Mutex::default(),

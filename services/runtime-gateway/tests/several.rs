@@ -98,6 +98,7 @@ impl Machine {
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
             peer_patience: Config::PEER_PATIENCE,
+            caller_term: Config::CALLER_TERM,
             hold_destruction: false,
         };
         (config, self.worker.runtime())

@@ -6,6 +6,8 @@
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -49,6 +51,7 @@ pub struct Caller {
     reached: Reached,
     /// For messages on its connection.
     room: Room,
+    has_hung_up: Arc<AtomicBool>,
 }
 
 #[derive(Debug, Clone)]
@@ -69,7 +72,13 @@ impl Caller {
     }
 
     fn new(reached: Reached) -> Self {
-        Self { reached, room: Room::default() }
+        Self { reached, room: Room::default(), has_hung_up: Arc::default() }
+    }
+
+    /// Whether the caller's end of the connection was closed. A caller that merely does not answer any more has not hung up.
+    #[must_use]
+    pub fn has_hung_up(&self) -> bool {
+        self.has_hung_up.load(Ordering::Relaxed)
     }
 
     /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
@@ -131,11 +140,11 @@ impl Listener {
                             let accepted = tcp.accept().await;
                             accepted
                                 .map(|(stream, peer)| Tcp::new(stream, peer, &unauthenticated))
-                                .map(|tcp| tcp.map(Connection::Tcp))
+                                .map(|tcp| tcp.map(Io::Tcp).map(Connection::from))
                         }
                         Self::Unix(unix) => unix.accept().await.map(|(stream, _)| {
                             let may_call = check_user(&stream, unmapped);
-                            may_call.then_some(Connection::Unix(stream))
+                            may_call.then(|| Io::Unix(stream).into())
                         }),
                     };
                     if let Some(accepted) = accepted.transpose() {
@@ -190,7 +199,21 @@ fn unmapped_user() -> Option<u32> {
 
 /// A connection that was accepted.
 #[derive(Debug)]
-pub(crate) enum Connection {
+pub(crate) struct Connection {
+    io: Io,
+    /// Whether its peer has closed it.
+    has_hung_up: Arc<AtomicBool>,
+}
+
+impl From<Io> for Connection {
+    fn from(io: Io) -> Self {
+        Self { io, has_hung_up: Arc::default() }
+    }
+}
+
+/// How a connection carries bytes.
+#[derive(Debug)]
+enum Io {
     Tcp(Tcp),
     Unix(UnixStream),
 }
@@ -259,10 +282,11 @@ impl Connected for Connection {
     type ConnectInfo = Caller;
 
     fn connect_info(&self) -> Caller {
-        match self {
-            Self::Tcp(tcp) => tcp.caller(),
-            Self::Unix(_) => Caller::new(Reached::Unix),
-        }
+        let caller = match &self.io {
+            Io::Tcp(tcp) => tcp.caller(),
+            Io::Unix(_) => Caller::new(Reached::Unix),
+        };
+        Caller { has_hung_up: self.has_hung_up.clone(), ..caller }
     }
 }
 
@@ -307,18 +331,29 @@ impl AsyncWrite for Tcp {
 
 impl AsyncRead for Connection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
-            Self::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+        let this = self.get_mut();
+        let before = buf.filled().len();
+        let read = match &mut this.io {
+            Io::Tcp(tcp) => Pin::new(tcp).poll_read(cx, buf),
+            Io::Unix(stream) => Pin::new(stream).poll_read(cx, buf),
+        };
+        let is_open = match &read {
+            Poll::Pending => true,
+            Poll::Ready(Ok(())) => buf.filled().len() > before || buf.remaining() == 0,
+            Poll::Ready(Err(_)) => false,
+        };
+        if !is_open {
+            this.has_hung_up.store(true, Ordering::Relaxed);
         }
+        read
     }
 }
 
 impl AsyncWrite for Connection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
-            Self::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
+        match &mut self.get_mut().io {
+            Io::Tcp(tcp) => Pin::new(tcp).poll_write(cx, buf),
+            Io::Unix(stream) => Pin::new(stream).poll_write(cx, buf),
         }
     }
 
@@ -327,9 +362,9 @@ impl AsyncWrite for Connection {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
-            Self::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
+        match &mut self.get_mut().io {
+            Io::Tcp(tcp) => Pin::new(tcp).poll_write_vectored(cx, bufs),
+            Io::Unix(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
         }
     }
 
@@ -338,16 +373,16 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
-            Self::Unix(stream) => Pin::new(stream).poll_flush(cx),
+        match &mut self.get_mut().io {
+            Io::Tcp(tcp) => Pin::new(tcp).poll_flush(cx),
+            Io::Unix(stream) => Pin::new(stream).poll_flush(cx),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
-            Self::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
+        match &mut self.get_mut().io {
+            Io::Tcp(tcp) => Pin::new(tcp).poll_shutdown(cx),
+            Io::Unix(stream) => Pin::new(stream).poll_shutdown(cx),
         }
     }
 }

@@ -21,6 +21,9 @@ pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<Work
             Some(Attach::Resume(resume)) => parse_id("resume.worker_id", &resume.worker_id),
             _ => Err(not_first("resume")),
         },
+        "/gantry.runtime.v1.Containers/GetAttendance" => {
+            parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)
+        }
         "/gantry.runtime.v1.Volumes/Write" => match decode::<pb::WriteRequest>(first)?.message {
             Some(Write::Open(open)) => of_ticket(&open.ticket, keys).await,
             _ => Err(not_first("open")),

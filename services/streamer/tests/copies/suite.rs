@@ -175,6 +175,7 @@ impl Suite {
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 4,
             peer_patience: runtime_gateway::Config::PEER_PATIENCE,
+            caller_term: runtime_gateway::Config::CALLER_TERM,
             hold_destruction: false,
         };
         let mut host = host();

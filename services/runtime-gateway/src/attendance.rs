@@ -1,0 +1,152 @@
+//! Attendance: whether a caller is attached to a process that may wait for one.
+//!
+//! A process waits for its caller when it reads its standard input, and when it has written more output than is kept. A
+//! caller that died never comes back. So the caller has a term, which it renews by being attached. After that the gateway leaves
+//! the process to itself: its input ends, and its output waits for no reader.
+//!
+//! [`crate::attempt`] minds the term of its process; each `Attach` call counts as long as it lasts.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use domain::workload::{OutputMode, Stdin, WorkloadSpec};
+use domain::{AttemptId, Timestamp};
+use runtime::{Attachment, Offsets, RuntimeError};
+use server::Caller;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::worker::Worker;
+
+/// Longest term of a caller whose connection was closed at its end. One that lives is attached again within seconds; one that does not
+/// answer may be asleep, and has the whole term.
+const AFTER_HANG_UP: Duration = Duration::from_secs(30);
+
+/// Pause before a process that could not be left to itself is asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+
+/// How a process stands with its callers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Standing {
+    /// Callers that are attached.
+    pub(crate) attached: u32,
+    /// Since when none is, or the last change.
+    since: (Instant, Timestamp),
+    term: Duration,
+    /// Whether it was left to itself.
+    pub(crate) is_left: bool,
+}
+
+impl Standing {
+    fn new(term: Duration) -> Self {
+        Self { attached: 0, since: (Instant::now(), Timestamp::now()), term, is_left: false }
+    }
+
+    /// Since when no caller is attached, and when the term ends. `None`: one is attached.
+    pub(crate) fn unattended(&self) -> Option<(Timestamp, Timestamp)> {
+        (self.attached == 0).then_some((self.since.1, self.since.1 + self.term))
+    }
+}
+
+/// The processes of one worker that may wait for a caller.
+#[derive(Default)]
+pub(crate) struct Attendance(Mutex<HashMap<AttemptId, watch::Sender<Standing>>>);
+
+impl Attendance {
+    fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<Standing>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How a process stands with its callers. `None`: it waits for none, or does not run.
+    pub(crate) fn of(&self, process: AttemptId) -> Option<Standing> {
+        self.processes().get(&process).map(|standing| *standing.borrow())
+    }
+}
+
+/// An `Attach` call, for as long as it lasts.
+pub(crate) struct Attached {
+    worker: Arc<Worker>,
+    process: AttemptId,
+    caller: Option<Caller>,
+}
+
+impl Attached {
+    pub(crate) fn new(worker: Arc<Worker>, process: AttemptId, caller: Option<Caller>) -> Self {
+        if let Some(standing) = worker.attendance.processes().get(&process) {
+            standing.send_modify(|standing| standing.attached += 1);
+        }
+        Self { worker, process, caller }
+    }
+}
+
+impl Drop for Attached {
+    fn drop(&mut self) {
+        let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
+        let term = self.worker.config.caller_term;
+        if let Some(standing) = self.worker.attendance.processes().get(&self.process) {
+            standing.send_modify(|standing| {
+                standing.attached = standing.attached.saturating_sub(1);
+                standing.since = (Instant::now(), Timestamp::now());
+                standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+            });
+        }
+    }
+}
+
+/// Removes a process once its attempt no longer minds it.
+struct Minded<'a>(&'a Attendance, AttemptId);
+
+impl Drop for Minded<'_> {
+    fn drop(&mut self) {
+        self.0.processes().remove(&self.1);
+    }
+}
+
+/// Leaves a process to itself when no caller has been attached for its term.
+pub(crate) async fn mind(worker: &Worker, process: AttemptId, spec: &WorkloadSpec) -> Infallible {
+    if spec.stdin == Stdin::None && spec.output == OutputMode::Spooled {
+        return std::future::pending().await;
+    }
+    let (standing, mut changes) = watch::channel(Standing::new(worker.config.caller_term));
+    worker.attendance.processes().insert(process, standing);
+    let _minded = Minded(&worker.attendance, process);
+    loop {
+        let now = *changes.borrow_and_update();
+        let term = async {
+            if now.attached > 0 || now.is_left {
+                std::future::pending::<()>().await;
+            }
+            tokio::time::sleep_until(now.since.0 + now.term).await;
+        };
+        tokio::select! {
+            // Its sender is there until this ends.
+            _ = changes.changed() => continue,
+            () = term => {}
+        }
+        match leave(worker, process, spec).await {
+            Ok(()) => {
+                tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
+                if let Some(standing) = worker.attendance.processes().get(&process) {
+                    standing.send_modify(|standing| standing.is_left = true);
+                }
+            }
+            Err(error) => {
+                tracing::debug!(attempt.id = %process, error = %domain::chain(&error), "cannot leave a process to itself");
+                tokio::time::sleep(ASK_AGAIN).await;
+            }
+        }
+    }
+}
+
+async fn leave(worker: &Worker, process: AttemptId, spec: &WorkloadSpec) -> Result<(), RuntimeError> {
+    let Attachment { input, .. } = worker.runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
+    if spec.output == OutputMode::Attached {
+        input.detach().await?;
+    }
+    if spec.stdin == Stdin::Attached {
+        input.close_stdin().await?;
+    }
+    Ok(())
+}
