@@ -3,18 +3,21 @@
 //! Both directions are counted in bytes: output that has been written is acknowledged, input that was taken is forgotten. What lies between
 //! is bounded, so that a slow reader holds the process back, and a slow process its input.
 
+use std::convert::Infallible;
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rpc::pb::runtime::{
-    Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, StdinData, Stream,
+    Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, Signal, StdinData, Stream,
     attach_request::Message as Ask, attach_response::Message as Say,
 };
 use rpc::pb::scheduler::{
     GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
 };
 use rpc::{Peer, Reason, pb::runtime::containers_client::ContainersClient};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
@@ -27,6 +30,9 @@ use crate::stdin::Stdin;
 use crate::table::duration;
 use crate::ui::Ui;
 use crate::words;
+
+/// The number of the signal that Ctrl-C sends.
+const SIGINT: u32 = 2;
 
 /// How much input may be on its way; the gateway asks for no more.
 const INPUT_IN_FLIGHT: u64 = 1 << 20;
@@ -47,6 +53,8 @@ pub(crate) struct Streams {
     pub(crate) acknowledge: bool,
     /// The process that speaks.
     pub(crate) process: Option<String>,
+    /// Asks for the process to be interrupted (SIGINT).
+    pub(crate) interrupt: Arc<Notify>,
     /// When the gateway accepted the call that is open or broke last.
     pub(crate) opened: Option<Instant>,
 }
@@ -58,6 +66,8 @@ pub(crate) enum Attached {
     Done,
     /// Our standard output was closed.
     StdoutClosed,
+    /// The worker cannot interrupt the process.
+    InterruptRefused,
     /// The worker cannot take our standard input. It gets no more of it when it is attached to again.
     InputRefused(Refused),
     /// The rest of the output cannot be had.
@@ -115,6 +125,7 @@ pub(crate) async fn attach(
     streams: &mut Streams,
 ) -> Attached {
     let mut outage = Outage::default();
+    let interrupted = AtomicBool::new(false);
     loop {
         if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
             if streams.process.is_some() {
@@ -127,10 +138,13 @@ pub(crate) async fn attach(
             streams.process = Some(whereabouts.attempt_id.clone());
         }
         let before = progress(streams);
-        let refused = match once(connection, ui, workload, &whereabouts, streams).await {
+        let refused = match once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
+        if refused.is(Reason::Unsupported) && interrupted.load(Ordering::Relaxed) {
+            return Attached::InterruptRefused;
+        }
         if refused.is(Reason::Unsupported) && streams.stdin.take().is_some() {
             return Attached::InputRefused(refused);
         }
@@ -184,6 +198,7 @@ async fn once(
     workload: &str,
     whereabouts: &Whereabouts,
     streams: &mut Streams,
+    interrupted: &AtomicBool,
 ) -> Result<Attached, Refused> {
     let unusable = |error: anyhow::Error| {
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::error::describe(&error)))
@@ -210,15 +225,27 @@ async fn once(
     };
     streams.opened = Some(Instant::now());
 
-    let Streams { stdout, stderr, stdin, acknowledge, .. } = streams;
+    let Streams { stdout, stderr, stdin, acknowledge, interrupt, .. } = streams;
     let (taken, taken_by_process) = watch::channel(None);
     let sender = Sender {
         written: acknowledge.then(|| [stdout.written(), stderr.written()]),
         closed: stdout.written(),
         taken: taken_by_process,
-        asks,
+        asks: asks.clone(),
+    };
+    let interrupting = async {
+        loop {
+            interrupt.notified().await;
+            interrupted.store(true, Ordering::Relaxed);
+            if asks.send(ask(Ask::Signal(Signal { number: SIGINT }))).await.is_err() {
+                // The next call sends it.
+                interrupt.notify_one();
+                return std::future::pending::<Infallible>().await;
+            }
+        }
     };
     tokio::select! {
+        never = interrupting => match never {},
         end = receive(responses, ui, stdout, stderr, &taken) => end,
         Closed = sender.run(stdin.as_mut()) => Ok(Attached::StdoutClosed),
     }
@@ -464,7 +491,7 @@ mod tests {
     use std::io::Read;
     use std::os::fd::OwnedFd;
     use std::pin::Pin;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
     use bytes::Bytes;
     use clap::Parser;
@@ -621,6 +648,7 @@ mod tests {
             stdin,
             acknowledge: true,
             process: None,
+            interrupt: Arc::default(),
             opened: None,
         };
         let whereabouts =

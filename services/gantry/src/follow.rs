@@ -1,5 +1,6 @@
 //! Follows a workload to its end: says what happens, attaches to its process, and passes on what we are asked.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -7,6 +8,7 @@ use rpc::Reason;
 use rpc::pb::scheduler::{
     CancelRequest, Finished, GetRequest, Whereabouts, WorkloadState, watch_response::Event,
 };
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tracing::Instrument;
 
@@ -24,13 +26,16 @@ use crate::watch::Watch;
 /// What the process of a cancelled workload has between TERM and KILL.
 pub(crate) const GRACE: Duration = Duration::from_secs(10);
 
+/// What an interrupted process has between INT and TERM, and as much between TERM and KILL.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
+
 /// How often cancelling is tried while nobody answers.
 const CANCEL_TRIES: usize = 8;
 
 /// What a signal means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnSignal {
-    /// The workload is cancelled; a second one does not wait for its end.
+    /// The workload is cancelled, after Ctrl-C once its process was interrupted; a second one does not wait for its end.
     Cancel,
     /// The workload is left to itself.
     Leave,
@@ -67,6 +72,8 @@ struct State {
     /// The exit code of whatever made us cancel it.
     asked: Option<u8>,
     cancelling: JoinSet<anyhow::Result<()>>,
+    /// Interrupts the process that is attached.
+    interrupt: Arc<Notify>,
     /// Why it waits.
     waiting: Waiting,
 }
@@ -111,6 +118,7 @@ impl Follow<'_> {
     ) -> anyhow::Result<bool> {
         let Self { connection, ui, .. } = *self;
         let mut streams = streams(ui, self.stdin, self.acknowledge)?;
+        streams.interrupt = state.interrupt.clone();
         let attached = loop {
             let copying = attach(connection, ui, &self.workload, whereabouts.clone(), &mut streams)
                 .instrument(tracing::info_span!(target: "gantry", "copy output", service = "gantry"));
@@ -120,11 +128,18 @@ impl Follow<'_> {
                     end = &mut copying => break Ok(end),
                     event = watch.next(), if state.finished.is_none() => self.take(event?, state),
                     code = signals.next() => match self.on_signal {
+                        OnSignal::Cancel if code == exit::INTERRUPTED && state.asked.is_none() => {
+                            self.interrupt(state);
+                        }
                         OnSignal::Cancel => self.cancel_or_leave(code, state).await?,
                         OnSignal::Leave => break Err(code),
                     },
                 }
             };
+            if let Ok(Attached::InterruptRefused) = &attached {
+                self.cancel(state);
+                continue;
+            }
             let Ok(Attached::InputRefused(refused)) = &attached else { break attached };
             // It would wait for the rest for ever.
             ui.error(&format!("standard input cannot be sent to the command, which is ended: {refused}"));
@@ -144,7 +159,7 @@ impl Follow<'_> {
         }
         let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
-            (Ok(Attached::Done), _) => Ok(false),
+            (Ok(Attached::Done | Attached::InterruptRefused), _) => Ok(false),
             (Ok(Attached::Lost(refused) | Attached::InputRefused(refused)), _) => {
                 ui.warn(&lost(&self.workload, had(&streams), &refused));
                 Ok(true)
@@ -218,6 +233,8 @@ impl Follow<'_> {
     /// The first time the workload is cancelled; the second time we go once that was heard.
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         if state.asked.is_some() {
+            // The first signal may have interrupted the process only.
+            self.cancel(state);
             // Two seconds are enough to be heard; we were asked to go.
             let heard = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
             let workload = &self.workload;
@@ -229,12 +246,26 @@ impl Follow<'_> {
             return Err(Interrupted(code).into());
         }
         state.asked = Some(code);
-        self.ui.note("asks the command to end, it has 10 s; once more to not wait for it");
+        self.ui.note("asks the command to end and kills it after 10 s; repeat the signal to leave at once");
         self.cancel(state);
         Ok(())
     }
 
+    /// Interrupts the process, and cancels the workload if the process goes on.
+    fn interrupt(&self, state: &mut State) {
+        state.asked = Some(exit::INTERRUPTED);
+        self.ui.note("interrupts the command and kills it after 10 s; press Ctrl-C again to leave at once");
+        state.interrupt.notify_one();
+        let cancelled = cancel(self.connection, self.workload.clone(), INTERRUPT_GRACE);
+        state.cancelling.spawn(async {
+            tokio::time::sleep(INTERRUPT_GRACE).await;
+            cancelled.await
+        });
+    }
+
     fn cancel(&self, state: &mut State) {
+        // A cancellation that waits for the process to be interrupted is early now.
+        state.cancelling = JoinSet::new();
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));
     }
 
@@ -300,6 +331,7 @@ fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
         stdin: stdin.then(Stdin::read),
         acknowledge,
         process: None,
+        interrupt: Arc::default(),
         opened: None,
     })
 }

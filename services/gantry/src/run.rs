@@ -13,9 +13,9 @@ use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::{
-    Access, CacheMount, EnvironmentVariable, Finished, HostImage, Image, Input, Limits, Network, Output,
-    OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
-    WorkloadSpec, image::Source as ImageSource,
+    Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode,
+    Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
+    image::Source as ImageSource,
 };
 use serde_json::json;
 use tracing::{Instrument, info_span};
@@ -105,7 +105,7 @@ pub(crate) async fn run(
         failure.message = format!("{}: {}", program.display(), failure.message);
     }
     let downloaded = tokio::select! {
-        downloaded = download(args, connection, ui, &followed.finished, &sent) => downloaded,
+        downloaded = download(args, connection, ui, &followed, &sent) => downloaded,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
     let code = end(ui, &followed, &downloaded);
@@ -273,9 +273,10 @@ async fn download(
     args: &RunArgs,
     connection: &Connection,
     ui: &Ui,
-    finished: &Finished,
+    followed: &Followed,
     sent: &HashMap<String, Arc<Manifest>>,
 ) -> anyhow::Result<Brought> {
+    let Followed { finished, asked, .. } = followed;
     let mut brought = Brought::Whole;
     let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
     if finished.outputs.is_empty() {
@@ -303,6 +304,14 @@ async fn download(
             ui.note(&format!("{name}: kept as artifact {artifact_id}"));
             continue;
         };
+        // The process may have ended in the midst of its work.
+        if asked.is_some() {
+            let target = directory.display();
+            ui.note(&format!(
+                "{name}: the command was interrupted, so nothing is brought back; `gantry download {artifact_id} {target}` brings it"
+            ));
+            continue;
+        }
         let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
         let downloaded = downloader
             .download(artifact, name, directory, sent.get(name))
