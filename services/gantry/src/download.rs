@@ -41,6 +41,7 @@ use crate::progress::Progress;
 use crate::table::{bytes, count, duration, plain};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
+use crate::upload::StopOnDrop;
 use crate::why;
 
 /// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
@@ -276,8 +277,10 @@ impl Downloader<'_> {
     ) -> anyhow::Result<(Staged, Runs)> {
         let mut remembered = remembered.await.context("reading ended unexpectedly")?;
         let (target, manifest) = (target.clone(), manifest.clone());
+        let stop = StopOnDrop(Arc::default());
+        let stopped = stop.0.clone();
         let staging = tokio::task::spawn_blocking(move || {
-            let options = ScanOptions::default();
+            let options = ScanOptions { stop: Some(&stopped), ..ScanOptions::default() };
             let there =
                 transfer::local_matches(&target.path, &manifest, &options, Some(&mut remembered.cache));
             let matches = match there {

@@ -439,7 +439,8 @@ async fn send_tree(
     }
     let Ok(missing) = missing.await else { return Ok(()) };
     let content = requests.clone();
-    let read = tokio::task::spawn_blocking(move || {
+    let (end, ended) = oneshot::channel();
+    let read = move || {
         let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
         for batch in reader.batches(&missing) {
             if content.blocking_send(request(Write::Chunk(tree::chunk(batch?)))).is_err() {
@@ -447,8 +448,13 @@ async fn send_tree(
             }
         }
         Ok::<_, SendError>(())
+    };
+    // A thread of its own, for the command does not wait for it when it is interrupted.
+    std::thread::spawn(move || {
+        // Without a receiver the call has ended.
+        _ = end.send(read());
     });
-    read.await.context("reading ended unexpectedly")??;
+    ended.await.context("reading ended unexpectedly")??;
     _ = requests.send(request(Write::Commit(WriteCommit {}))).await;
     Ok(())
 }
@@ -487,7 +493,7 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
 }
 
 /// Stops a scan that nobody waits for any more.
-struct StopOnDrop(Arc<AtomicBool>);
+pub(crate) struct StopOnDrop(pub(crate) Arc<AtomicBool>);
 
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
