@@ -8,6 +8,7 @@ pub mod tree;
 
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -162,6 +163,14 @@ impl Cluster {
             .envs(self.settings.iter().map(|(name, value)| (name, value)))
             .current_dir(self.home.path())
             .stdin(Stdio::null());
+        // SAFETY: the call runs no code of ours.
+        unsafe {
+            // Whoever runs the tests in the background has SIGINT ignored.
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            });
+        }
         command
     }
 

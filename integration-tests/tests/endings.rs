@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::process::Stdio;
 
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for};
@@ -113,9 +114,9 @@ fn an_interrupt_asks_the_process_to_stop() {
         return;
     }
     let cluster = Cluster::new();
-    for (signal, expected) in [(libc::SIGINT, 130), (libc::SIGTERM, 143)] {
-        let script = "trap 'echo stopping; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-        let (child, mut stdout) = started(cluster.gantry(sh(script)));
+    for (signal, name, expected) in [(libc::SIGINT, "INT", 130), (libc::SIGTERM, "TERM", 143)] {
+        let script = format!("trap 'echo stopping; exit 0' {name}; echo ready; while :; do sleep 0.05; done");
+        let (child, mut stdout) = started(cluster.gantry(sh(&script)));
         send(&child, signal);
         let mut rest = String::new();
         stdout.read_to_string(&mut rest).expect("text");
@@ -130,18 +131,42 @@ fn an_interrupt_asks_the_process_to_stop() {
 }
 
 #[test]
+fn signals_ignored_at_start_stay_ignored() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    for signal in [libc::SIGINT, libc::SIGHUP] {
+        let mut command = cluster.gantry(["run", "--", "sh", "-c", "echo ready; read end; exit 7"]);
+        command.stdin(Stdio::piped());
+        // SAFETY: ignoring a signal runs no code.
+        unsafe {
+            command.pre_exec(move || {
+                libc::signal(signal, libc::SIG_IGN);
+                Ok(())
+            });
+        }
+        let (mut child, _stdout) = started(command);
+        send(&child, signal);
+        drop(child.stdin.take());
+        let output = child.wait_with_output().expect("gantry ends");
+        assert_eq!(code(&output), 7, "{}", describe(&output));
+    }
+}
+
+#[test]
 fn a_second_interrupt_does_not_wait_and_the_work_ends_all_the_same() {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
     // It is told to end and does not, so that there is something to wait for.
-    let script = "trap '' TERM; echo ready; while :; do sleep 0.05; done";
+    let script = "trap '' INT TERM; echo ready; while :; do sleep 0.05; done";
     let (mut child, _stdout) = started(cluster.gantry(sh(script)));
     let mut stderr = BufReader::new(child.stderr.take().expect("stderr"));
     send(&child, libc::SIGINT);
     let mut line = String::new();
-    while !line.contains("once more to not wait") {
+    while !line.contains("again to leave at once") {
         line.clear();
         assert_ne!(stderr.read_line(&mut line).expect("a line"), 0, "it ended at the first interrupt");
     }

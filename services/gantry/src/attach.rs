@@ -496,7 +496,7 @@ mod tests {
     use bytes::Bytes;
     use clap::Parser;
     use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
-    use rpc::pb::runtime::{Done, Started, StdinAck, Truncated};
+    use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
     use tokio::net::UnixListener;
     use tokio::task::JoinSet;
     use tokio_util::sync::CancellationToken;
@@ -530,6 +530,13 @@ mod tests {
     #[tonic::async_trait]
     impl Containers for Gateway {
         type AttachStream = Answers;
+
+        async fn get_attendance(
+            &self,
+            _: Request<GetAttendanceRequest>,
+        ) -> Result<Response<GetAttendanceResponse>, Status> {
+            Err(Status::unimplemented("no test asks"))
+        }
 
         async fn attach(
             &self,

@@ -118,7 +118,11 @@ pub(crate) async fn run(
 
 /// Says how it ended, and answers the exit code. What the command itself says by its exit code goes before what is wrong with its outputs.
 pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brought>) -> u8 {
-    let end = exit::end(&followed.finished, followed.asked);
+    let mut end = exit::end(&followed.finished, followed.asked);
+    // A command that was interrupted may end well, and has not done all that it was to do.
+    if let (0, Some(asked)) = (end.code, followed.asked) {
+        end.code = asked;
+    }
     if let Some(said) = &end.said {
         ui.warn(said);
     }

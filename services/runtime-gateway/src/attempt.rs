@@ -328,7 +328,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attendance::mind(worker, task.attempt, &task.spec) => match never {},
+        never = attendance::mind(worker, task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = used(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {

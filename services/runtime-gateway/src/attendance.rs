@@ -11,7 +11,7 @@ use std::convert::Infallible;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use domain::workload::{OutputMode, Stdin, WorkloadSpec};
+use domain::workload::{OutputMode, Stdin};
 use domain::{AttemptId, Timestamp};
 use runtime::{Attachment, Offsets, RuntimeError};
 use server::Caller;
@@ -105,8 +105,12 @@ impl Drop for Minded<'_> {
 }
 
 /// Leaves a process to itself when no caller has been attached for its term.
-pub(crate) async fn mind(worker: &Worker, process: AttemptId, spec: &WorkloadSpec) -> Infallible {
-    if spec.stdin == Stdin::None && spec.output == OutputMode::Spooled {
+pub(crate) async fn mind(
+    worker: &Worker,
+    process: AttemptId,
+    (stdin, output): (Stdin, OutputMode),
+) -> Infallible {
+    if stdin == Stdin::None && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
     let (standing, mut changes) = watch::channel(Standing::new(worker.config.caller_term));
@@ -125,7 +129,7 @@ pub(crate) async fn mind(worker: &Worker, process: AttemptId, spec: &WorkloadSpe
             _ = changes.changed() => continue,
             () = term => {}
         }
-        match leave(worker, process, spec).await {
+        match leave(worker, process, (stdin, output)).await {
             Ok(()) => {
                 tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
                 if let Some(standing) = worker.attendance.processes().get(&process) {
@@ -140,12 +144,16 @@ pub(crate) async fn mind(worker: &Worker, process: AttemptId, spec: &WorkloadSpe
     }
 }
 
-async fn leave(worker: &Worker, process: AttemptId, spec: &WorkloadSpec) -> Result<(), RuntimeError> {
+async fn leave(
+    worker: &Worker,
+    process: AttemptId,
+    (stdin, output): (Stdin, OutputMode),
+) -> Result<(), RuntimeError> {
     let Attachment { input, .. } = worker.runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
-    if spec.output == OutputMode::Attached {
+    if output == OutputMode::Attached {
         input.detach().await?;
     }
-    if spec.stdin == Stdin::Attached {
+    if stdin == Stdin::Attached {
         input.close_stdin().await?;
     }
     Ok(())

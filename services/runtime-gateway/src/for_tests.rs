@@ -42,6 +42,13 @@ pub(crate) trait Attended {
         self.configured(scheduler, artifact_store, NOBODY, true)
     }
 
+    /// The view of a gateway whose callers have another term.
+    fn with_caller_term(&self, term: Duration) -> Arc<Worker> {
+        let mut worker = self.attended(NOBODY, NOBODY);
+        Arc::get_mut(&mut worker).expect("no other has it").config.caller_term = term;
+        worker
+    }
+
     /// The view of a gateway to which a streamer brings inputs.
     fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> Arc<Worker> {
         self.configured(scheduler, artifact_store, streamer, false)

@@ -52,6 +52,62 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn process_is_left_once_its_caller_is_gone_for_its_term() {
+    const TERM: Duration = Duration::from_millis(100);
+    let machine = FakeWorker::near();
+    let worker = machine.with_caller_term(TERM);
+    let runtime = machine.runtime();
+    let container = runtime.made(container()).await;
+    let process = runtime.started(container, conformance::process(&programs::cat())).await;
+    let attended = worker.clone();
+    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[attended], NOBODY)))).await;
+    let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
+    let mut client = ContainersClient::new(peer);
+    let attach = async |observes| {
+        let resume = pb::Resume {
+            team: "main".to_owned(),
+            process_id: process.to_string(),
+            observes,
+            ..pb::Resume::default()
+        };
+        let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
+        let mut heard = client.clone().attach(said).await.expect("attached").into_inner();
+        assert!(matches!(heard.message().await, Ok(Some(_))));
+        heard
+    };
+    let spec = conformance::process(&programs::cat());
+    let attended = async {
+        let standing = async || {
+            let request = pb::GetAttendanceRequest {
+                team: "main".to_owned(),
+                process_id: process.to_string(),
+                ..pb::GetAttendanceRequest::default()
+            };
+            client.clone().get_attendance(request).await.expect("answered").into_inner()
+        };
+        let (caller, observer) = (attach(false).await, attach(true).await);
+        tokio::time::sleep(TERM * 3).await;
+        let before = standing().await;
+        assert!((before.attached, before.is_left) == (1, false) && before.left_at.is_none(), "{before:?}");
+        drop(caller);
+        // The end of its input ends the process.
+        runtime.ended(process).await;
+        let after = standing().await;
+        assert!(
+            (after.attached, after.is_left) == (0, true) && after.unattended_since.is_some(),
+            "{after:?}"
+        );
+        drop(observer);
+    };
+    tokio::select! {
+        never = crate::attendance::mind(&worker, process, (spec.stdin, spec.output)) => match never {},
+        () = attended => {}
+    }
+    drop(client);
+    gateway.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
