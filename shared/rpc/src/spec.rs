@@ -470,7 +470,8 @@ fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
     Ok(normal)
 }
 
-/// No path lies below another, and none is another's; but an output may share the path of a copy-on-write input.
+/// No path lies below another, and none is another's. But an output may share the path of a copy-on-write input, and a cache may lie below an
+/// output or a copy-on-write input: builds keep what they made among their sources.
 fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> Result<(), Status> {
     let below = |path: &[u8], other: &[u8]| {
         path.strip_prefix(other).is_some_and(|rest| rest.starts_with(b"/")) || other == b"/"
@@ -496,7 +497,13 @@ fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> R
                     return clash("has the path of read-only");
                 }
             } else if below(path, other_path) {
-                return clash("lies below");
+                if *kind != "cache" || *other_kind == "cache" {
+                    return clash("lies below");
+                }
+                // Nothing can be mounted where no directory can be made.
+                if *other_read_only {
+                    return clash("lies below read-only");
+                }
             } else if below(other_path, path) {
                 return clash("lies above");
             }
@@ -629,7 +636,10 @@ mod tests {
             path: bytes::Bytes::copy_from_slice(path),
         };
         let with = |caches: Vec<pb::CacheMount>| pb::WorkloadSpec {
-            inputs: vec![input("src", b"", pb::Access::CopyOnWrite)],
+            inputs: vec![
+                input("src", b"", pb::Access::CopyOnWrite),
+                input("fixed", b"", pb::Access::ReadOnly),
+            ],
             outputs: vec![output("out", b"")],
             caches,
             ..spec()
@@ -638,6 +648,9 @@ mod tests {
             parse(with(vec![cache(b"/root//.cargo/."), cache(b"/workspace/target")])).expect("valid");
         assert_eq!(parsed.caches[0].path, b"/root/.cargo");
         assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        for path in [&b"/workspace/src/target"[..], b"/workspace/out/target"] {
+            parse(with(vec![cache(path)])).expect("caches may lie among sources and results");
+        }
         for (path, why) in [
             (&b""[..], "absolute"),
             (b"target", "absolute"),
@@ -646,7 +659,7 @@ mod tests {
             (b"/a\0b", "NUL"),
             (b"/workspace/src", "has the path of input"),
             (b"/workspace/out", "has the path of output"),
-            (b"/workspace/src/target", "lies below input"),
+            (b"/workspace/fixed/target", "lies below read-only input"),
             (b"/workspace", "lies above input"),
         ] {
             let said = refusal(with(vec![cache(path)]));
