@@ -219,3 +219,80 @@ fn output_that_is_too_deep_is_the_callers() {
     let next = cluster.output(["run", "--", "true"]);
     assert_eq!(code(&next), 0, "{}", describe(&next));
 }
+
+/// Makes directories one in the other until their path has more than 4,096 bytes.
+const TOO_LONG: &str = "for (1..60) { my $name = 'c' x 99; mkdir $name or die; chdir $name or die }";
+
+#[test]
+fn exit_code_is_told_when_output_fails() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    for (exit, expected) in [("0", 125), ("7", 7)] {
+        let script = format!("chdir 'bad' or die; {TOO_LONG}; exit {exit}");
+        let output = cluster.output(["run", "-o", "bad=bad", "-o", "good=good", "--", "perl", "-e", &script]);
+        let said = describe(&output);
+        assert_eq!(code(&output), expected, "{said}");
+        assert!(said.contains("output \"bad\": it cannot be kept: \"ccc"), "{said}");
+        assert!(said.contains(&format!("the command itself ended with exit code {exit}")), "{said}");
+    }
+}
+
+#[test]
+fn sockets_of_an_output_are_named() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let script = "use IO::Socket::UNIX; for (1..5) { IO::Socket::UNIX->new(Local => \"o/s$_\", Listen => 1) or die } \
+        open F, '>', 'o/file' or die";
+    let output = cluster.output(["--json", "run", "-o", "o=o", "--", "perl", "-e", script]);
+    let said = describe(&output);
+    assert_eq!(code(&output), 0, "{said}");
+    let note =
+        "output \"o\": left out: \"s1\" is a socket, \"s2\" is a socket, \"s3\" is a socket, and 2 more";
+    assert!(said.contains(note), "{said}");
+    let events = String::from_utf8(output.stdout).expect("text");
+    let last: Value = serde_json::from_str(events.lines().last().expect("an event")).expect("JSON");
+    assert_eq!(last["notes"], serde_json::json!([note]));
+    assert!(cluster.path("o/file").exists() && !cluster.path("o/s1").exists());
+}
+
+#[test]
+fn cache_that_cannot_travel_stays_as_before() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let run = |script: &str| {
+        let output = cluster.output(["run", "--cache", "kept=/cache", "--", "perl", "-e", script]);
+        (code(&output), describe(&output))
+    };
+    let (ended, said) = run("open F, '>', '/cache/first' or die");
+    assert_eq!(ended, 0, "{said}");
+    let (ended, said) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
+    assert_eq!(ended, 0, "{said}");
+    assert!(
+        said.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
+        "{said}"
+    );
+    let (ended, said) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");
+    assert_eq!(ended, 0, "{said}");
+}
+
+#[test]
+fn input_that_cannot_travel_is_refused() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("deep")).expect("a directory");
+    let script = format!("chdir $ARGV[0] or die; {TOO_LONG}");
+    let made = std::process::Command::new("perl").args(["-e", &script]).arg(cluster.path("deep")).status();
+    assert!(made.expect("perl runs").success());
+    let output = cluster.output(["run", "-i", "deep=deep", "--", "true"]);
+    let said = describe(&output);
+    assert_eq!(code(&output), 125, "{said}");
+    assert!(said.contains("has a path of more than 4096 bytes"), "{said}");
+}

@@ -29,6 +29,13 @@ pub(crate) struct End {
 
 /// How the command ends when the workload ended like this. `asked` is the exit code of whatever made us cancel it.
 pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
+    let mut end = end_without_notes(finished, asked);
+    let said = end.said.into_iter().chain(finished.notes.iter().cloned()).collect::<Vec<_>>();
+    end.said = (!said.is_empty()).then(|| said.join("\n"));
+    end
+}
+
+fn end_without_notes(finished: &Finished, asked: Option<u8>) -> End {
     let failure = finished.failure.as_ref();
     match (asked, finished.outcome()) {
         (Some(code), Outcome::Aborted) => End { code, said: None },
@@ -40,8 +47,9 @@ pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
         (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
         (_, Outcome::Succeeded | Outcome::Failed) => {
             let mut end = exited(finished.exit.as_ref());
-            if let (None, Some(failure)) = (&end.said, failure) {
-                end.said = Some(sentence(failure));
+            if let Some(failure) = failure {
+                let said = with_exit(failure, finished.exit.as_ref());
+                end.said = Some(end.said.map_or_else(|| said.clone(), |how| format!("{how}\n{said}")));
             }
             end
         }
@@ -63,7 +71,16 @@ fn errored(failure: Option<&Failure>, exit: Option<&Exit>) -> End {
         "PROGRAM_NOT_FOUND" => NOT_FOUND,
         _ => OURS,
     };
-    End { code, said: Some(sentence(failure)) }
+    End { code, said: Some(with_exit(failure, exit)) }
+}
+
+/// What went wrong, and the command's own exit code, which is not lost for that.
+fn with_exit(failure: &Failure, exit: Option<&Exit>) -> String {
+    let said = sentence(failure);
+    match exit.and_then(|exit| exit.how.as_ref()) {
+        Some(How::Code(code)) => format!("{said}; the command itself ended with exit code {code}"),
+        _ => said,
+    }
 }
 
 fn exited(exit: Option<&Exit>) -> End {
@@ -160,7 +177,27 @@ mod tests {
     #[test]
     fn a_failure_beside_an_exit_is_said_and_the_exit_counts() {
         let ended = end(&finished(Outcome::Failed, Some(How::Code(3)), Some("OUTPUT_MISSING")), None);
-        assert_eq!(ended, End { code: 3, said: Some("it went wrong (OUTPUT_MISSING)".to_owned()) });
+        let said = "it went wrong (OUTPUT_MISSING); the command itself ended with exit code 3";
+        assert_eq!(ended, End { code: 3, said: Some(said.to_owned()) });
+        let killed = end(&finished(Outcome::Failed, Some(How::Signal(9)), Some("OUTPUT_MISSING")), None);
+        let said = killed.said.expect("said");
+        assert!(said.contains("signal 9 (KILL)") && said.contains("OUTPUT_MISSING"), "{said}");
+    }
+
+    #[test]
+    fn exit_code_is_told_when_an_output_fails() {
+        let ended = end(&finished(Outcome::Errored, Some(How::Code(0)), Some("PUBLISH_FAILED")), None);
+        let said = ended.said.expect("said");
+        assert!(said.ends_with("the command itself ended with exit code 0"), "{said}");
+        assert_eq!(ended.code, OURS);
+    }
+
+    #[test]
+    fn notes_are_told_beside_a_success() {
+        let notes = vec!["output \"o\": left out: \"s\" is a socket".to_owned()];
+        let finished = Finished { notes, ..finished(Outcome::Succeeded, Some(How::Code(0)), None) };
+        let said = "output \"o\": left out: \"s\" is a socket".to_owned();
+        assert_eq!(end(&finished, None), End { code: 0, said: Some(said) });
     }
 
     #[test]

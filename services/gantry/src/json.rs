@@ -47,6 +47,7 @@ pub(crate) fn finished(finished: &scheduler::Finished, status: u8) -> Value {
         "exit": finished.exit.as_ref().map(exit),
         "failure": finished.failure.as_ref().map(failure),
         "outputs": finished.outputs.iter().map(output).collect::<Vec<_>>(),
+        "notes": finished.notes,
         "status": status,
     })
 }

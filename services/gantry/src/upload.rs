@@ -50,6 +50,11 @@ const TRIES: usize = 4;
 /// How many problems are named.
 const NAMED: usize = 10;
 
+/// Whether a problem is but a part of a path that is left out, and that users expect to be.
+fn is_left_out(problem: &Problem) -> bool {
+    matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
+}
+
 /// How directories are uploaded.
 pub(crate) struct Uploader<'a> {
     pub(crate) connection: &'a Connection,
@@ -187,8 +192,13 @@ impl Uploader<'_> {
         if sockets > 0 {
             self.ui.note(&format!("{name}: {} left out", count(sockets as u64, "socket")));
         }
-        let wrong: Vec<_> =
-            problems.iter().filter(|problem| !matches!(problem.what, ProblemKind::SkippedSocket)).collect();
+        let wrong: Vec<_> = problems.iter().filter(|problem| !is_left_out(problem)).collect();
+        let attributed: Vec<_> =
+            problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedXattr(_))).collect();
+        if let Some(first) = attributed.first() {
+            let paths = count(attributed.len() as u64, "path");
+            self.ui.note(&format!("{name}: extended attributes of {paths} left out; the first {first}"));
+        }
         if wrong.is_empty() {
             return Ok(());
         }

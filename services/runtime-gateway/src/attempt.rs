@@ -34,7 +34,7 @@ use crate::attendance;
 use crate::image::{self, Defaults};
 use crate::plan::{Plan, PlannedImage};
 use crate::retry::until_answered;
-use crate::trees::TreeError;
+use crate::trees::{Scanned, TreeError};
 use crate::worker::{StopWish, Worker};
 
 mod caches;
@@ -72,6 +72,8 @@ struct Finish {
     failure: Option<Failure>,
     outputs: Vec<PublishedOutput>,
     caches: Vec<PublishedCache>,
+    /// What of outputs and caches was not kept, for people.
+    notes: Vec<String>,
     started: Option<domain::Timestamp>,
     usage: Usage,
 }
@@ -79,6 +81,14 @@ struct Finish {
 impl Finish {
     fn failed(failure: Failure) -> Self {
         Self { failure: Some(failure), ..Self::default() }
+    }
+
+    /// Takes note that an output cannot be published. The reason of the first one counts.
+    fn fail(&mut self, failure: Failure) {
+        match &mut self.failure {
+            Some(known) => known.message += &format!("; {}", failure.message),
+            none => *none = Some(failure),
+        }
     }
 }
 
@@ -353,14 +363,16 @@ async fn carry_out(
         match published {
             Ok(()) => {}
             // How the process ended is known all the same.
-            Err(Stopped::Worker(error)) => finish.failure = Some(error.failure()),
+            Err(Stopped::Worker(error)) => finish.fail(error.failure()),
             Err(Stopped::Refused(refusal)) if !is_superseded(&refusal) => {
                 let message = format!("the artifact store does not take an output: {refusal}");
-                finish.failure = Some(Failure { reason: FailureReason::PublishFailed, message });
+                finish.fail(Failure { reason: FailureReason::PublishFailed, message });
             }
             Err(stopped) => return Err(stopped),
         }
-        finish.caches = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
+        let left = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
+        finish.caches = left.published;
+        finish.notes.extend(left.notes);
     }
     if publishable {
         let sizes = finish.outputs.iter().map(|output| output.size_bytes);
@@ -581,21 +593,23 @@ async fn publish(
                     } else {
                         format!("output {:?}: {error}", output.name)
                     };
-                    finish.failure = Some(Failure { reason: error.reason(), message });
+                    finish.fail(Failure { reason: error.reason(), message });
                     continue;
                 }
                 Err(error) => return Err(error.into()),
             }
         }
-        let manifest = match worker.trees.scan(worker.runtime.as_ref(), handle, &task.spec.team).await {
-            Ok(manifest) => manifest,
-            Err(error @ RuntimeError::InvalidOutput(_)) => {
+        let scanned = worker.trees.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
+        let Scanned { manifest, left_out } = match scanned {
+            Ok(scanned) => scanned,
+            Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
                 let message = format!("output {:?}: {error}", output.name);
-                finish.failure = Some(Failure { reason: error.reason(), message });
+                finish.fail(Failure { reason: error.reason(), message });
                 continue;
             }
             Err(error) => return Err(error.into()),
         };
+        finish.notes.extend(left_out.map(|what| format!("output {:?}: left out: {what}", output.name)));
         complete(worker, handle, &manifest).await?;
         finish.outputs.push(PublishedOutput {
             name: output.name.clone(),
@@ -696,6 +710,7 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         outputs: finish.outputs.iter().map(rpc::published_output).collect(),
         started_at: finish.started.map(rpc::timestamp),
         caches: finish.caches.iter().map(rpc::published_cache).collect(),
+        notes: finish.notes,
         usage: Some(rpc::usage(&finish.usage)),
     };
     let call = || {

@@ -33,8 +33,8 @@ const DAMAGED: &str = "damaged";
 /// What the name of the mark of a volume ends with that a transfer fills.
 const FILLING: &str = "filling";
 
-/// Most problems of one scan that get a log line each.
-const LOGGED: usize = 5;
+/// Most paths that a message about a volume names.
+const NAMED: usize = 3;
 
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
@@ -102,6 +102,13 @@ pub(crate) enum TreeError {
     /// The worker failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
+}
+
+/// A volume that was scanned.
+pub(crate) struct Scanned {
+    pub(crate) manifest: Arc<Manifest>,
+    /// What of it was left out, with the first paths. `None`: nothing.
+    pub(crate) left_out: Option<String>,
 }
 
 /// Where some content is.
@@ -245,23 +252,29 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
     ) -> Result<Arc<Manifest>, RuntimeError> {
-        let manifest = match runtime.contents(volume).await? {
+        self.scan_all(runtime, volume, team).await.map(|scanned| scanned.manifest)
+    }
+
+    /// Scans a volume as [`Self::scan`] does, and says what a manifest cannot hold of it.
+    pub(crate) async fn scan_all(
+        &self,
+        runtime: &dyn Runtime,
+        volume: VolumeHandle,
+        team: &str,
+    ) -> Result<Scanned, RuntimeError> {
+        let (manifest, left_out) = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
-                let scanned = blocking(move || scan(&root)).await?;
-                for problem in scanned.problems.iter().take(LOGGED) {
-                    let problem = shortened(problem);
-                    tracing::info!(volume.handle = %volume, problem, "left out of an output");
-                }
-                if let Some(more) = scanned.problems.len().checked_sub(LOGGED).filter(|more| *more > 0) {
-                    tracing::info!(volume.handle = %volume, more, "more was left out of an output");
-                }
-                scanned.manifest
+                let transfer::Scan { manifest, problems, .. } = blocking(move || scan(&root)).await?;
+                (manifest, left_out(&problems))
             }
-            Contents::Remote(remote) => far::scan(&remote).await?,
+            Contents::Remote(remote) => (far::scan(&remote).await?, None),
         };
+        if let Some(left_out) = &left_out {
+            tracing::info!(volume.handle = %volume, left_out, "a manifest does not hold all of a volume");
+        }
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
-        Ok(manifest)
+        Ok(Scanned { manifest, left_out })
     }
 
     /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
@@ -459,30 +472,52 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
         }
         error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
     })?;
-    for problem in &scanned.problems {
-        if cannot_travel(problem) {
-            return Err(RuntimeError::InvalidOutput(shortened(problem)));
-        }
-        // What was left out for this is no less a part of the volume.
-        if is_short_of_descriptors(problem) {
-            return Err(RuntimeError::Other(format!("cannot read a volume: {}", shortened(problem))));
-        }
+    let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
+    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
+    // Any of these is no less a part of the volume than what was read.
+    if let Some(invalid) = named(&invalid) {
+        return Err(RuntimeError::InvalidOutput(invalid));
+    }
+    if let Some(unreadable) = named(&unreadable) {
+        return Err(RuntimeError::UnreadableOutput(unreadable));
     }
     Ok(scanned)
 }
 
-fn is_short_of_descriptors(problem: &Problem) -> bool {
-    use rustix::io::Errno;
-    let ProblemKind::Unreadable(error) = &problem.what else { return false };
-    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
-}
-
+/// Whether no manifest can hold what is at a path.
 fn cannot_travel(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::PathTooLong => true,
+        // Attributes together are too large.
         ProblemKind::Unreadable(error) => error.kind() == io::ErrorKind::ArgumentListTooLong,
+        // Overlays over the volume would act on it.
+        ProblemKind::SkippedXattr(name) => name.starts_with("trusted.overlay."),
         ProblemKind::ChangedWhileRead | ProblemKind::SkippedSocket => false,
     }
+}
+
+/// Whether what is at a path could not be read as a whole.
+fn is_unread(problem: &Problem) -> bool {
+    match &problem.what {
+        ProblemKind::Unreadable(_) | ProblemKind::ChangedWhileRead => true,
+        ProblemKind::PathTooLong | ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_) => false,
+    }
+}
+
+/// The first problems, and how many more there are. `None`: there is none.
+fn named(problems: &[&Problem]) -> Option<String> {
+    let first: Vec<_> = problems.iter().take(NAMED).map(|problem| shortened(problem)).collect();
+    let more = problems.len().saturating_sub(first.len());
+    let more = if more > 0 { format!(", and {more} more") } else { String::new() };
+    (!first.is_empty()).then(|| first.join(", ") + &more)
+}
+
+/// What was left out of a manifest: sockets and extended attributes, with the first paths. `None`: nothing.
+fn left_out(problems: &[Problem]) -> Option<String> {
+    let is_left_out = |problem: &&Problem| {
+        matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
+    };
+    named(&problems.iter().filter(is_left_out).collect::<Vec<_>>())
 }
 
 /// A problem with the beginning of its path.
@@ -626,6 +661,33 @@ mod tests {
         assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
         assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
+    }
+
+    #[test]
+    fn sockets_are_named_and_left_out() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let bind = |name: &str| std::os::unix::net::UnixListener::bind(directory.path().join(name));
+        let _sockets: Vec<_> =
+            (0..5).map(|number| bind(&number.to_string())).collect::<Result<_, _>>().expect("bound");
+        let scanned = scan(directory.path()).expect("scanned");
+        assert_eq!(scanned.manifest.entries().len(), 1);
+        let expected = "\"0\" is a socket, \"1\" is a socket, \"2\" is a socket, and 2 more";
+        assert_eq!(left_out(&scanned.problems).as_deref(), Some(expected));
+    }
+
+    #[test]
+    fn unread_files_fail_the_output() {
+        let problem = |what| Problem { path: "a/b".into(), what };
+        let unread =
+            [ProblemKind::ChangedWhileRead, ProblemKind::Unreadable(io::ErrorKind::PermissionDenied.into())];
+        assert!(
+            unread.into_iter().map(problem).all(|problem| is_unread(&problem) && !cannot_travel(&problem))
+        );
+        let invalid =
+            [ProblemKind::PathTooLong, ProblemKind::SkippedXattr("trusted.overlay.opaque".to_owned())];
+        assert!(invalid.into_iter().map(problem).all(|problem| cannot_travel(&problem)));
+        let left = problem(ProblemKind::SkippedXattr("trusted.own".to_owned()));
+        assert!(!is_unread(&left) && !cannot_travel(&left));
     }
 
     #[tokio::test]

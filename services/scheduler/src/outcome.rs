@@ -19,6 +19,9 @@ pub(crate) struct Ending {
     /// What its last attempt used, if it ended with one.
     #[serde(default)]
     pub(crate) usage: Option<Usage>,
+    /// What of outputs and caches was not kept, for people.
+    #[serde(default)]
+    pub(crate) notes: Vec<String>,
 }
 
 /// How an attempt ended.
@@ -39,6 +42,7 @@ pub(crate) struct Report {
     pub(crate) failure: Option<Failure>,
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) caches: Vec<PublishedCache>,
+    pub(crate) notes: Vec<String>,
     pub(crate) started_at: Option<Timestamp>,
     pub(crate) usage: Usage,
 }
@@ -90,6 +94,7 @@ impl Ending {
             outputs: vec![],
             caches: vec![],
             usage: None,
+            notes: vec![],
         }
     }
 
@@ -169,7 +174,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             Some((FailureReason::StartUnknown, "its worker does not know whether it started")),
         ),
     };
-    let Report { exit, failure, outputs, caches, started_at: _, usage: _ } = report;
+    let Report { exit, failure, outputs, caches, notes, started_at: _, usage: _ } = report;
 
     match stop {
         Some(StopReason::Cancelled) => return Next::End(Ending { exit, ..Ending::aborted() }),
@@ -212,6 +217,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
                 outputs,
                 caches,
                 usage: None,
+                notes,
             });
         }
         (None, None) => {
@@ -221,7 +227,7 @@ fn decide_once(started: bool, interruptible: bool, stop: Option<StopReason>, end
             ));
         }
     };
-    Next::End(Ending { outcome, exit, failure, outputs, caches, usage: None })
+    Next::End(Ending { outcome, exit, failure, outputs, caches, usage: None, notes })
 }
 
 /// Whether a process that was to be interrupted had ended before it was.

@@ -217,6 +217,18 @@ pub fn parse_failure(failure: pb::Failure) -> Failure {
     Failure { reason, message }
 }
 
+/// Most notes on one attempt that are kept.
+const MOST_NOTES: usize = 32;
+/// Most bytes of one note.
+const MOST_NOTE_BYTES: usize = 1024;
+
+/// Notes on an attempt, from the wire. A note is never refused: it is cut off, as the message of a failure is.
+#[must_use]
+pub fn parse_notes(notes: Vec<String>) -> Vec<String> {
+    let parse = |note: String| clipped(&note, MOST_NOTE_BYTES).replace('\0', "\u{fffd}");
+    notes.into_iter().take(MOST_NOTES).map(parse).collect()
+}
+
 /// The beginning of a text that has more than `most` bytes, with a sign that there is more; all of one that has not.
 #[must_use]
 pub fn clipped(text: &str, most: usize) -> Cow<'_, str> {
@@ -310,6 +322,13 @@ pub fn parse_published_output(field: &str, output: pb::PublishedOutput) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn notes_are_bounded_and_free_of_nul() {
+        let notes = parse_notes(vec!["a\0".repeat(5000); 100]);
+        assert_eq!(notes.len(), MOST_NOTES);
+        assert!(notes.iter().all(|note| !note.contains('\0') && note.chars().count() == MOST_NOTE_BYTES + 1));
+    }
 
     #[test]
     fn a_duration_is_neither_negative_nor_malformed() {

@@ -155,6 +155,7 @@ fn of_the_scheduler(corpus: &mut Corpus) {
             bytes_in: Some(0),
             ..Default::default()
         }),
+        notes: vec![text("a note")],
     };
     let event = |revision, event| WatchResponse { revision, at: timestamp(1_763_683_200, 1), event };
     corpus.add(

@@ -38,6 +38,9 @@ pub enum RuntimeError {
     /// What a process left as an output, or in a cache, is nothing that can be kept.
     #[error("it cannot be kept: {0}")]
     InvalidOutput(String),
+    /// Part of what a process left as an output, or in a cache, cannot be read.
+    #[error("it cannot be read: {0}")]
+    UnreadableOutput(String),
     /// A mount cannot be made where it was asked for.
     #[error("cannot mount at {path:?}: {why}")]
     InvalidMount {
@@ -109,6 +112,7 @@ impl RuntimeError {
             Self::InvalidImage(_) => FailureReason::InvalidImage,
             Self::OutputMissing(_) => FailureReason::OutputMissing,
             Self::InvalidOutput(_) => FailureReason::OutputInvalid,
+            Self::UnreadableOutput(_) => FailureReason::PublishFailed,
             Self::InvalidMount { .. } => FailureReason::InvalidMount,
             Self::Unsupported(_) => FailureReason::Unsupported,
             Self::CgroupUnavailable(_) => FailureReason::CgroupUnavailable,

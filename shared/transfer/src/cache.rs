@@ -26,13 +26,15 @@ use crate::encoding::WireExtent;
 use crate::manifest::{Extent, Xattr};
 
 /// Names the format and its version.
-const MAGIC: &[u8] = b"gantry stat cache 2\n";
+const MAGIC: &[u8] = b"gantry stat cache 3\n";
 const DIGEST_BYTES: usize = 32;
 
 /// What is known of the files of one tree.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StatCache {
     files: HashMap<Vec<u8>, Known>,
+    /// Of files that have extended attributes which a manifest does not take: the name of one of these.
+    left_out: HashMap<Vec<u8>, Vec<u8>>,
 }
 
 /// A cache that was loaded.
@@ -192,6 +194,16 @@ impl StatCache {
         self.files.get(path).map(|known| known.fingerprint)
     }
 
+    /// The name of an extended attribute of the file at a path that a manifest does not take.
+    pub(crate) fn left_out(&self, path: &[u8]) -> Option<&[u8]> {
+        self.left_out.get(path).map(Vec::as_slice)
+    }
+
+    /// Remembers an extended attribute of a file that a manifest does not take.
+    pub(crate) fn insert_left_out(&mut self, path: Vec<u8>, name: Vec<u8>) {
+        self.left_out.insert(path, name);
+    }
+
     pub(crate) fn insert(&mut self, path: Vec<u8>, fingerprint: Fingerprint, content: Content) {
         self.files.insert(path, Known { fingerprint, content });
     }
@@ -199,7 +211,9 @@ impl StatCache {
     fn encode(&self) -> Vec<u8> {
         let mut bytes = [MAGIC, &[0; DIGEST_BYTES]].concat();
         for (path, known) in &self.files {
-            bytes.extend_from_slice(&WireKnown::new(path, known).encode_length_delimited_to_vec());
+            let left_out = self.left_out(path).unwrap_or_default().to_vec();
+            let known = WireKnown { left_out, ..WireKnown::new(path, known) };
+            bytes.extend_from_slice(&known.encode_length_delimited_to_vec());
         }
         let (head, body) = bytes.split_at_mut(MAGIC.len() + DIGEST_BYTES);
         head[MAGIC.len()..].copy_from_slice(blake3::hash(body).as_bytes());
@@ -214,7 +228,12 @@ fn decode(bytes: &[u8]) -> Option<StatCache> {
     }
     let mut cache = StatCache::new();
     while !body.is_empty() {
-        let (path, known) = WireKnown::decode_length_delimited(&mut body).ok()?.known()?;
+        let mut wire = WireKnown::decode_length_delimited(&mut body).ok()?;
+        let left_out = std::mem::take(&mut wire.left_out);
+        let (path, known) = wire.known()?;
+        if !left_out.is_empty() {
+            cache.left_out.insert(path.clone(), left_out);
+        }
         cache.files.insert(path, known);
     }
     Some(cache)
@@ -246,6 +265,8 @@ struct WireKnown {
     xattr_values: Vec<Vec<u8>>,
     #[prost(uint64, tag = "12")]
     links: u64,
+    #[prost(bytes = "vec", tag = "13")]
+    left_out: Vec<u8>,
 }
 
 impl WireKnown {
@@ -264,6 +285,7 @@ impl WireKnown {
             extents: content.extents.iter().map(WireExtent::from).collect(),
             xattr_names: content.xattrs.iter().map(|xattr| xattr.name.clone()).collect(),
             xattr_values: content.xattrs.iter().map(|xattr| xattr.value.clone()).collect(),
+            left_out: Vec::new(),
         }
     }
 
@@ -303,6 +325,7 @@ mod tests {
         let mut cache = StatCache::new();
         cache.insert(b"odd \xff\nname".to_vec(), fingerprint, Content { xattrs, extents });
         cache.insert(b"empty".to_vec(), fingerprint, Content { xattrs: vec![], extents: vec![] });
+        cache.insert_left_out(b"empty".to_vec(), b"trusted.a".to_vec());
         cache
     }
 

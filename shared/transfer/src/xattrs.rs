@@ -7,21 +7,41 @@ use rustix::io::Errno;
 
 use crate::manifest::{MAX_XATTR_VALUE_BYTES, MAX_XATTRS_BYTES, Xattr, may_travel};
 
+/// The extended attributes of one file or directory.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    /// Those that belong into a manifest, in order.
+    pub(crate) travelling: Vec<Xattr>,
+    /// The name of one that a manifest does not take. Empty: there is none.
+    pub(crate) left_out: Vec<u8>,
+}
+
 /// The attributes that belong into a manifest, in order.
 pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> {
+    find(file, is_file).map(|found| found.travelling)
+}
+
+/// All attributes, as far as they say something of the file and not of the machine that it is on.
+pub(crate) fn find(file: impl AsFd, is_file: bool) -> Result<Found, Errno> {
     let mut names = vec![0; 1024];
     let length = loop {
         match flistxattr(&file, &mut names[..]) {
             Ok(length) => break length,
             Err(Errno::RANGE) => names.resize(flistxattr_query(&file)?.max(names.len() * 2), 0),
             // The file system knows no attributes.
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Vec::new()),
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(Found::default()),
             Err(error) => return Err(error),
         }
     };
     let mut xattrs = Vec::new();
-    let listed = names[..length].split(|byte| *byte == 0).filter(|name| may_travel(name, is_file));
-    for name in listed {
+    let mut left_out = Vec::new();
+    for name in names[..length].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+        if !may_travel(name, is_file) {
+            if left_out.is_empty() && is_missed(name) {
+                left_out = name.to_vec();
+            }
+            continue;
+        }
         let mut value = vec![0; MAX_XATTR_VALUE_BYTES];
         match fgetxattr(&file, name, &mut value[..]) {
             Ok(length) => value.truncate(length),
@@ -35,7 +55,13 @@ pub(crate) fn read(file: impl AsFd, is_file: bool) -> Result<Vec<Xattr>, Errno> 
         return Err(Errno::TOOBIG);
     }
     xattrs.sort_unstable_by(|a, b| a.name.cmp(&b.name));
-    Ok(xattrs)
+    Ok(Found { travelling: xattrs, left_out })
+}
+
+/// Whether a copy without this attribute is another file to its users: access control lists, and what root keeps beside
+/// files. Labels and signatures (`security.…`) are each machine's own.
+fn is_missed(name: &[u8]) -> bool {
+    name.starts_with(b"system.posix_acl_") || name.starts_with(b"trusted.")
 }
 
 /// Sets one attribute.

@@ -605,3 +605,34 @@ fn setuid_files_of_others_do_not_become_those_of_root() {
     assert_eq!(mode_after(1234), 0o755);
     assert_eq!(mode_after(0), 0o6755);
 }
+
+#[test]
+fn attributes_that_do_not_travel_are_reported() {
+    let dir = tempdir().unwrap();
+    fs::create_dir(dir.path().join("directory")).unwrap();
+    fs::write(dir.path().join("file"), b"x").unwrap();
+    for path in ["directory", "file"].map(|name| dir.path().join(name)) {
+        match setxattr(&path, "trusted.own", b"value", XattrFlags::empty()) {
+            Ok(()) => {}
+            Err(Errno::PERM | Errno::OPNOTSUPP) => return eprintln!("not applicable: no trusted attributes"),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    let options = ScanOptions { settle: Duration::ZERO, ..ScanOptions::default() };
+    let mut cache = StatCache::new();
+    for known in [0, 1] {
+        let scan = scan(dir.path(), &options, Some(&mut cache)).unwrap();
+        assert_eq!(scan.files_known, known);
+        let problems: Vec<_> = scan.problems.iter().map(ToString::to_string).collect();
+        assert_eq!(
+            problems,
+            ["directory", "file"].map(|path| {
+                format!("{path:?} has the extended attribute \"trusted.own\", which does not travel")
+            })
+        );
+        let file = dir.path().join("cache");
+        cache.save(&file).unwrap();
+        cache = StatCache::load(&file).cache;
+        fs::remove_file(file).unwrap();
+    }
+}

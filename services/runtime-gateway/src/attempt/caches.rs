@@ -1,12 +1,13 @@
 //! What a process left in the task caches that it found as directories.
 //!
 //! One that was changed becomes a volume of its own: the volume that the process wrote into where that started empty, and a copy of it where it is a
-//! child of the version before, which nothing is to be kept for. What goes wrong with a cache is no failure of the workload: it leaves nothing then.
+//! child of the version before, which nothing is to be kept for. A cache that cannot be kept whole is no failure of the workload. The cache stays as
+//! it was before, and a note says so to the caller.
 //!
 //! A tree that is the version before but for the time of its root was not changed, for each child has a root of its own; of a worker's archives parts of
 //! seconds and extended attributes are not asked for, which they do not hold. A tree that is taken for another one is published in vain, and no harm is done.
 
-use domain::workload::PublishedCache;
+use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, chain};
 use rpc::pb::artifacts as store;
 use runtime::{Contents, VolumeSource};
@@ -15,7 +16,16 @@ use transfer::{Entry, Manifest};
 use super::inputs::{self, Prepared};
 use super::{Stopped, Task, complete};
 use crate::plan::{Plan, PlannedCache, PlannedVolume};
+use crate::trees::Scanned;
 use crate::worker::Worker;
+
+/// What became of the caches of an attempt.
+#[derive(Default)]
+pub(super) struct Left {
+    pub(super) published: Vec<PublishedCache>,
+    /// What of them is not kept, for people.
+    pub(super) notes: Vec<String>,
+}
 
 /// Makes candidates of this attempt of those caches that were changed.
 pub(super) async fn publish(
@@ -23,52 +33,62 @@ pub(super) async fn publish(
     task: &Task,
     plan: &Plan,
     prepared: &Prepared,
-) -> Result<Vec<PublishedCache>, Stopped> {
-    let mut published = Vec::new();
+) -> Result<Left, Stopped> {
+    let mut left = Left::default();
     for cache in &plan.caches {
+        let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
+        let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
         match publish_one(worker, task, cache, prepared).await {
-            Ok(candidate) => published.extend(candidate),
+            Ok(None) => {}
+            Ok(Some((candidate, left_out))) => {
+                left.published.push(candidate);
+                left.notes.extend(left_out.map(|what| format!("{name}: left out: {what}")));
+            }
             Err(stopped) if stopped.is_superseded() => return Err(stopped),
-            Err(stopped) => tracing::warn!(
-                workload.id = %task.workload,
-                cache.id = %cache.cache,
-                error = chain(&stopped),
-                "what was left in a task cache is not kept"
-            ),
+            Err(stopped) => {
+                let error = chain(&stopped);
+                tracing::warn!(
+                    workload.id = %task.workload,
+                    cache.id = %cache.cache,
+                    error,
+                    "what was left in a task cache is not kept"
+                );
+                left.notes.push(format!("{name} stays as it was before this run: {error}"));
+            }
         }
     }
-    Ok(published)
+    Ok(left)
 }
 
-/// `None`: it holds what it held.
+/// The candidate, and what was left out of it. `None`: the cache holds what it held.
 async fn publish_one(
     worker: &Worker,
     task: &Task,
     planned: &PlannedCache,
     prepared: &Prepared,
-) -> Result<Option<PublishedCache>, Stopped> {
+) -> Result<Option<(PublishedCache, Option<String>)>, Stopped> {
     let PlannedCache { cache, artifact, volume } = *planned;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
-    let found = worker.trees.scan(runtime, mounted, team).await?;
-    let (volume, manifest) = match parent {
+    let found = worker.trees.scan_all(runtime, mounted, team).await?;
+    let (volume, Scanned { manifest, left_out }) = match parent {
         // Nothing but its root.
-        None if found.entries().len() <= 1 => return Ok(None),
+        None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
         Some((parent, digest)) => {
             let before = super::verify(worker, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
-            if is_same(&before, &found, exact) {
+            if is_same(&before, &found.manifest, exact) {
                 return Ok(None);
             }
             let copy = handle_of_copy(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
             // What is published is what was read of it, and not of what it was copied from.
-            (copy, worker.trees.scan(runtime, copy, team).await?)
+            (copy, worker.trees.scan_all(runtime, copy, team).await?)
         }
     };
     complete(worker, volume, &manifest).await?;
-    Ok(Some(PublishedCache { cache, artifact, digest: manifest.tree_digest() }))
+    Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
 }
 
 /// The volume for a copy of what was left in a cache. The same each time that it is asked for.

@@ -51,7 +51,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
         Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
         Event::Publishing => Pb::Publishing(pb::Publishing {}),
         Event::Finished { ending, whereabouts: at } => {
-            let Ending { outcome, exit, failure, outputs, caches: _, usage } = ending;
+            let Ending { outcome, exit, failure, outputs, caches: _, usage, notes } = ending;
             Pb::Finished(pb::Finished {
                 outcome: rpc::outcome(outcome).into(),
                 exit: exit.map(rpc::exit),
@@ -59,6 +59,7 @@ pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
                 outputs: outputs.iter().map(rpc::published_output).collect(),
                 whereabouts: at.map(whereabouts),
                 usage: usage.as_ref().map(rpc::usage),
+                notes,
             })
         }
     };

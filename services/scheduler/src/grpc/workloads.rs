@@ -145,6 +145,7 @@ impl Workloads for WorkloadsService {
             failure: request.failure.map(rpc::parse_failure),
             outputs: outputs.collect::<Result<_, _>>()?,
             caches: caches.collect::<Result<_, _>>()?,
+            notes: rpc::parse_notes(request.notes),
             started_at: request
                 .started_at
                 .as_ref()

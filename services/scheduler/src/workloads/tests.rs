@@ -46,6 +46,7 @@ async fn only_what_may_have_outputs_or_ends_a_build_waits_until_it_is_settled() 
                     outputs: vec![],
                     caches: vec![],
                     usage: None,
+                    notes: vec![],
                 };
                 conclude(&txn, row, ending, Some(AttemptId::new()), now, &mut effects).await?;
                 Ok::<_, DbErr>(effects)

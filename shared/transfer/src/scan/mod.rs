@@ -162,6 +162,9 @@ pub enum ProblemKind {
     /// It is a socket, which was left out.
     #[error("is a socket")]
     SkippedSocket,
+    /// It has this extended attribute, without which it was taken in.
+    #[error("has the extended attribute {0:?}, which does not travel")]
+    SkippedXattr(String),
 }
 
 /// A tree cannot be scanned.

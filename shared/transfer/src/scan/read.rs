@@ -48,6 +48,8 @@ pub(super) struct Read {
 pub(super) enum Outcome {
     /// Some of its content.
     Content(Content),
+    /// It has an extended attribute of this name, which does not travel.
+    LeftOut(Vec<u8>),
     Changed,
     Unreadable(Errno),
 }
@@ -90,8 +92,12 @@ impl<'a> Reader<'a> {
         // Not blocking: by now it may be a fifo.
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = openat(&unread.directory, &unread.name[..], flags, Mode::empty())?;
-        let xattrs = xattrs::read(&file, true)?;
+        let xattrs::Found { travelling: xattrs, left_out } = xattrs::find(&file, true)?;
         self.shared.keep_xattrs(&xattrs);
+        if !left_out.is_empty() {
+            self.shared.keep_path(unread.path.len() + left_out.len());
+            self.read.push(Read { entry: unread.entry, outcome: Outcome::LeftOut(left_out) });
+        }
         let extents = layout(&file, unread.size_bytes, unread.may_have_holes)?;
         let pieces = extents.len().div_ceil((PIECE_BYTES / u64::from(MAX_EXTENT_BYTES)) as usize);
         if pieces <= 1 {

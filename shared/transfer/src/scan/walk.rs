@@ -65,6 +65,8 @@ pub(super) struct Walked {
     problems: Vec<Problem>,
     /// Files that changed while they were read: nothing to remember.
     changed: HashSet<usize>,
+    /// For each file that has an extended attribute which does not travel, the name of that.
+    attributes: HashMap<usize, Vec<u8>>,
     /// Files that the cache knew.
     known: HashSet<usize>,
     files_read: u64,
@@ -97,8 +99,9 @@ impl<'a> Walk<'a> {
         let root = self.cursor.root().clone();
         let stat = fstat(&root).map_err(|error| ScanError::Root(error.into()))?;
         self.device = stat.st_dev;
-        let xattrs = xattrs::read(&root, false).map_err(|error| ScanError::Root(error.into()))?;
-        self.walked.entries.push(self.entry(Vec::new(), &stat, xattrs, EntryKind::Directory));
+        let found = xattrs::find(&root, false).map_err(|error| ScanError::Root(error.into()))?;
+        self.leave_out(b"", &found.left_out);
+        self.walked.entries.push(self.entry(Vec::new(), &stat, found.travelling, EntryKind::Directory));
         let names = self.list(&[], &root).map_err(|error| ScanError::Root(error.into()))?;
         self.check_limits()?;
 
@@ -189,8 +192,8 @@ impl<'a> Walk<'a> {
 
     fn enter(&mut self, path: &[u8]) -> Result<Option<vec::IntoIter<Vec<u8>>>, Errno> {
         let opened = self.cursor.go(path).map_err(errno);
-        let (stat, xattrs) = match &opened {
-            Ok(directory) => (fstat(directory)?, xattrs::read(directory, false)?),
+        let (stat, found) = match &opened {
+            Ok(directory) => (fstat(directory)?, xattrs::find(directory, false)?),
             Err(error) => {
                 // It is there, but may not be opened: an entry without what it holds.
                 let (parent, name) = crate::manifest::split(path);
@@ -199,19 +202,28 @@ impl<'a> Walk<'a> {
                 if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
                     return Err(*error);
                 }
-                (stat, Vec::new())
+                (stat, xattrs::Found::default())
             }
         };
         let elsewhere =
             stat.st_dev != self.device && self.options.other_file_systems == OtherFileSystems::Leave;
-        self.shared.keep_xattrs(&xattrs);
-        let entry = self.entry(path.to_vec(), &stat, xattrs, EntryKind::Directory);
+        self.leave_out(path, &found.left_out);
+        self.shared.keep_xattrs(&found.travelling);
+        let entry = self.entry(path.to_vec(), &stat, found.travelling, EntryKind::Directory);
         self.walked.entries.push(entry);
         if elsewhere {
             return Ok(None);
         }
         let directory = opened?;
         self.list(path, &directory).map(Some)
+    }
+
+    /// Takes note of an extended attribute that does not travel, if there is one.
+    fn leave_out(&mut self, path: &[u8], xattr: &[u8]) {
+        if !xattr.is_empty() {
+            self.shared.keep_path(path.len() + xattr.len());
+            self.walked.skipped_xattr(path, xattr);
+        }
     }
 
     /// The names in a directory, in order. Each becomes an entry or a problem with its path.
@@ -265,6 +277,10 @@ impl<'a> Walk<'a> {
         self.walked.entries.push(entry);
         self.walked.fingerprints.insert(index, fingerprint);
         if is_known {
+            if let Some(xattr) = self.cache.and_then(|cache| cache.left_out(path)) {
+                self.leave_out(path, xattr);
+                self.walked.attributes.insert(index, xattr.to_vec());
+            }
             self.walked.known.insert(index);
             self.shared.count(1, size_bytes);
             return;
@@ -339,6 +355,11 @@ fn errno(error: io::Error) -> Errno {
 }
 
 impl Walked {
+    fn skipped_xattr(&mut self, path: &[u8], xattr: &[u8]) {
+        let what = ProblemKind::SkippedXattr(String::from_utf8_lossy(xattr).into_owned());
+        self.problems.push(Problem { path: as_path(path).to_owned(), what });
+    }
+
     fn problem(&mut self, path: &[u8], error: Errno) {
         let what = match error {
             // It was there when its name was listed, and was what its entry said.
@@ -361,10 +382,15 @@ impl Walked {
                     }
                     entry.xattrs.extend(content.xattrs);
                 }
+                Outcome::LeftOut(xattr) => {
+                    self.skipped_xattr(&path, &xattr);
+                    self.attributes.insert(index, xattr);
+                }
                 Outcome::Changed => {
-                    self.changed.insert(index);
-                    let what = ProblemKind::ChangedWhileRead;
-                    self.problems.push(Problem { path: as_path(&path).to_owned(), what });
+                    if self.changed.insert(index) {
+                        let what = ProblemKind::ChangedWhileRead;
+                        self.problems.push(Problem { path: as_path(&path).to_owned(), what });
+                    }
                 }
                 Outcome::Unreadable(error) => {
                     if self.left_out.insert(index, error).is_none() {
@@ -407,6 +433,9 @@ impl Walked {
             let entry = &self.entries[*index];
             let content = Content { xattrs: entry.xattrs.clone(), extents: entry.extents().to_vec() };
             cache.insert(entry.path.clone(), *fingerprint, content);
+            if let Some(xattr) = self.attributes.get(index) {
+                cache.insert_left_out(entry.path.clone(), xattr.clone());
+            }
         }
         cache
     }

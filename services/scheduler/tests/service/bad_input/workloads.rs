@@ -180,6 +180,7 @@ async fn finish_attempt(world: &World<'_>) -> Call {
             digest: vec![1; 32].into(),
         }],
         usage: Some(usage),
+        notes: vec![],
     };
     let good = finish.lease_token.clone();
     // Each ends an attempt of its own.
@@ -193,6 +194,11 @@ async fn finish_attempt(world: &World<'_>) -> Call {
         taken("failure.reason", "with NUL", text("a\0b")),
         taken("failure.message", "with NUL", text("a\0b")),
         taken("failure.message", "overlong", text("x".repeat(100_000))),
+        taken(
+            "notes",
+            "that are many and overlong, with NUL",
+            Value::List(vec![text("a\0".repeat(5000)); 100]),
+        ),
         taken("outputs.name", "that was not asked for, with NUL", text("a\0b")),
         taken("outputs.size_bytes", "absurd", absurd.clone()),
         taken("outputs.entries", "absurd", absurd.clone()),
