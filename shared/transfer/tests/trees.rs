@@ -606,6 +606,42 @@ fn setuid_files_of_others_do_not_become_those_of_root() {
     assert_eq!(mode_after(0), 0o6755);
 }
 
+/// Scans one file of a file system that the kernel makes up.
+fn scan_made_up(directory: &str, name: &str) -> Scan {
+    let exclude = |path: &Path, _| path != Path::new(name);
+    let options = ScanOptions { exclude: Some(&exclude), ..ScanOptions::default() };
+    let mut cache = StatCache::new();
+    let scan = scan(Path::new(directory), &options, Some(&mut cache)).unwrap();
+    assert!(cache.is_empty(), "its times say nothing of its content");
+    scan
+}
+
+#[test]
+fn file_of_unknown_size_is_read_whole() {
+    // Said to be empty, and said to have a page.
+    for (directory, name) in [("/proc/sys/kernel", "ostype"), ("/proc", "version"), ("/sys/kernel", "fscaps")]
+    {
+        let Ok(content) = fs::read(Path::new(directory).join(name)) else { continue };
+        let scan = scan_made_up(directory, name);
+        assert!(scan.problems.is_empty(), "{:?}", scan.problems);
+        let manifest = Arc::new(scan.manifest);
+        assert_eq!(manifest.size_bytes(), content.len() as u64, "{directory}/{name}");
+        let options = ReadOptions { verify: true, ..ReadOptions::default() };
+        let mut reader = TreeReader::new(Path::new(directory), manifest, options).unwrap();
+        assert_eq!(reader.read(0).unwrap(), content);
+    }
+}
+
+#[test]
+fn made_up_file_without_end_is_a_problem() {
+    // Opened by root only, and as large as an address space.
+    let scan = scan_made_up("/proc", "kmsg");
+    let [Problem { path, what: ProblemKind::Unreadable(_) }] = &scan.problems[..] else {
+        panic!("{:?}", scan.problems);
+    };
+    assert_eq!((path.as_path(), scan.manifest.entries().len()), (Path::new("kmsg"), 1));
+}
+
 #[test]
 fn attributes_that_do_not_travel_are_reported() {
     let dir = tempdir().unwrap();

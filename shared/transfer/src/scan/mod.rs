@@ -7,6 +7,8 @@
 //! directory is kept without what it holds, a file that changed while it was read is kept as it was read, and what
 //! vanished is left out.
 //!
+//! Files of which the file system does not know the size (`/proc`, FUSE) are read to their end. Their size is what was read.
+//!
 //! Invariants: the order of entries does not depend on how many threads there are. Neither the depth nor the width of the
 //! tree decides how many directories are open, and memory is bounded by the [`Limits`]: what is kept of a path is reserved before.
 
@@ -33,6 +35,9 @@ use walk::Walk;
 
 /// Bytes that one thread reads before another may take over.
 const PIECE_BYTES: u64 = 4 << 20;
+
+/// Most bytes of a file that does not say how large it is. Some such files have no end.
+const MAX_UNSIZED_BYTES: u64 = 1 << 30;
 
 /// Says whether a path, relative to the root, is to be left out; the flag says whether it is a directory.
 pub type Exclude<'a> = &'a dyn Fn(&Path, bool) -> bool;

@@ -12,7 +12,7 @@ use rustix::fs::{Mode, OFlags, SeekFrom, fstat, openat, seek};
 use rustix::io::Errno;
 
 use super::queue::DoneOnDrop;
-use super::{PIECE_BYTES, Shared};
+use super::{MAX_UNSIZED_BYTES, PIECE_BYTES, Shared};
 use crate::cache::{Content, Fingerprint};
 use crate::manifest::{Extent, MAX_EXTENT_BYTES};
 use crate::xattrs;
@@ -26,6 +26,8 @@ pub(super) struct Unread {
     pub(super) fingerprint: Fingerprint,
     pub(super) size_bytes: u64,
     pub(super) may_have_holes: bool,
+    /// Whether the file has all bytes up to its end, whatever its size is said to be.
+    pub(super) is_unsized: bool,
 }
 
 /// A file that several threads read.
@@ -48,6 +50,8 @@ pub(super) struct Read {
 pub(super) enum Outcome {
     /// Some of its content.
     Content(Content),
+    /// How large it is, where that was found out by reading it.
+    Size(u64),
     /// It has an extended attribute of this name, which does not travel.
     LeftOut(Vec<u8>),
     Changed,
@@ -98,13 +102,25 @@ impl<'a> Reader<'a> {
             self.shared.keep_path(unread.path.len() + left_out.len());
             self.read.push(Read { entry: unread.entry, outcome: Outcome::LeftOut(left_out) });
         }
+        if unread.is_unsized {
+            let (size_bytes, extents) = self.read_to_end(&file)?;
+            self.shared.count(1, 0);
+            let outcomes = [Outcome::Size(size_bytes), Outcome::Content(Content { xattrs, extents })];
+            self.read.extend(outcomes.map(|outcome| Read { entry: unread.entry, outcome }));
+            return Ok(());
+        }
         let extents = layout(&file, unread.size_bytes, unread.may_have_holes)?;
         let pieces = extents.len().div_ceil((PIECE_BYTES / u64::from(MAX_EXTENT_BYTES)) as usize);
         if pieces <= 1 {
-            let extents = self.hash(&file, &extents)?;
+            let wanted = extents;
+            let extents = self.hash(&file, &wanted)?;
+            let is_short = ends_early(&wanted, &extents);
             self.check(&unread, &file)?;
             self.read
                 .push(Read { entry: unread.entry, outcome: Outcome::Content(Content { xattrs, extents }) });
+            if is_short {
+                self.read.push(Read { entry: unread.entry, outcome: Outcome::Changed });
+            }
             return Ok(());
         }
 
@@ -119,16 +135,36 @@ impl<'a> Reader<'a> {
 
     fn piece(&mut self, of: &Shareable, extents: &[(u64, u32)]) {
         let entry = of.unread.entry;
-        let outcome = match self.hash(&of.file, extents) {
-            Ok(extents) => Outcome::Content(Content { xattrs: Vec::new(), extents }),
-            Err(error) => Outcome::Unreadable(error),
-        };
-        self.read.push(Read { entry, outcome });
+        match self.hash(&of.file, extents) {
+            Ok(hashed) => {
+                let changed = ends_early(extents, &hashed).then_some(Outcome::Changed);
+                let content = Outcome::Content(Content { xattrs: Vec::new(), extents: hashed });
+                self.read.extend([content].into_iter().chain(changed).map(|outcome| Read { entry, outcome }));
+            }
+            Err(error) => self.read.push(Read { entry, outcome: Outcome::Unreadable(error) }),
+        }
         // The last one to read sees every change that any of them could have seen.
         if of.pieces_left.fetch_sub(1, Ordering::AcqRel) == 1
             && let Err(error) = self.check(&of.unread, &of.file)
         {
             self.read.push(Read { entry, outcome: Outcome::Unreadable(error) });
+        }
+    }
+
+    /// Hashes a file up to its end, which is its size.
+    fn read_to_end(&mut self, file: &OwnedFd) -> Result<(u64, Vec<Extent>), Errno> {
+        let (mut extents, mut size_bytes) = (Vec::new(), 0);
+        loop {
+            let hashed = self.hash(file, &[(size_bytes, MAX_EXTENT_BYTES)])?;
+            let Some(extent) = hashed.first() else { return Ok((size_bytes, extents)) };
+            size_bytes += u64::from(extent.length);
+            if size_bytes > MAX_UNSIZED_BYTES {
+                return Err(Errno::FBIG);
+            }
+            extents.push(*extent);
+            if extent.length < MAX_EXTENT_BYTES {
+                return Ok((size_bytes, extents));
+            }
         }
     }
 
@@ -162,6 +198,12 @@ impl<'a> Reader<'a> {
         self.shared.count(1, 0);
         Ok(())
     }
+}
+
+/// Whether a file ended before the last of its extents, whatever its size was said to be.
+fn ends_early(wanted: &[(u64, u32)], hashed: &[Extent]) -> bool {
+    wanted.last().map(|(offset, length)| (*offset, *length))
+        != hashed.last().map(|extent| (extent.offset, extent.length))
 }
 
 /// Where extents of a file are to stand: data between holes, cut at multiples of 1 MiB.

@@ -42,6 +42,8 @@ pub(super) struct Walk<'a> {
     cache: Option<&'a StatCache>,
     shared: &'a Shared<'a>,
     device: u64,
+    /// For each device that was seen, how far the sizes of its files can be trusted.
+    sizes: HashMap<u64, Sizes>,
     /// The first path of each file that has several.
     linked: HashMap<(u64, u64), usize>,
     batch: Vec<Task>,
@@ -85,6 +87,7 @@ impl<'a> Walk<'a> {
             cache,
             shared,
             device: 0,
+            sizes: HashMap::new(),
             linked: HashMap::new(),
             batch: Vec::new(),
             batch_bytes: 0,
@@ -270,12 +273,16 @@ impl<'a> Walk<'a> {
         let index = self.walked.entries.len();
         let fingerprint = Fingerprint::of(stat);
         let size_bytes = stat.st_size.cast_unsigned();
-        let known = self.cache.and_then(|cache| cache.get(path, &fingerprint)).cloned();
+        let is_unsized = self.sizes(&directory, stat.st_dev).are_unknown(size_bytes);
+        let known =
+            self.cache.filter(|_| !is_unsized).and_then(|cache| cache.get(path, &fingerprint)).cloned();
         let is_known = known.is_some();
         let Content { xattrs, extents } = known.unwrap_or_default();
         let entry = self.entry(path.to_vec(), stat, xattrs, EntryKind::File { size_bytes, extents });
         self.walked.entries.push(entry);
-        self.walked.fingerprints.insert(index, fingerprint);
+        if !is_unsized {
+            self.walked.fingerprints.insert(index, fingerprint);
+        }
         if is_known {
             if let Some(xattr) = self.cache.and_then(|cache| cache.left_out(path)) {
                 self.leave_out(path, xattr);
@@ -303,12 +310,18 @@ impl<'a> Walk<'a> {
             fingerprint,
             size_bytes,
             may_have_holes,
+            is_unsized,
         };
         self.batch.push(Task::File(file));
         self.batch_bytes += size_bytes;
         if self.batch.len() >= BATCH_FILES || self.batch_bytes >= PIECE_BYTES / 2 {
             self.send_batch();
         }
+    }
+
+    /// How far the sizes of files on a device can be trusted, of which `directory` is one.
+    fn sizes(&mut self, directory: &OwnedFd, device: u64) -> Sizes {
+        *self.sizes.entry(device).or_insert_with(|| Sizes::of(directory))
     }
 
     fn send_batch(&mut self) {
@@ -342,6 +355,57 @@ impl<'a> Walk<'a> {
             mtime_nanos: stat.st_mtime_nsec as u32,
             xattrs,
             kind,
+        }
+    }
+}
+
+/// How far the sizes of the files of a file system can be trusted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sizes {
+    /// All of them.
+    Right,
+    /// A file that says that it is empty may have content.
+    RightUnlessZero,
+    /// None: the kernel makes the content when it is read.
+    MadeUp,
+}
+
+impl Sizes {
+    fn of(directory: &OwnedFd) -> Self {
+        /// What `linux/magic.h` calls proc, sysfs, debugfs, tracefs, securityfs, both kinds of cgroups, resctrl,
+        /// bpf, configfs, binfmt_misc, selinuxfs, smackfs and xenfs.
+        const MADE_UP: [i64; 14] = [
+            0x9fa0,
+            0x6265_6572,
+            0x6462_6720,
+            0x7472_6163,
+            0x7363_6673,
+            0x0027_e0eb,
+            0x6367_7270,
+            0x0765_5821,
+            0xcafe_4a11,
+            0x6265_6570,
+            0x4249_4e4d,
+            0xf97c_ff8c,
+            0x4341_5d53,
+            0xabba_1974,
+        ];
+        const FUSE: i64 = 0x6573_5546;
+        #[allow(clippy::unnecessary_cast, clippy::cast_lossless)]
+        // The field differs from architecture to architecture.
+        match rustix::fs::fstatfs(directory).map(|found| found.f_type as i64 & 0xffff_ffff) {
+            Ok(FUSE) => Self::RightUnlessZero,
+            Ok(kind) if MADE_UP.contains(&kind) => Self::MadeUp,
+            _ => Self::Right,
+        }
+    }
+
+    /// Whether a file with this size may have another one.
+    fn are_unknown(self, size_bytes: u64) -> bool {
+        match self {
+            Self::Right => false,
+            Self::RightUnlessZero => size_bytes == 0,
+            Self::MadeUp => true,
         }
     }
 }
@@ -381,6 +445,11 @@ impl Walked {
                         extents.sort_unstable_by_key(|extent| extent.offset);
                     }
                     entry.xattrs.extend(content.xattrs);
+                }
+                Outcome::Size(read) => {
+                    if let EntryKind::File { size_bytes, .. } = &mut self.entries[index].kind {
+                        *size_bytes = read;
+                    }
                 }
                 Outcome::LeftOut(xattr) => {
                     self.skipped_xattr(&path, &xattr);
