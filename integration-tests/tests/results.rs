@@ -282,6 +282,58 @@ fn cache_that_cannot_travel_stays_as_before() {
 }
 
 #[test]
+fn linked_files_of_an_input_stay_one() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir_all(cluster.path("in/a/b")).expect("directories");
+    fs::write(cluster.path("in/one"), "1\n").expect("write");
+    fs::write(cluster.path("in/a/alone"), "alone").expect("write");
+    fs::set_permissions(cluster.path("in/a"), fs::Permissions::from_mode(0o750)).expect("a mode");
+    for name in ["in/a/b/two", "in/z"] {
+        fs::hard_link(cluster.path("in/one"), cluster.path(name)).expect("a link");
+    }
+    let script = "echo 2 >> in/a/b/two && cat in/one in/z in/a/alone && stat -c %h in/one && stat -c %a in/a";
+    for _ in 0..2 {
+        let output = cluster.output(["run", "-i", "in=in", "--", "sh", "-c", script]);
+        assert_eq!(code(&output), 0, "{}", describe(&output));
+        assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n2\n1\n2\nalone3\n750\n");
+    }
+    // In place, and once more from what that made.
+    let change = "echo 2 >> in/a/b/two && ln in/one in/a/more && rm in/z";
+    let output = cluster.output(["run", "-i", "in=in", "-o", "in", "--", "sh", "-c", change]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    let said = describe(&output);
+    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let input = format!("in=artifact:{}", artifact.expect("an artifact"));
+    let script = "echo 3 >> in/a/more && cat in/one in/a/b/two && stat -c %h in/one && ls in";
+    let output = cluster.output(["run", "-i", &input, "--", "sh", "-c", script]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "1\n2\n3\n1\n2\n3\n3\na\none\n");
+}
+
+#[test]
+fn device_of_number_zero_is_no_whiteout() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    // Made by a container, in an output and in a cache.
+    let make = "mknod o/w c 0 0 && echo x > o/x && mknod /cache/w c 0 0";
+    let output = cluster.output(["run", "-o", "o", "--cache", "c=/cache", "--", "sh", "-c", make]);
+    let said = describe(&output);
+    assert_eq!(code(&output), 0, "{said}");
+    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let input = format!("o=artifact:{}", artifact.expect("an artifact"));
+    let look = "ls o /cache && stat -c %F o/w && rm o/w && echo y >> o/x && ls o";
+    let output = cluster.output(["run", "-i", &input, "--cache", "c=/cache", "--", "sh", "-c", look]);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    let listed = "/cache:\nw\n\no:\nw\nx\ncharacter special file\nx\n";
+    assert_eq!(String::from_utf8_lossy(&output.stdout), listed);
+}
+
+#[test]
 fn input_that_cannot_travel_is_refused() {
     if !may_run_containers() {
         return;

@@ -11,6 +11,7 @@
 //! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
 //! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
 
+use std::collections::HashSet;
 use std::convert::Infallible;
 use std::panic::AssertUnwindSafe;
 use std::path::Path;
@@ -29,6 +30,7 @@ use runtime::{ContainerSpec, Ended, Mount, ProcessSpec, ProcessState, Root, Runt
 use tokio::sync::watch;
 use tonic::Status;
 use tracing::Instrument;
+use transfer::{DeviceKind, EntryKind};
 
 use crate::attendance;
 use crate::image::{self, Defaults};
@@ -394,8 +396,9 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
             Some((parent, digest)) => {
-                verify(worker, parent, &task.spec.team, digest).await?;
-                VolumeSource::CopyOnWrite { parent }
+                let manifest = verify(worker, parent, &task.spec.team, digest).await?;
+                // Images have many links that nothing writes to.
+                child(parent, &manifest, matches!(volume.mount, Some((_, false))))
             }
             None => VolumeSource::Empty,
         };
@@ -441,6 +444,36 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
     worker.runtime.create_container(prepared.container, spec).await?;
     worker.held.made_container(prepared.container);
     Ok(defaults)
+}
+
+/// How a child of a volume with this manifest is made, so that its container sees all of it.
+fn child(parent: VolumeHandle, manifest: &transfer::Manifest, keeps_links: bool) -> VolumeSource {
+    // In a layer below an overlay, such a device says that there is nothing.
+    let is_whiteout = |entry: &transfer::Entry| {
+        entry.kind == EntryKind::Device { kind: DeviceKind::Character, major: 0, minor: 0 }
+    };
+    if manifest.entries().iter().any(is_whiteout) {
+        return VolumeSource::Copy { original: parent };
+    }
+    let targets: HashSet<&[u8]> =
+        if keeps_links { manifest.entries().iter().filter_map(linked_to).collect() } else { HashSet::new() };
+    if targets.is_empty() {
+        return VolumeSource::CopyOnWrite { parent };
+    }
+    let names = manifest
+        .entries()
+        .iter()
+        .filter(|entry| linked_to(entry).is_some() || targets.contains(&entry.path[..]))
+        .map(|entry| entry.path().to_owned());
+    VolumeSource::CopyOnWriteLinked { parent, names: names.collect() }
+}
+
+/// The first name of a file, of which this entry is another.
+fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
+    match &entry.kind {
+        EntryKind::HardLink { to } => Some(to),
+        _ => None,
+    }
 }
 
 /// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.

@@ -1,6 +1,7 @@
 //! The host runtime, on this machine.
 
 mod host {
+    mod children;
     mod containment;
     mod deep;
     mod host_image;

@@ -111,6 +111,14 @@ pub enum VolumeSource {
         /// The volume it is a child of.
         parent: VolumeHandle,
     },
+    /// It starts as a copy-on-write child does. Each of these files has several names there, and stays one file when it
+    /// is written to by one of them, where the worker's way of making children would break the link.
+    CopyOnWriteLinked {
+        /// The volume it is a child of.
+        parent: VolumeHandle,
+        /// All names of the files that have several, relative to the root, in the order of a manifest.
+        names: Vec<PathBuf>,
+    },
     /// It is a copy of all that is in `original` now, which nobody writes to meanwhile, and needs neither that nor its parents.
     Copy {
         /// The volume whose contents it has.

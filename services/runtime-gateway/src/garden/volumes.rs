@@ -127,7 +127,8 @@ impl Worker {
         let (strategy, parent) = match source {
             VolumeSource::Empty => (Strategy::Empty, None),
             VolumeSource::Brought(what) => (self.import(&what)?, None),
-            VolumeSource::CopyOnWrite { parent } => {
+            // Whether links stay is up to the driver of the worker's volumes.
+            VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
                 own.insert(marks::PARENT.to_owned(), parent.to_string());
                 (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
             }

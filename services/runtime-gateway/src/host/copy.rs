@@ -4,10 +4,12 @@
 //! through it with [`transfer::TreeWalk`]: bounded descriptors and memory, no link followed, no mount point entered.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::Path;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 
 use rustix::fs::{
     AtFlags, FileType, Gid, Mode, OFlags, SeekFrom, Stat, Timespec, Timestamps, Uid, XattrFlags,
@@ -75,6 +77,46 @@ pub(super) fn copy_tree(from: &Path, to: &Path) -> io::Result<()> {
             links.remember(target.directory(), &name, &found)?;
         }
     }
+}
+
+/// Copies the files at `names` in `from`, with the directories that they are in, into `to`. Names of one file become names of
+/// one copy. Names come in the order of a manifest, so each directory is entered once.
+pub(super) fn copy_files(from: &Path, to: &Path, names: &[PathBuf]) -> io::Result<()> {
+    let (mut source, mut target) = (Descent::open(from)?, Descent::open(to)?);
+    let mut links = Links::new(target.directory().try_clone_to_owned()?);
+    let mut current: Vec<&OsStr> = Vec::new();
+    for path in names {
+        let Some(name) = path.file_name() else { continue };
+        let parent: Vec<_> = path.parent().unwrap_or(path).iter().collect();
+        let common = current.iter().zip(&parent).take_while(|(here, there)| here == there).count();
+        leave(&mut source, &mut target, current.len() - common)?;
+        for directory in &parent[common..] {
+            rustix::fs::mkdirat(target.directory(), *directory, Mode::RWXU)?;
+            source.enter(directory.as_bytes())?;
+            target.enter(directory.as_bytes())?;
+        }
+        current = parent;
+        let (name, found) = (name.as_bytes(), stat(source.directory(), name.as_bytes())?);
+        if found.st_nlink < 2 {
+            entry(source.directory(), target.directory(), name, &found)?;
+        } else if !links.link(target.directory(), name, &found)? {
+            entry(source.directory(), target.directory(), name, &found)?;
+            links.remember(target.directory(), name, &found)?;
+        }
+    }
+    leave(&mut source, &mut target, current.len())?;
+    links.clear()
+}
+
+/// Leaves directories of which the copies are complete.
+fn leave(source: &mut Descent, target: &mut Descent, levels: usize) -> io::Result<()> {
+    for _ in 0..levels {
+        let found = rustix::fs::fstat(source.directory())?;
+        finish(source.directory(), target.directory(), &found)?;
+        source.leave()?;
+        target.leave()?;
+    }
+    Ok(())
 }
 
 /// Files with several names, of which one was copied. Each has one more name in a directory at the top of the copy:
@@ -208,7 +250,9 @@ fn attributes(from: BorrowedFd<'_>, to: BorrowedFd<'_>) -> io::Result<()> {
         Err(rustix::io::Errno::OPNOTSUPP) => return Ok(()),
         result => result?,
     };
-    for name in names[..length].split(|byte| *byte == 0).filter(|name| !name.is_empty()) {
+    // What one overlay says of its layers is wrong for another one.
+    let copied = |name: &&[u8]| !name.is_empty() && !name.starts_with(b"trusted.overlay.");
+    for name in names[..length].split(|byte| *byte == 0).filter(copied) {
         let mut value = vec![0; 65536];
         let length = rustix::fs::fgetxattr(from, name, &mut value[..])?;
         rustix::fs::fsetxattr(to, name, &value[..length], XattrFlags::empty())?;
@@ -298,6 +342,37 @@ mod tests {
         copy_tree(&from, &to)?;
         assert_eq!(fs::read_dir(&to)?.count(), 5);
         assert_eq!(fs::metadata(to.join("3"))?.nlink(), 5);
+        Ok(())
+    }
+
+    #[test]
+    fn files_are_copied_with_their_directories() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        fs::create_dir_all(from.join("a/b"))?;
+        fs::create_dir_all(from.join("c"))?;
+        fs::create_dir(&to)?;
+        for file in ["a/b/one", "a/alone", "c/only", "other"] {
+            fs::write(from.join(file), file)?;
+        }
+        fs::hard_link(from.join("a/b/one"), from.join("a/two"))?;
+        fs::hard_link(from.join("a/b/one"), from.join("c/three"))?;
+        fs::set_permissions(from.join("a"), fs::Permissions::from_mode(0o710))?;
+        let names = ["a/b/one", "a/two", "c/only", "c/three"].map(PathBuf::from);
+        copy_files(&from, &to, &names)?;
+        for name in ["a/b/one", "a/two", "c/three"] {
+            let found = fs::metadata(to.join(name))?;
+            assert_eq!((fs::read_to_string(to.join(name))?.as_str(), found.nlink()), ("a/b/one", 3));
+        }
+        assert_eq!(fs::read_to_string(to.join("c/only"))?, "c/only");
+        assert!(!to.join("a/alone").exists() && !to.join("other").exists());
+        for name in ["a", "a/b", "c"] {
+            let [before, after] = [&from, &to].map(|root| fs::metadata(root.join(name)));
+            let (before, after) = (before?, after?);
+            assert_eq!((before.mode(), before.mtime()), (after.mode(), after.mtime()), "{name}");
+            assert_eq!(before.mtime_nsec(), after.mtime_nsec(), "{name}");
+        }
+        assert_eq!(fs::read_dir(&to)?.count(), 2, "nothing else is left");
         Ok(())
     }
 

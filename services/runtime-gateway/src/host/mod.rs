@@ -593,8 +593,9 @@ impl Runtime for HostRuntime {
         blocking(move || {
             let _turn = turn;
             host.hold.check()?;
-            if let VolumeSource::CopyOnWrite { parent: below } | VolumeSource::Copy { original: below } =
-                source
+            if let VolumeSource::CopyOnWrite { parent: below }
+            | VolumeSource::CopyOnWriteLinked { parent: below, .. }
+            | VolumeSource::Copy { original: below } = source
             {
                 host.refresh(below)?;
             }

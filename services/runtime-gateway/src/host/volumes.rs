@@ -21,7 +21,7 @@ use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use rustix::io::Errno;
 use rustix::mount::MountAttrFlags;
 
-use super::copy::copy_tree;
+use super::copy::{copy_files, copy_tree};
 use super::files::{self, at};
 use super::mounts::{self, Mounted, Overlay, Upper};
 use super::user_namespace::Range;
@@ -153,9 +153,10 @@ impl Volumes {
         };
         fs::create_dir(new).map_err(at("make", new))?;
         let contents = make("contents")?;
-        let parent = match source {
+        let (parent, names) = match source {
             VolumeSource::Empty => return Ok(()),
-            VolumeSource::CopyOnWrite { parent } => *parent,
+            VolumeSource::CopyOnWrite { parent } => (*parent, &[][..]),
+            VolumeSource::CopyOnWriteLinked { parent, names } => (*parent, &names[..]),
             VolumeSource::Copy { original } => {
                 let from = self.directory(*original)?;
                 return copy_tree(&from, &contents).map_err(at("copy", &from));
@@ -174,6 +175,11 @@ impl Volumes {
         // The root of the topmost layer is what is seen.
         let top = layers.first().map_or(&contents, |layer| layer);
         like(&upper, top).map_err(at("make", &upper))?;
+        if !names.is_empty() {
+            // An overlay copies a file up by one name and leaves the others as they are. A file that is up already is one.
+            let from = self.directory(parent)?;
+            copy_files(&from, &upper, names).map_err(at("copy", &from))?;
+        }
         let path = new.join("parent");
         fs::write(&path, parent.to_string()).map_err(at("write", &path))?;
         held(&self.children).entry(parent).or_default().insert(handle);

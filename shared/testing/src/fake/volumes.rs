@@ -68,7 +68,9 @@ impl FakeWorker {
     ) -> Result<(), RuntimeError> {
         let (parent, copied, brought) = match source {
             VolumeSource::Empty => (None, None, None),
-            VolumeSource::CopyOnWrite { parent } => (Some(parent), Some(parent), None),
+            VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
+                (Some(parent), Some(parent), None)
+            }
             VolumeSource::Copy { original } => (None, Some(original), None),
             VolumeSource::Brought(what) => (None, None, Some(self.brought(&what)?)),
         };

@@ -1,0 +1,38 @@
+//! What containers see of copy-on-write children.
+
+use std::fs;
+use std::path::PathBuf;
+
+use runtime::ContainerSpec;
+use testing::conformance::{RuntimeExt, Subject, container, directory, mount, process};
+
+use super::subject::HostSubject;
+
+#[tokio::test]
+async fn linked_files_stay_one_in_children() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let parent = runtime.volume().await;
+    let contents = directory(&*runtime, parent).await;
+    fs::create_dir_all(contents.join("d/e")).expect("directories");
+    fs::write(contents.join("d/e/one"), "1").expect("write");
+    fs::hard_link(contents.join("d/e/one"), contents.join("two")).expect("a link");
+    let names = || ["d/e/one", "two"].map(PathBuf::from).to_vec();
+    let mut below = parent;
+    // A child, and one of that.
+    for expected in ["12", "122"] {
+        let child = domain::VolumeHandle::new();
+        let source = runtime::VolumeSource::CopyOnWriteLinked { parent: below, names: names() };
+        runtime.create_volume(child, source).await.expect("a child");
+        let spec = ContainerSpec { mounts: vec![mount(child, "/child", false)], ..container() };
+        let script = "cd /child && printf 2 >> two && cat d/e/one && stat -c ' %h %i' two d/e/one";
+        let said = runtime.ran(spec, process(&["/bin/sh", "-c", script].map(str::to_owned))).await;
+        let said = said.text();
+        let mut lines = said.lines();
+        assert_eq!(lines.next().map(|first| first.split(' ').next()), Some(Some(expected)), "{said}");
+        let inodes: Vec<_> = said.lines().map(|line| line.rsplit(' ').next()).collect();
+        assert_eq!(inodes[0], inodes[1], "{said}");
+        below = child;
+    }
+    assert_eq!(fs::read_to_string(contents.join("two")).expect("read"), "1", "the parent stays as it was");
+}
