@@ -1,7 +1,9 @@
 //! Reaching directories below a root without ever following a symbolic link.
 //!
-//! Invariant: every descriptor that a [`Cursor`] gives out was reached from the root one component at a time with
-//! `O_NOFOLLOW`, so nothing that stands in the tree, and nobody who changes it, can lead out of it.
+//! Invariant: every directory that a [`Cursor`] gives out was reached from the root one component at a time with
+//! `O_NOFOLLOW`. So nothing that stands in the tree, and no change of the tree, can lead out of it. A directory that was
+//! reached before and closed since is opened again through `..` only if it has the device and inode that it had. Whoever
+//! puts another directory there may write to that one already.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -24,6 +26,11 @@ pub(crate) struct Cursor {
     path: Vec<u8>,
     /// Ancestors of `path` and itself: how much of `path` they are, and the open directory.
     open: Vec<(usize, Arc<OwnedFd>)>,
+    /// Ancestors of `path` that were closed: how much of `path` they are, and their device and inode. Ascending.
+    closed: Vec<(usize, (u64, u64))>,
+    /// How many directories were opened.
+    #[cfg(test)]
+    opened: usize,
 }
 
 impl Cursor {
@@ -39,12 +46,24 @@ impl Cursor {
 
     fn with_flags(root: &Path, flags: OFlags) -> io::Result<Self> {
         let root = openat(CWD, root, flags | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
-        Ok(Self { root: Arc::new(root), flags, path: Vec::new(), open: Vec::new() })
+        Ok(Self::at(Arc::new(root), flags))
+    }
+
+    fn at(root: Arc<OwnedFd>, flags: OFlags) -> Self {
+        Self {
+            root,
+            flags,
+            path: Vec::new(),
+            open: Vec::new(),
+            closed: Vec::new(),
+            #[cfg(test)]
+            opened: 0,
+        }
     }
 
     /// Another cursor in the same tree, at its root.
     pub(crate) fn fork(&self) -> Self {
-        Self { root: self.root.clone(), flags: self.flags, path: Vec::new(), open: Vec::new() }
+        Self::at(self.root.clone(), self.flags)
     }
 
     /// The root directory.
@@ -54,30 +73,80 @@ impl Cursor {
 
     /// Goes to the directory at `path`, which is safe.
     pub(crate) fn go(&mut self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        let is_ancestor =
+            |here: &[u8], end: usize| here.get(..end).is_some_and(|here| is_at_or_below(path, here));
+        let mut below = None;
         while let Some((end, _)) = self.open.last()
-            && !is_at_or_below(path, &self.path[..*end])
+            && !is_ancestor(&self.path, *end)
         {
-            self.open.pop();
+            below = self.open.pop();
+        }
+        while let Some((end, _)) = self.closed.last()
+            && !is_ancestor(&self.path, *end)
+        {
+            self.closed.pop();
+        }
+        if let Some((end, below)) = below
+            && let Some(above) = self.step_up(path, end, &below)?
+        {
+            return Ok(above);
         }
         let mut reached = self.open.last().map_or(0, |(end, _)| *end);
         let mut directory = self.open.last().map_or(&self.root, |(_, directory)| directory).clone();
         self.path.truncate(reached);
+        self.closed.truncate(self.closed.partition_point(|(end, _)| *end < reached));
         while reached < path.len() {
             let start = if reached == 0 { 0 } else { reached + 1 };
             let length = path[start..].iter().position(|byte| *byte == b'/').unwrap_or(path.len() - start);
             let name = &path[start..start + length];
             let flags = self.flags | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             directory = Arc::new(openat(&directory, name, flags, Mode::empty())?);
+            #[cfg(test)]
+            {
+                self.opened += 1;
+            }
             reached = start + length;
             self.path.clear();
             self.path.extend_from_slice(&path[..reached]);
             self.open.push((reached, directory.clone()));
             if self.open.len() > KEPT_OPEN {
-                self.open.remove(KEPT_OUTER);
+                let (end, closed) = self.open.remove(KEPT_OUTER);
+                self.closed.push((end, id(&closed)?));
             }
         }
         Ok(directory)
     }
+
+    /// Opens the directory at `path` again from `below`, which is in it and is the first `end` bytes of the current path.
+    /// `None`: it is not the last one that was closed, or another one is there now.
+    fn step_up(&mut self, path: &[u8], end: usize, below: &OwnedFd) -> io::Result<Option<Arc<OwnedFd>>> {
+        let is_parent = self.path.get(path.len()..end).is_some_and(|rest| {
+            rest.strip_prefix(b"/").is_some_and(|name| !name.is_empty() && !name.contains(&b'/'))
+        });
+        let Some((_, known)) = self.closed.pop_if(|(closed, _)| is_parent && *closed == path.len()) else {
+            return Ok(None);
+        };
+        let flags = self.flags | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let Ok(above) = openat(below, "..", flags, Mode::empty()) else { return Ok(None) };
+        #[cfg(test)]
+        {
+            self.opened += 1;
+        }
+        if id(&above)? != known {
+            return Ok(None);
+        }
+        let above = Arc::new(above);
+        self.path.truncate(path.len());
+        self.open.push((path.len(), above.clone()));
+        Ok(Some(above))
+    }
+}
+
+/// The device and inode of a directory.
+#[allow(clippy::unnecessary_cast)] // The fields differ from architecture to architecture.
+fn id(directory: &OwnedFd) -> io::Result<(u64, u64)> {
+    let stat = fstat(directory)?;
+    Ok((stat.st_dev as u64, stat.st_ino as u64))
 }
 
 fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
@@ -151,4 +220,72 @@ pub(crate) fn chmod_no_follow(directory: impl AsFd, name: &[u8], mode: Mode) -> 
     }
     // What is open as a path only has its mode changed through its name in /proc; that leads to this very node.
     chmodat(CWD, format!("/proc/self/fd/{}", node.as_raw_fd()), mode, AtFlags::empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use rustix::fs::{mkdirat, renameat};
+
+    use super::*;
+
+    const DEPTH: usize = 2_000;
+
+    /// A path of directories with the name `d`.
+    fn path(depth: usize) -> Vec<u8> {
+        vec!["d"; depth].join("/").into_bytes()
+    }
+
+    fn chain(root: &Path, depth: usize) -> Cursor {
+        let mut cursor = Cursor::new(root).expect("a cursor");
+        for level in 0..depth {
+            let directory = cursor.go(&path(level)).expect("entered");
+            mkdirat(&directory, "d", Mode::RWXU).expect("made");
+        }
+        cursor
+    }
+
+    #[test]
+    fn deep_chain_is_left_in_linear_time() {
+        let root = tempfile::tempdir().expect("a directory");
+        let mut cursor = chain(root.path(), DEPTH);
+        for level in (0..=DEPTH).rev() {
+            let directory = cursor.go(&path(level)).expect("reached");
+            assert_eq!(is_empty(&directory), Ok(level == DEPTH));
+            assert!(cursor.open.len() <= KEPT_OPEN);
+        }
+        assert!(cursor.opened < 3 * DEPTH, "{} directories were opened", cursor.opened);
+        // Down and up again at places far from each other.
+        for level in [7, 1999, 40, 39, 1000, 999, 998, 2000, 3] {
+            let directory = cursor.go(&path(level)).expect("reached");
+            let mut again = cursor.fork();
+            assert_eq!(
+                id(&directory).expect("known"),
+                id(&again.go(&path(level)).expect("reached")).expect("known")
+            );
+        }
+        // The standard library would keep each level open.
+        crate::remove_tree(&root.path().join("d")).expect("removed");
+    }
+
+    #[test]
+    fn moved_directory_is_not_left_upwards() {
+        let (root, elsewhere) = (tempfile::tempdir().expect("made"), tempfile::tempdir().expect("made"));
+        let mut cursor = chain(root.path(), 100);
+        cursor.go(&path(100)).expect("reached");
+        // The directory from which the next step up begins, once all above it are closed.
+        let begin = 100 - (KEPT_OPEN - KEPT_OUTER) + 1;
+        for level in (begin..100).rev() {
+            cursor.go(&path(level)).expect("reached");
+        }
+        let above = cursor.fork().go(&path(begin - 1)).expect("reached");
+        fs::create_dir(elsewhere.path().join("other")).expect("made");
+        let other = Cursor::new(&elsewhere.path().join("other")).expect("a cursor");
+        renameat(&above, "d", other.root(), "d").expect("moved");
+        let reached = cursor.go(&path(begin - 1)).expect("reached from the root");
+        assert_eq!(id(&reached).expect("known"), id(&above).expect("known"));
+        assert!(cursor.go(&path(begin)).is_err(), "it is not there any more");
+        crate::remove_tree(&root.path().join("d")).expect("removed");
+    }
 }
