@@ -68,6 +68,54 @@ fn a_run_goes_on_when_its_cluster_is_killed_and_started_again() {
 }
 
 #[test]
+fn cluster_inherits_nothing_of_its_first_command() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let run = cluster.gantry(["run", "--", "true"]);
+    let mut first = std::process::Command::new("sh");
+    let script = "umask 077; ulimit -S -c 100; ulimit -S -f 1000; ulimit -S -n 200; ulimit -S -t 20; \
+        trap '' HUP TERM; exec 7< /; exec nice -n 5 taskset -c 0 \"$@\"";
+    first.args(["-c", script, "sh"]).arg(run.get_program()).args(run.get_args());
+    first.env_clear().envs(run.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let output = first.env("SECRET", "x").current_dir(cluster.path("run")).output().expect("gantry runs");
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+
+    let pid = cluster.pid().expect("a running cluster");
+    let of = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).expect("read");
+    let (status, limits) = (of("status"), of("limits"));
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.trim_start_matches(':').split_whitespace().next().unwrap_or_default().to_owned()
+    };
+    let first_process = fs::read_to_string("/proc/1/status").expect("read");
+    let processors = field(&first_process, "Cpus_allowed");
+    assert_eq!(field(&status, "Umask"), "0022");
+    assert_eq!(field(&status, "SigBlk"), "0000000000000000");
+    let ignored = u64::from_str_radix(&field(&status, "SigIgn"), 16).expect("a number");
+    assert_eq!(ignored & (1 << 14 | 1), 0, "neither TERM nor HUP");
+    assert_eq!(field(&status, "Cpus_allowed"), processors);
+    for name in ["Max file size", "Max cpu time"] {
+        assert_eq!(field(&limits, name), "unlimited", "{name}");
+    }
+    assert_eq!(field(&limits, "Max core file size"), "0");
+    let mut descriptors = limits.lines().find(|line| line.starts_with("Max open files")).expect("listed")
+        ["Max open files".len()..]
+        .split_whitespace();
+    assert_eq!(descriptors.next(), descriptors.next(), "the soft limit is the hard one");
+    assert!(!of("environ").contains("SECRET"));
+    let link = |name: &str| fs::read_link(format!("/proc/{pid}/{name}"));
+    assert_eq!(link("cwd").expect("a directory"), Path::new("/"));
+    assert!(!link("fd/7").is_ok_and(|file| file == Path::new("/")));
+
+    let script = "nice; stat -c %a /; ulimit -t; ulimit -f; grep Cpus_allowed: /proc/self/status | cut -f2";
+    let said = cluster.succeed(["run", "--user", "65534", "--", "sh", "-c", script]);
+    let said = String::from_utf8(said).expect("text");
+    assert_eq!(said.lines().collect::<Vec<_>>(), ["0", "755", "unlimited", "unlimited", &processors]);
+}
+
+#[test]
 fn an_idle_cluster_ends_by_itself() {
     if !may_run_containers() {
         return;

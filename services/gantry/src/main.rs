@@ -58,6 +58,7 @@ use anyhow::Context;
 use clap::parser::ValueSource;
 use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
+use server::inherited::{self, NotSet};
 use server::settings;
 use server::telemetry::{self, RecentSpans, Telemetry};
 use tokio::runtime::{Builder, Runtime};
@@ -82,13 +83,19 @@ fn main() -> ExitCode {
             return ExitCode::from(if error.use_stderr() { exit::OURS } else { 0 });
         }
     };
-    if matches!(&cli.command, Command::Up(args) if args.detached) {
-        detach();
-    }
+    let not_set = match &cli.command {
+        Command::Up(args) if args.detached => detach(),
+        Command::Up(_) => {
+            inherited::prepare_service();
+            Vec::new()
+        }
+        _ => Vec::new(),
+    };
     let ui = match &cli.command {
         Command::Run(_) | Command::Attach(_) | Command::Logs(_) => Ui::with_events(&cli.global),
         _ => Ui::new(&cli.global),
     };
+    not_set.iter().for_each(|not_set| ui.warn(&not_set.to_string()));
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     settings::misspelt(variables).iter().for_each(|what| ui.warn(what));
@@ -268,10 +275,12 @@ fn version(global: &Global) -> anyhow::Result<()> {
     }
 }
 
-/// Makes this process independent of who started it: a session of its own, and no file of his but the log.
-fn detach() {
+/// Makes this process independent of the command that started it: a session of its own, no file of the command but the log, and none
+/// of its limits. Answers what could not be set.
+fn detach() -> Vec<NotSet> {
     // It fails only for the leader of a process group, which is independent enough.
     _ = rustix::process::setsid();
     // SAFETY: nothing in this process has opened a file yet, so whatever is open beyond standard error belongs to nobody here.
     unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
+    inherited::prepare_cluster()
 }

@@ -11,6 +11,7 @@ mod capabilities;
 mod deadline;
 mod gate;
 mod health;
+pub mod inherited;
 mod listen_args;
 mod listener;
 mod operators;

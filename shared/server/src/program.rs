@@ -16,6 +16,7 @@ use anyhow::Context;
 use clap::{ArgMatches, Args, CommandFactory, FromArgMatches};
 
 use crate::health::{self, HealthArgs};
+use crate::inherited;
 use crate::listen_args::Started;
 use crate::operators::Recorder;
 use crate::settings;
@@ -104,6 +105,7 @@ pub fn command<P: Program>() -> clap::Command {
 
 /// Runs a service to its end.
 pub fn run<P: Program>() -> ExitCode {
+    inherited::prepare_service();
     let command = command::<P>();
     let matches = match command.clone().try_get_matches() {
         // A variable that is misspelled is the better explanation for a setting that is missing.
@@ -195,6 +197,7 @@ async fn ask(args: HealthArgs) -> anyhow::Result<String> {
 
 async fn serve<P: Program>(program: P) -> anyhow::Result<()> {
     let _telemetry = program.listen().telemetry(P::NAME)?;
+    inherited::warn_of_few_open_files();
     let Started { listener, token, secret_paths, metrics, drain, probe_interval } =
         program.listen().start().await?;
     let metrics = match metrics {

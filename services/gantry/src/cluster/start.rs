@@ -1,5 +1,6 @@
 //! From a command to a cluster that answers: finds the one on this machine, or starts it.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
@@ -93,6 +94,14 @@ async fn start(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     }
 }
 
+/// Whether a variable is a setting of the cluster. The others belong to the command: they may hold secrets, or name directories that go.
+fn is_for_cluster(name: &OsStr) -> bool {
+    let name = name.to_string_lossy();
+    let named = ["HOME", "PATH", "TZ"].contains(&&*name);
+    let prefixed = ["GANTRY_", "OTEL_", "RUST_", "XDG_"].iter().any(|prefix| name.starts_with(prefix));
+    (named || prefixed) && name != "GANTRY_SERVER"
+}
+
 /// Waits a moment for the cluster's own worker. Before that nobody can say that a command could never run there: it would wait for ever.
 async fn knows_its_worker(endpoint: &str) -> anyhow::Result<()> {
     let mut workers = WorkersClient::new(peer(endpoint, Outgoing::internal())?);
@@ -133,7 +142,8 @@ impl Starting {
         let program = std::env::current_exe().context("the path of this program is unknown")?;
         let child = Command::new(program)
             .args(["up", "--detached"])
-            .env_remove("GANTRY_SERVER")
+            .env_clear()
+            .envs(std::env::vars_os().filter(|(name, _)| is_for_cluster(name)))
             .current_dir("/")
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
@@ -175,5 +185,20 @@ impl Starting {
         let lines: Vec<&str> = text.lines().collect();
         let end = &lines[lines.len().saturating_sub(SHOWN_LINES)..];
         if end.is_empty() { String::new() } else { format!("; its log ends with\n  {}", end.join("\n  ")) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cluster_sees_settings_only() {
+        for name in ["HOME", "PATH", "XDG_STATE_HOME", "GANTRY_LOG", "OTEL_SERVICE_NAME", "RUST_BACKTRACE"] {
+            assert!(is_for_cluster(OsStr::new(name)), "{name}");
+        }
+        for name in ["GANTRY_SERVER", "TMPDIR", "LD_PRELOAD", "AWS_SECRET_ACCESS_KEY", "PATHS"] {
+            assert!(!is_for_cluster(OsStr::new(name)), "{name}");
+        }
     }
 }

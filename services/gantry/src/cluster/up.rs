@@ -75,6 +75,7 @@ async fn serve(
 ) -> anyhow::Result<()> {
     let spans = RecentSpans::default();
     let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
+    server::inherited::warn_of_few_open_files();
     let mut listeners = vec![bind(paths)?];
     let mut endpoints = vec![paths.endpoint()];
     let (mut token, mut open) = (None, None);

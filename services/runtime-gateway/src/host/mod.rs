@@ -306,6 +306,13 @@ impl HostRuntime {
         if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
             tracing::warn!(missing, "containers cannot be limited in everything");
         }
+        for (limit, value) in server::inherited::limits_out_of_reach() {
+            tracing::warn!(
+                limit,
+                value,
+                "processes of containers have a lower limit than usual: this process has it and may not raise it"
+            );
+        }
         let mut capabilities =
             capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
         match host.volumes.owners_fixed() {

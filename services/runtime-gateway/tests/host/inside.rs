@@ -228,6 +228,54 @@ async fn programs_see_their_limits_and_cannot_change_them() {
     assert!(said.starts_with("134217728") && said.contains("Read-only file system"), "{said}");
 }
 
+/// Sets a soft limit of this process that no test depends on.
+fn set_soft_limit(resource: u32, soft: u64) {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: one record is written, and then read.
+    unsafe {
+        assert_eq!(libc::getrlimit(resource, &raw mut limit), 0);
+        limit.rlim_cur = soft;
+        assert_eq!(libc::setrlimit(resource, &raw const limit), 0);
+    }
+}
+
+#[tokio::test]
+async fn container_inherits_no_limit_of_the_gateway() {
+    let Some(subject) = HostSubject::new() else { return };
+    set_soft_limit(libc::RLIMIT_MSGQUEUE, 1000);
+    set_soft_limit(libc::RLIMIT_RSS, 1 << 40);
+    set_soft_limit(libc::RLIMIT_LOCKS, 5000);
+    for privileged in [false, true] {
+        let spec = ContainerSpec { privileged, ..container() };
+        let table = output(&subject, spec, "cat /proc/self/limits; umask").await;
+        let soft = |name: &str| {
+            let line = table.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+            line.split_whitespace().next().unwrap_or_default().to_owned()
+        };
+        for unlimited in [
+            "Max cpu time",
+            "Max file size",
+            "Max data size",
+            "Max resident set",
+            "Max address space",
+            "Max file locks",
+            "Max realtime timeout",
+        ] {
+            assert_eq!(soft(unlimited), "unlimited", "{unlimited}");
+        }
+        for (name, value) in [
+            ("Max stack size", "8388608"),
+            ("Max core file size", "0"),
+            ("Max msgqueue size", "819200"),
+            ("Max nice priority", "0"),
+            ("Max realtime priority", "0"),
+        ] {
+            assert_eq!(soft(name), value, "{name}");
+        }
+        assert!(table.ends_with("\n0022"), "{table}");
+    }
+}
+
 #[tokio::test]
 async fn text_need_not_be_utf_8() {
     let Some(subject) = HostSubject::new() else { return };

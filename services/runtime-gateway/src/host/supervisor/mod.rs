@@ -162,6 +162,8 @@ fn detach(alive: &OwnedFd) -> io::Result<()> {
     }
     rustix::process::chdir("/")?;
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    // The limits of the gateway are its own. A hard limit that cannot be raised holds for the container, too.
+    server::inherited::set_limits();
     // libcontainer leaves the groups as they are when a container has none of its own.
     // SAFETY: an empty list.
     if unsafe { libc::setgroups(0, std::ptr::null()) } < 0 {

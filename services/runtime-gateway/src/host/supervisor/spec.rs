@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::thread::CapabilitySet;
 use serde_json::{Value, json};
+use server::inherited::container_limits;
 
 use crate::host::record::Container;
 use crate::host::user_namespace::Range;
@@ -215,13 +216,10 @@ pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value
     })
 }
 
-/// Limits of each process that are lower than those of the supervisor.
+/// Every limit of a process, so that a container inherits none of the gateway's.
 fn limits_of_processes() -> Value {
-    // Not all memory of sockets is counted, so their number is bounded.
-    const OPEN_FILES: u64 = 65_536;
-    let known = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    let least = |limit: Option<u64>| limit.map_or(OPEN_FILES, |limit| limit.min(OPEN_FILES));
-    json!([{ "type": "RLIMIT_NOFILE", "soft": least(known.current), "hard": least(known.maximum) }])
+    let limits = container_limits().into_iter().filter_map(|limit| limit.within_reach().ok());
+    limits.map(|limit| json!({ "type": limit.name, "soft": limit.soft, "hard": limit.hard })).collect()
 }
 
 fn mount(destination: &str, kind: &str, options: &[&str]) -> Value {

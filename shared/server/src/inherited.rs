@@ -1,0 +1,266 @@
+//! Process attributes that a program inherits from the program that starts it.
+//!
+//! A service outlives the command that starts it, and so do containers. These functions give a process a documented state instead of
+//! the one it inherits. They are called first in `main`, because each thread inherits from the thread that makes it:
+//!
+//! - [`prepare_service`]: by every service, also in the foreground. An administrator may have set limits, niceness and processors.
+//! - [`prepare_cluster`]: by the cluster that a command starts in the background. None of the command's attributes remain.
+//! - [`set_limits`]: by supervisors, so that containers have the same limits on every worker.
+
+use std::fmt;
+use std::io;
+
+/// Most open files of a container's process. Memory of sockets is not counted everywhere, so their number is bounded.
+const CONTAINER_OPEN_FILES: u64 = 65_536;
+/// The least hard limit of open files of a cluster, if the system allows that many.
+const CLUSTER_OPEN_FILES: u64 = 524_288;
+/// A service with fewer open files than this says so in its log: about a hundred containers at a time need them.
+const FEW_OPEN_FILES: u64 = 4_096;
+/// Bytes of a stack: the kernel's default.
+const STACK: u64 = 8 << 20;
+/// Bytes of memory that a process may lock: the kernel's default.
+const LOCKED_MEMORY: u64 = 8 << 20;
+/// Bytes of POSIX message queues: the kernel's default.
+const MESSAGE_QUEUES: u64 = 819_200;
+
+/// A limit of a process (`RLIMIT_…`). [`UNLIMITED`] is the largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limit {
+    /// Its name in an OCI configuration.
+    pub name: &'static str,
+    resource: u32,
+    /// What applies.
+    pub soft: u64,
+    /// The most that the process may set.
+    pub hard: u64,
+}
+
+/// No limit.
+pub const UNLIMITED: u64 = libc::RLIM_INFINITY;
+
+/// The limits of a container's processes. They are those of the kernel's first process, apart from open files.
+pub fn container_limits() -> Vec<Limit> {
+    let threads = half_of_all_threads();
+    let limit = |name, resource, soft, hard| Limit { name, resource, soft, hard };
+    let same = |name, resource, value| limit(name, resource, value, value);
+    vec![
+        same("RLIMIT_AS", libc::RLIMIT_AS, UNLIMITED),
+        limit("RLIMIT_CORE", libc::RLIMIT_CORE, 0, UNLIMITED),
+        same("RLIMIT_CPU", libc::RLIMIT_CPU, UNLIMITED),
+        same("RLIMIT_DATA", libc::RLIMIT_DATA, UNLIMITED),
+        same("RLIMIT_FSIZE", libc::RLIMIT_FSIZE, UNLIMITED),
+        same("RLIMIT_LOCKS", libc::RLIMIT_LOCKS, UNLIMITED),
+        same("RLIMIT_MEMLOCK", libc::RLIMIT_MEMLOCK, LOCKED_MEMORY),
+        same("RLIMIT_MSGQUEUE", libc::RLIMIT_MSGQUEUE, MESSAGE_QUEUES),
+        same("RLIMIT_NICE", libc::RLIMIT_NICE, 0),
+        same("RLIMIT_NOFILE", libc::RLIMIT_NOFILE, CONTAINER_OPEN_FILES),
+        same("RLIMIT_NPROC", libc::RLIMIT_NPROC, threads),
+        same("RLIMIT_RSS", libc::RLIMIT_RSS, UNLIMITED),
+        same("RLIMIT_RTPRIO", libc::RLIMIT_RTPRIO, 0),
+        same("RLIMIT_RTTIME", libc::RLIMIT_RTTIME, UNLIMITED),
+        same("RLIMIT_SIGPENDING", libc::RLIMIT_SIGPENDING, threads),
+        limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK, UNLIMITED),
+    ]
+}
+
+impl Limit {
+    /// As near to this limit as a process with the limits of this one can be.
+    pub fn within_reach(self) -> io::Result<Self> {
+        let hard = self.read()?.rlim_max.min(self.hard);
+        Ok(Self { soft: self.soft.min(hard), hard, ..self })
+    }
+
+    fn read(self) -> io::Result<libc::rlimit> {
+        let mut found = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the kernel writes one record.
+        check(unsafe { libc::getrlimit(self.resource, &raw mut found) })?;
+        Ok(found)
+    }
+
+    fn write(self, soft: u64, hard: u64) -> io::Result<()> {
+        let value = libc::rlimit { rlim_cur: soft, rlim_max: hard };
+        // SAFETY: the kernel reads one record.
+        check(unsafe { libc::setrlimit(self.resource, &raw const value) })
+    }
+
+    /// Sets the soft limit, and raises the hard one where it is lower. Never lowers the hard one, which cannot be taken back.
+    fn set(self) {
+        let Ok(found) = self.read() else { return };
+        if self.write(self.soft, found.rlim_max.max(self.hard)).is_err() {
+            // Only some may raise the hard one. A lower soft limit may always be set.
+            _ = self.write(self.soft.min(found.rlim_max), found.rlim_max);
+        }
+    }
+}
+
+/// An attribute that could not be set.
+#[derive(Debug)]
+pub struct NotSet {
+    what: &'static str,
+    cause: io::Error,
+}
+
+impl fmt::Display for NotSet {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "cannot set {} of this process: {}", self.what, self.cause)
+    }
+}
+
+/// Gives a service what it needs, and leaves what an administrator may have chosen: umask 022, no blocked signals, and as many open
+/// files as its hard limit allows.
+pub fn prepare_service() {
+    set_umask();
+    unblock_signals();
+    raise_open_files();
+}
+
+/// Gives a cluster that outlives its command a state that does not depend on the command. Answers what could not be set.
+pub fn prepare_cluster() -> Vec<NotSet> {
+    set_umask();
+    default_signals();
+    set_limits();
+    let allowed = read_number("/proc/sys/fs/nr_open").unwrap_or(CLUSTER_OPEN_FILES);
+    let wanted = CLUSTER_OPEN_FILES.min(allowed);
+    Limit { soft: wanted, hard: wanted, ..open_files() }.set();
+    raise_open_files();
+    set_scheduling().filter_map(|(what, set)| Some(NotSet { what, cause: set.err()? })).collect()
+}
+
+/// Sets every limit of this process to that of containers, as far as the system allows. A higher hard limit remains.
+pub fn set_limits() {
+    container_limits().into_iter().for_each(Limit::set);
+}
+
+/// The limits that containers started by this process cannot have, with the values that they get instead.
+pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {
+    let raises = rustix::thread::capabilities(None)
+        .is_ok_and(|held| held.permitted.contains(rustix::thread::CapabilitySet::SYS_RESOURCE));
+    let limits = container_limits().into_iter().filter(|_| !raises);
+    let reached = limits.filter_map(|limit| Some((limit, limit.within_reach().ok()?)));
+    reached
+        .filter(|(limit, reached)| reached.hard < limit.hard)
+        .map(|(limit, reached)| (limit.name, reached.hard))
+        .collect()
+}
+
+/// Logs a warning if this process may have few open files.
+pub fn warn_of_few_open_files() {
+    let hard = open_files().read().map_or(UNLIMITED, |found| found.rlim_max);
+    if hard < FEW_OPEN_FILES {
+        tracing::warn!(
+            limit = hard,
+            "the hard limit of open files is low: starts and connections wait for each other; raise it to {FEW_OPEN_FILES}"
+        );
+    }
+}
+
+fn set_umask() {
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+}
+
+/// Lets every signal reach this process. A blocked TERM would make a service that cannot be stopped.
+fn unblock_signals() {
+    // SAFETY: the set is filled before it is used, and the mask is that of this thread.
+    unsafe {
+        let mut none = std::mem::zeroed();
+        libc::sigemptyset(&raw mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+    }
+}
+
+/// Gives every signal its default effect, also one that the command ignored. The exception is PIPE, as in every Rust program.
+fn default_signals() {
+    let signals = (1..=libc::SIGRTMAX()).filter(|signal| *signal != libc::SIGPIPE);
+    for signal in signals {
+        // SAFETY: a default effect runs no code of ours, and no handler has been installed yet. KILL and STOP are refused.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    unblock_signals();
+}
+
+fn open_files() -> Limit {
+    Limit { name: "RLIMIT_NOFILE", resource: libc::RLIMIT_NOFILE, soft: 0, hard: 0 }
+}
+
+fn raise_open_files() {
+    let limit = open_files();
+    if let Ok(found) = limit.read() {
+        // A soft limit may always be raised to the hard one; if it is not, the warning about few open files remains true.
+        _ = limit.write(found.rlim_max, found.rlim_max);
+    }
+}
+
+/// Sets niceness, scheduling policy, priority of input and output, processors, memory policy, execution domain and OOM score to what
+/// the first process of the machine has.
+fn set_scheduling() -> impl Iterator<Item = (&'static str, io::Result<()>)> {
+    let parameters = libc::sched_param { sched_priority: 0 };
+    // Every processor; the kernel leaves out those that are not there or that a cpuset excludes.
+    let processors = [u8::MAX; 1024];
+    // SAFETY: take numbers, or records that live as long as the calls.
+    let set = unsafe {
+        [
+            (
+                "the scheduling policy",
+                call(libc::sched_setscheduler(0, libc::SCHED_OTHER, &raw const parameters)),
+            ),
+            ("the niceness", call(libc::setpriority(libc::PRIO_PROCESS, 0, 0))),
+            ("the priority of input and output", call(libc::syscall(libc::SYS_ioprio_set, 1, 0, 0))),
+            (
+                "the processors",
+                call(libc::syscall(libc::SYS_sched_setaffinity, 0, processors.len(), processors.as_ptr())),
+            ),
+            (
+                "the memory policy",
+                match call(libc::syscall(libc::SYS_set_mempolicy, 0, std::ptr::null::<u8>(), 0)) {
+                    // A kernel without nodes of memory has no policies.
+                    Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => Ok(()),
+                    set => set,
+                },
+            ),
+            ("the execution domain", call(libc::personality(0))),
+        ]
+    };
+    set.into_iter().chain([("the OOM score", std::fs::write("/proc/self/oom_score_adj", "0"))])
+}
+
+fn call(result: impl Into<i64>) -> io::Result<()> {
+    if result.into() < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    call(result)
+}
+
+/// The kernel's default for the processes of one user, and for the signals that wait for them.
+fn half_of_all_threads() -> u64 {
+    read_number("/proc/sys/kernel/threads-max").map_or(UNLIMITED, |threads| threads / 2)
+}
+
+fn read_number(path: &str) -> Option<u64> {
+    std::fs::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn limit_keeps_higher_hard_limit() -> io::Result<()> {
+        let cores = container_limits().into_iter().find(|limit| limit.name == "RLIMIT_CORE").expect("listed");
+        let before = cores.read()?;
+        Limit { soft: 0, hard: 0, ..cores }.set();
+        let after = cores.read()?;
+        assert_eq!((after.rlim_cur, after.rlim_max), (0, before.rlim_max));
+        cores.write(before.rlim_cur, before.rlim_max)
+    }
+
+    #[test]
+    fn limit_within_reach_ends_at_hard_limit() -> io::Result<()> {
+        let hard = open_files().read()?.rlim_max;
+        let reached = Limit { soft: UNLIMITED, hard: UNLIMITED, ..open_files() }.within_reach()?;
+        assert_eq!((reached.soft, reached.hard), (hard, hard));
+        let lower = Limit { soft: 5, hard: 7, ..open_files() }.within_reach()?;
+        assert_eq!((lower.soft, lower.hard), (5, 7));
+        Ok(())
+    }
+}
