@@ -5,6 +5,7 @@ mod host {
     mod containment;
     mod deep;
     mod host_image;
+    mod images;
     mod inside;
     mod leftovers;
     mod networks;

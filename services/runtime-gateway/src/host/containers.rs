@@ -546,7 +546,7 @@ fn is_link(found: &rustix::fs::Stat) -> bool {
 }
 
 /// Whether the content of a tree is why a call of the system failed, and not the worker.
-fn is_of_content(error: &io::Error) -> bool {
+pub(super) fn is_of_content(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let of_content = [
         Errno::LOOP,

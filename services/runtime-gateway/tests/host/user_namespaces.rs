@@ -173,7 +173,7 @@ async fn what_a_container_writes_is_seen_while_it_runs_and_afterwards() {
 }
 
 /// Copies a program of this machine with its libraries.
-fn copy_program(program: &str, root: &Path) {
+pub(crate) fn copy_program(program: &str, root: &Path) {
     let linked = std::process::Command::new("ldd").arg(program).output().expect("run ldd");
     let linked = String::from_utf8(linked.stdout).expect("text");
     for path in linked.split_whitespace().filter(|word| word.starts_with('/')).chain([program]) {

@@ -11,6 +11,7 @@
 //! - The exit record is written when every process of the container is dead and all their output is in the spools.
 //! - Whatever ends this process ends the container too, and its mounts: they are in a namespace of its own.
 
+mod hosts;
 mod init;
 mod rootfs;
 mod run;

@@ -5,18 +5,18 @@
 //! its image leads a mount elsewhere.
 
 use std::fs;
-use std::io::{self, Read as _};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use domain::VolumeHandle;
-use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Uid};
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags};
 use rustix::thread::UnshareFlags;
 
-use super::Failed;
 use super::spec::hostname;
+use super::{Failed, hosts};
 use crate::host::containers::ROOT;
 use crate::host::image::{self, Image};
 use crate::host::mounts::{self, Mounted};
@@ -110,9 +110,8 @@ pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Fai
         write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
             .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
     }
-    if let Some(hosts) =
-        hosts(root.as_fd(), &hostname(container)).map_err(Failed::while_doing("read /etc/hosts"))?
-    {
+    let hosts = hosts::contents(root.as_fd(), &hostname(container));
+    if let Some(hosts) = hosts.map_err(Failed::while_doing("read /etc/hosts"))? {
         write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
     }
     fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
@@ -330,34 +329,6 @@ fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String
         OwnNetwork::Host => fs::read_to_string(RESOLVER).ok(),
         OwnNetwork::None => None,
     }
-}
-
-/// Most bytes of an `/etc/hosts` to which a container's own name is added.
-const MOST_HOSTS: u64 = 1 << 20;
-
-/// What a container's `/etc/hosts` says when its own name is in it. `None`: it is in it, or the file cannot be changed.
-fn hosts(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
-    let mut contents = match mounts::open_in(root, Path::new("/etc/hosts"), OFlags::PATH | OFlags::NOFOLLOW) {
-        Ok(found) if FileType::from_raw_mode(rustix::fs::fstat(&found)?.st_mode).is_file() => {
-            let file = fs::File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
-            let mut contents = Vec::new();
-            file.take(MOST_HOSTS + 1).read_to_end(&mut contents)?;
-            if contents.len() as u64 > MOST_HOSTS {
-                return Ok(None);
-            }
-            contents
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            b"127.0.0.1\tlocalhost\n::1\tlocalhost\n".to_vec()
-        }
-        _ => return Ok(None),
-    };
-    let named = contents.split(u8::is_ascii_whitespace).any(|word| word == hostname.as_bytes());
-    if named {
-        return Ok(None);
-    }
-    contents.extend_from_slice(format!("\n127.0.1.1\t{hostname}\n").as_bytes());
-    Ok(Some(contents))
 }
 
 fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result<()> {
