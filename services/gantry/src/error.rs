@@ -275,7 +275,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "PROGRAM_NOT_FOUND" => "give the path that it has there, or set PATH with --env",
         "USER_NOT_FOUND" => "check the name, or give a number with --user",
         "WORKING_DIRECTORY_MISSING" => "check the path given with --dir",
-        "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name its interpreter",
+        "PROGRAM_NOT_EXECUTABLE" => "make it executable, or name an interpreter that the image has",
         "WORKER_LOST" | "START_UNKNOWN" | "EXIT_UNKNOWN" | "CONTACT_LOST" => {
             "run it again if it may run twice, or have that done with --retries, or with more of them"
         }

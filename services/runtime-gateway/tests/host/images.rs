@@ -1,4 +1,4 @@
-//! What containers find in images that lack something: names without a server.
+//! What containers find in images that lack something: names without a server, interpreters of programs.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use domain::VolumeHandle;
-use domain::workload::Network;
-use runtime::{ContainerSpec, Root, Runtime};
+use domain::workload::{Exit, FailureReason, Network};
+use runtime::{ContainerSpec, Ended, Root, Runtime};
 use testing::conformance::{RuntimeExt, Subject, container, directory, process};
 
 use super::subject::HostSubject;
@@ -67,4 +67,41 @@ async fn names_resolve_whatever_the_image_has() {
             assert!(!lines.contains("root:"), "{kind}: {lines}");
         }
     }
+}
+
+#[tokio::test]
+async fn program_without_its_interpreter_is_explained() {
+    let Some(subject) = HostSubject::new() else { return };
+    let runtime = subject.runtime();
+    let (image, rootfs) = image(&runtime).await;
+    let write = |name: &str, text: &str| {
+        fs::write(rootfs.join(name), text).expect("write");
+        fs::set_permissions(rootfs.join(name), fs::Permissions::from_mode(0o755)).expect("set");
+    };
+    write("bad", "#!/no/such -e\n");
+    write("windows", "#!/bin/sh\r\necho\r\n");
+    write("good", "#!/bin/sh\nexit 3\n");
+    fs::copy("/bin/true", rootfs.join("dynamic")).expect("copy");
+    let ran = async |program: &str| {
+        let spec = ContainerSpec { root: Root::Volume(image), ..container() };
+        runtime.ran(spec, process(&[program.to_owned()])).await.ended.expect("an end")
+    };
+    let mut cases = vec![
+        ("/bad", "`/bad` needs the interpreter `/no/such`"),
+        ("./bad", "`./bad` needs the interpreter `/no/such`"),
+        ("/windows", "`/windows` has Windows line ends"),
+    ];
+    // Where the loaders of most 64-bit machines are.
+    if fs::remove_dir_all(rootfs.join("lib64")).is_ok() {
+        cases.push(("/dynamic", "`/dynamic` needs the dynamic loader `/lib64/"));
+        cases.push(("/good", "needs the interpreter `/bin/sh`, which needs the dynamic loader"));
+    }
+    for (program, expected) in cases {
+        let Ended::NotStarted(failure) = ran(program).await else { panic!("{program} was started") };
+        assert_eq!(failure.reason, FailureReason::ProgramNotExecutable, "{failure:?}");
+        assert!(failure.message.contains(expected), "{program}: {failure:?}");
+    }
+    copy_program("/bin/sh", &rootfs);
+    let ended = ran("/good").await;
+    assert!(matches!(ended, Ended::Exited { exit: Exit::Code(3), .. }), "{ended:?}");
 }

@@ -13,6 +13,7 @@
 
 mod hosts;
 mod init;
+mod program;
 mod rootfs;
 mod run;
 mod seccomp;
@@ -22,7 +23,7 @@ use std::ffi::{CString, OsString};
 use std::fs::{self, File};
 use std::io::{self, IoSliceMut, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ use domain::chain;
 use domain::workload::FailureReason;
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
+use rustix::fs::{Mode, OFlags};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
 use rustix::process::{Pid, Signal};
 
@@ -43,6 +45,7 @@ use super::{files, hold, mounts, process_files as names};
 use crate::end::End;
 use crate::spool;
 use init::Init;
+use program::Lookup;
 
 /// The argument that makes any of our programs a supervisor.
 pub(super) const ARGUMENT: &str = "__supervise";
@@ -229,6 +232,7 @@ fn start(launch: &Launch, alive: &OwnedFd, listener: &OwnedFd) -> Result<Option<
     let (connection, init_end) =
         init::connection().map_err(Failed::while_doing("make a connection to init"))?;
     let mut program = program(&container, &intent)?;
+    require_parts(&places.root, &container, &program)?;
     program.supervisor = init_end.as_raw_fd();
     program.users = places.users.as_ref().map(|users| {
         let User { uid, gid, groups, .. } = container.user.clone();
@@ -390,6 +394,23 @@ fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
         supervisor: -1,
         close: Vec::new(),
     })
+}
+
+/// Refuses a program whose interpreter or loader is missing: the kernel would not say what is.
+fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), Failed> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = rustix::fs::open(root, flags, Mode::empty())
+        .map_err(|error| Failed::while_doing("open the root")(io::Error::from(error)))?;
+    let (directory, as_root) = (container.directory.as_path(), container.user.uid == 0);
+    let lookup = Lookup { root: root.as_fd(), directory, as_root };
+    match lookup.missing_part(&program.candidates) {
+        None => Ok(()),
+        Some(cause) => Err(Failed {
+            reason: FailureReason::ProgramNotExecutable,
+            doing: "execute the program".to_owned(),
+            cause,
+        }),
+    }
 }
 
 /// The capabilities that this process may use, one bit each.
