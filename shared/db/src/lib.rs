@@ -29,7 +29,7 @@ use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
 pub use migrate::{Migrations, SqlMigration};
-pub use settings::{DatabaseArgs, Settings};
+pub use settings::{DatabaseArgs, Settings, sqlite_url};
 pub use together::{Answers, Asked, Broken, Together, grouped};
 
 /// How often a transaction is tried again before its failure is told.

@@ -21,6 +21,7 @@ use sea_orm::{
 use sea_orm_migration::{MigrationName, MigrationTrait, MigratorTrait, SchemaManager};
 
 use crate::ConnectError;
+use crate::settings::sqlite_path;
 
 /// Any number will do that nobody else locks in the same database.
 const ADVISORY_LOCK: i64 = 0x6761_6e74_7279;
@@ -100,11 +101,10 @@ pub(crate) async fn lock_file(url: &str) -> Result<Option<File>, ConnectError> {
     if url.starts_with("postgres:") || url.starts_with("postgresql:") {
         return Ok(None);
     }
-    let Some(path) = url.strip_prefix("sqlite:") else {
+    let Some(path) = sqlite_path(url) else {
         return Err(ConnectError::UnknownScheme(url.split(':').next().unwrap_or_default().to_owned()));
     };
-    let path = path.strip_prefix("//").unwrap_or(path).split('?').next().unwrap_or_default();
-    let (database, path) = (PathBuf::from(path), PathBuf::from(format!("{path}.lock")));
+    let (database, path) = (PathBuf::from(&path), PathBuf::from(format!("{path}.lock")));
     let name = path.display().to_string();
     let locked = tokio::task::spawn_blocking(move || {
         let file = private_file(&path)?;

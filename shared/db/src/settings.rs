@@ -47,9 +47,34 @@ impl Settings {
     }
 
     fn path(&self) -> Option<String> {
-        let path = self.url.split('?').next().unwrap_or_default().strip_prefix("sqlite:")?;
-        Some(path.strip_prefix("//").unwrap_or(path).replace("%3F", "?").replace("%25", "%"))
+        sqlite_path(&self.url)
     }
+}
+
+/// The address of a SQLite database.
+#[must_use]
+pub fn sqlite_url(path: &str) -> String {
+    // In an address these mean something.
+    format!("sqlite://{}", path.replace('%', "%25").replace('?', "%3F"))
+}
+
+/// The path in the address of a SQLite database.
+pub(crate) fn sqlite_path(url: &str) -> Option<String> {
+    let path = url.split('?').next().unwrap_or_default().strip_prefix("sqlite:")?;
+    Some(decoded(path.strip_prefix("//").unwrap_or(path)))
+}
+
+/// Replaces `%` and two hex digits by the byte that they name, as the driver does. What is no UTF-8 then is refused by the driver.
+fn decoded(text: &str) -> String {
+    let (mut bytes, mut rest) = (Vec::with_capacity(text.len()), text.as_bytes());
+    while let Some((first, after)) = rest.split_first() {
+        let digits =
+            after.get(..2).filter(|digits| *first == b'%' && digits.iter().all(u8::is_ascii_hexdigit));
+        let byte = digits.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok());
+        bytes.push(byte.unwrap_or(*first));
+        rest = if byte.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 const CONNECTIONS: u32 = 16;
@@ -113,5 +138,23 @@ fn schema(text: &str) -> Result<String, String> {
         Ok(text.to_owned())
     } else {
         Err("write lower-case letters, digits and underscores, no digit in front and no pg_".to_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn path_of_sqlite_address_is_decoded() {
+        for path in
+            ["/a b/c.db", "/a%41b/c.db", "/what?/c.db", r"/back\slash/c.db", "/100%/c.db", "/%zz/%", "/ä%2"]
+        {
+            let url = sqlite_url(path);
+            assert_eq!(sqlite_path(&url).as_deref(), Some(path), "{url}");
+            assert_eq!(sqlite_path(&format!("{url}?mode=rwc")).as_deref(), Some(path), "{url}");
+        }
+        assert_eq!(sqlite_path("sqlite:/a%20b").as_deref(), Some("/a b"));
+        assert_eq!(sqlite_path("postgres://x/y"), None);
     }
 }

@@ -65,9 +65,7 @@ impl Paths {
 
     /// The database of one service.
     pub(crate) fn database(&self, service: &str) -> String {
-        let path = self.state.join(format!("{service}.db")).display().to_string();
-        // In an address these mean something.
-        format!("sqlite://{}", path.replace('%', "%25").replace('?', "%3F"))
+        db::sqlite_url(&self.state.join(format!("{service}.db")).display().to_string())
     }
 
     /// What the worker on this machine holds.
@@ -85,6 +83,20 @@ impl Paths {
 
     /// Makes the directories, so that nobody else can enter them.
     pub(crate) fn make(&self) -> anyhow::Result<()> {
+        for path in [&self.state, &self.runtime] {
+            if path.to_str().is_none() {
+                bail!(
+                    "cannot use the directory {}: its path is not UTF-8; set XDG_STATE_HOME and XDG_RUNTIME_DIR to other ones",
+                    path.display()
+                );
+            }
+        }
+        if self.runtime.display().to_string().contains(',') {
+            bail!(
+                "cannot use the directory {}: a comma in its path separates addresses; set XDG_RUNTIME_DIR to another one",
+                self.runtime.display()
+            );
+        }
         for path in [&self.state, &self.state.join("run"), &self.runtime] {
             make_private(path)?;
         }
@@ -134,6 +146,9 @@ fn make_private(path: &Path) -> anyhow::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt;
+
     use super::*;
 
     #[test]
@@ -159,6 +174,12 @@ mod tests {
         paths.make().expect("made");
         for path in [&paths.state, &paths.runtime] {
             assert_eq!(path.metadata().expect("there").mode() & 0o777, 0o700);
+        }
+        for unusable in [b"a\xff".as_slice(), b"a,b"] {
+            let runtime = root.path().join(OsStr::from_bytes(unusable));
+            let refused = Paths { runtime: runtime.clone(), ..paths.clone() }.make();
+            assert!(refused.expect_err("refused").to_string().contains("XDG_RUNTIME_DIR"));
+            assert!(!runtime.exists(), "nothing is made");
         }
         let long = Paths { runtime: root.path().join("x".repeat(100)), ..paths };
         assert!(long.make().expect_err("refused").to_string().contains("XDG_RUNTIME_DIR"));

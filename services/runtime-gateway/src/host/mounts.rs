@@ -3,11 +3,11 @@
 //! Everything is attached through descriptors, so that no path is resolved twice, and no path leads out of the tree it is
 //! resolved in.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags, StatVfsMountFlags, StatxFlags};
@@ -93,25 +93,32 @@ impl Overlay<'_> {
     }
 
     fn make_with(&self, append: bool) -> io::Result<OwnedFd> {
+        let mut opened = Vec::new();
+        // The kernel takes backslashes out of some paths and not of others, so a path with one is given by a descriptor.
+        let mut layer = |path: &Path| {
+            if path.as_os_str().as_bytes().contains(&b'\\') {
+                short(path, &mut opened)
+            } else {
+                Ok(path.to_owned())
+            }
+        };
         let fs = rustix::mount::fsopen("overlay", FsOpenFlags::FSOPEN_CLOEXEC)?;
         rustix::mount::fsconfig_set_string(&fs, "source", "gantry")?;
         if append {
-            for layer in self.lower {
-                rustix::mount::fsconfig_set_string(&fs, "lowerdir+", layer)?;
+            for lower in self.lower {
+                rustix::mount::fsconfig_set_string(&fs, "lowerdir+", layer(lower)?)?;
             }
         } else {
             // One string of at most 255 bytes, so the paths are short.
-            let open = |layer: &PathBuf| {
-                rustix::fs::open(layer, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-            };
-            let opened = self.lower.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-            let short = |layer: &OwnedFd| format!("/proc/self/fd/{}", layer.as_raw_fd());
-            let layers = opened.iter().map(short).collect::<Vec<_>>().join(":");
-            rustix::mount::fsconfig_set_string(&fs, "lowerdir", layers)?;
+            let mut opened = Vec::new();
+            let layers =
+                self.lower.iter().map(|lower| short(lower, &mut opened)).collect::<Result<Vec<_>, _>>()?;
+            let layers: Vec<_> = layers.iter().map(|layer| layer.as_os_str()).collect();
+            rustix::mount::fsconfig_set_string(&fs, "lowerdir", layers.join(OsStr::new(":")))?;
         }
         if let Some(Upper { upper, work }) = self.upper {
-            rustix::mount::fsconfig_set_string(&fs, "upperdir", upper)?;
-            rustix::mount::fsconfig_set_string(&fs, "workdir", work)?;
+            rustix::mount::fsconfig_set_string(&fs, "upperdir", layer(upper)?)?;
+            rustix::mount::fsconfig_set_string(&fs, "workdir", layer(work)?)?;
         }
         for option in self.options {
             match option.split_once('=') {
@@ -128,6 +135,15 @@ impl Overlay<'_> {
         }
         Ok(mount)
     }
+}
+
+/// A short path without special characters for a directory, as long as what is `opened` remains open.
+fn short(directory: &Path, opened: &mut Vec<OwnedFd>) -> io::Result<PathBuf> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let descriptor = rustix::fs::open(directory, flags, Mode::empty())?;
+    let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd()).into();
+    opened.push(descriptor);
+    Ok(path)
 }
 
 /// Whether layers can be given to an overlay one by one: since Linux 6.5. Older kernels take one short string with all layers.
@@ -315,6 +331,31 @@ mod tests {
             assert_eq!(fs::read_dir(merged)?.count(), layers.len());
         }
         assert_eq!(max_layers()?, MAX_LAYERS, "the kernel of this test is newer");
+        Ok(())
+    }
+
+    #[test]
+    fn overlay_takes_paths_of_any_name() -> io::Result<()> {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("not applicable: this process is not root");
+            return Ok(());
+        }
+        let directory = tempfile::tempdir()?;
+        for name in ["back\\slash", "octal\\040", "com,ma", "co:lon", "two words", "line\nend", "equals=x"] {
+            let place = directory.path().join(name);
+            let [lower, upper, work] = ["lower", "upper", "work"].map(|layer| place.join(layer));
+            [&lower, &upper, &work].into_iter().try_for_each(fs::create_dir_all)?;
+            fs::write(lower.join("below"), "")?;
+            fs::write(upper.join("above"), "")?;
+            for append in [true, false] {
+                let (lower, upper) =
+                    (std::slice::from_ref(&lower), Some(Upper { upper: &upper, work: &work }));
+                let overlay = Overlay { lower, upper, options: &[], attributes: CONFINED };
+                let mount = overlay.make_with(append)?;
+                let merged = format!("/proc/self/fd/{}", mount.as_raw_fd());
+                assert_eq!(fs::read_dir(merged)?.count(), 2, "{name}");
+            }
+        }
         Ok(())
     }
 
