@@ -116,6 +116,33 @@ fn cluster_inherits_nothing_of_its_first_command() {
 }
 
 #[test]
+fn cluster_ends_when_its_state_is_removed() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "-d", "--", "sleep", "1000"]);
+    let status = cluster.succeed(["status", "--json"]);
+    let status: serde_json::Value = serde_json::from_slice(status.trim_ascii()).expect("JSON");
+    assert!(status["workers"][0]["disk_free_bytes"].as_u64().is_some_and(|free| free > 0), "{status}");
+    wait_for("the process in the container", || {
+        snapshot::processes(&cluster).values().any(|command| command.contains("sleep")).then_some(())
+    });
+    let old = cluster.pid().expect("a running cluster");
+    fs::remove_dir_all(cluster.state()).expect("removed");
+    let next = cluster.output(["run", "--", "echo", "again"]);
+    assert_eq!((code(&next), &*next.stdout), (0, &b"again\n"[..]), "{}", describe(&next));
+    let new = cluster.pid().expect("a running cluster");
+    assert_ne!(old, new);
+    wait_for("the end of what ran", || {
+        let left = snapshot::processes(&cluster);
+        let is_old = |(pid, command): (&i32, &String)| *pid == old || command.contains("sleep");
+        (!left.iter().any(is_old)).then_some(())
+    });
+    assert_eq!(cluster.pid(), Some(new), "the old cluster has left the socket of the new one");
+}
+
+#[test]
 fn an_idle_cluster_ends_by_itself() {
     if !may_run_containers() {
         return;

@@ -4,8 +4,8 @@
 //! behind is known for what it is.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -45,6 +45,17 @@ impl Lock {
     pub(crate) fn record(&mut self, record: &Record) -> anyhow::Result<()> {
         let text = serde_json::to_vec(record)?;
         self.write(&text).context("cannot write into the lock file")
+    }
+
+    /// Whether the file at `path` is still the one that is locked. It is not if the state directory was removed or renamed.
+    pub(crate) fn is_at(&self, path: &Path) -> bool {
+        let identity = |metadata: std::fs::Metadata| (metadata.dev(), metadata.ino());
+        let (held, found) = (self.file.metadata().map(identity), path.metadata().map(identity));
+        match (held, found) {
+            (Ok(held), Ok(found)) => held == found,
+            (_, Err(error)) => !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory),
+            (Err(_), _) => true,
+        }
     }
 
     /// Says that its holder ended in order, and lets go of it.
@@ -106,6 +117,18 @@ mod tests {
         assert_eq!(holder(&path), Some(record()));
         lock.release().expect("written");
         assert_eq!(holder(&path), None);
+    }
+
+    #[test]
+    fn lock_knows_whether_its_file_is_there() {
+        let root = tempfile::tempdir().expect("a directory");
+        let path = root.path().join("lock");
+        let lock = Lock::take(&path).expect("usable").expect("free");
+        assert!(lock.is_at(&path));
+        std::fs::remove_file(&path).expect("removed");
+        assert!(!lock.is_at(&path));
+        std::fs::write(&path, "").expect("written");
+        assert!(!lock.is_at(&path), "another file");
     }
 
     #[test]

@@ -34,9 +34,26 @@ const SHOWN_LINES: usize = 15;
 /// The address of the cluster on this machine, which is started when it does not run.
 pub(crate) async fn ensure(paths: &Paths, ui: &Ui) -> anyhow::Result<String> {
     if let Some(endpoint) = running(paths) {
-        return Ok(endpoint);
+        if !lost_its_state(paths, &endpoint).await {
+            return Ok(endpoint);
+        }
+        ui.note("the state directory of the cluster was removed; waiting for the end of that cluster");
+        let give_up = Instant::now() + PATIENCE;
+        while running(paths).is_some() && Instant::now() < give_up {
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
     }
     start(paths, ui).await.context("cannot start a cluster on this machine")
+}
+
+/// Whether the cluster at `endpoint` keeps its state in a directory that was removed. It notices that, and ends.
+async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
+    if lock::holder(&paths.lock()).is_some() {
+        return false;
+    }
+    let Ok(peer) = peer(endpoint, Outgoing::internal()) else { return false };
+    let status = ClusterClient::new(peer).get_status(GetStatusRequest {}).await;
+    status.is_ok_and(|status| status.into_inner().state_directory == paths.state.display().to_string())
 }
 
 /// The address of the cluster on this machine, if one listens.

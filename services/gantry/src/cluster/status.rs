@@ -12,6 +12,7 @@ use rpc::pb::local::cluster_client::ClusterClient;
 use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
 use rpc::pb::scheduler::{Workload, WorkloadState};
 use serde_json::json;
+use tokio::time::Instant;
 use tonic::Status;
 
 use super::{Paths, lock, start};
@@ -22,13 +23,17 @@ use crate::status::{Glance, Seen};
 use crate::table::{bytes, duration, fields};
 use crate::words;
 
+/// How long a cluster that starts or ends is waited for, and how often it is looked for.
+const PATIENCE: Duration = Duration::from_secs(2);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
 /// The exit code when none runs.
 const NONE_RUNS: u8 = 1;
 
 /// Looks at the cluster on this machine.
 pub(crate) async fn status() -> anyhow::Result<Seen> {
     let paths = Paths::find()?;
-    let Some(endpoint) = start::running(&paths) else {
+    let Some(endpoint) = found(&paths).await else {
         if let Some(holder) = lock::holder(&paths.lock()) {
             bail!(
                 "a cluster runs as process {} and does not answer on {}; if it does not end by itself, kill it, the next one adopts \
@@ -53,6 +58,18 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
     glance.fill(&mut document);
     let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
     Ok(Seen { text, document, code: 0 })
+}
+
+/// The address of the cluster. Waits a moment for one that starts or ends: it holds the lock and does not listen.
+async fn found(paths: &Paths) -> Option<String> {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let running = start::running(paths);
+        if running.is_some() || lock::holder(&paths.lock()).is_none() || Instant::now() >= give_up {
+            return running;
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
 }
 
 /// How many workloads that have not ended are in which state, in the order in which they pass through them.

@@ -1,6 +1,7 @@
 //! `gantry up`: the four services in one process, with the same functions and the same gRPC between them as in production.
 
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -31,6 +32,8 @@ const IDLE_END: Duration = Duration::from_secs(10 * 60);
 const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 /// How long the cluster before may take to end.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// Pause between two looks whether the state directory is still there.
+const LOOK_AT_STATE: Duration = Duration::from_secs(1);
 /// How long somebody who connected just before the socket was hidden may take until his first call counts.
 const HESITATION: Duration = Duration::from_millis(300);
 
@@ -55,7 +58,7 @@ pub(crate) async fn up(args: &UpArgs, ui: &Ui, as_json: bool) -> anyhow::Result<
     };
     let left_behind = lock.left_behind.take();
     lock.record(&Record { process_id: std::process::id(), socket: paths.socket() })?;
-    let served = serve(args, ui, as_json, &paths, tcp, left_behind).await;
+    let served = serve(args, ui, as_json, &paths, tcp, left_behind, &lock).await;
     lock.release()?;
     served?;
     if !args.detached {
@@ -72,11 +75,13 @@ async fn serve(
     paths: &Paths,
     tcp: Option<TcpListener>,
     left_behind: Option<Record>,
+    lock: &Lock,
 ) -> anyhow::Result<()> {
     let spans = RecentSpans::default();
     let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
     server::inherited::warn_of_few_open_files();
     let mut listeners = vec![bind(paths)?];
+    let socket = Identity::of(&paths.socket()).context("cannot look at the socket")?;
     let mut endpoints = vec![paths.endpoint()];
     let (mut token, mut open) = (None, None);
     if let Some(tcp) = tcp {
@@ -130,6 +135,7 @@ async fn serve(
     }
 
     let (activity, stopping) = (host.activity(), host.stopping());
+    let mut is_lost = false;
     let end = async {
         let idle = async {
             match idle_end {
@@ -141,13 +147,52 @@ async fn serve(
             () = asked_to_end(&mut signals, &peer, ui) => {}
             () = shutdown.cancelled() => {}
             () = idle => tracing::info!("the cluster was idle and ends"),
+            () = state_is_lost(paths, lock) => {
+                is_lost = true;
+                tracing::error!(path = %paths.state.display(), "the state directory was removed: the cluster ends");
+            }
         }
-        // Whoever comes now starts a cluster of his own, which waits for our lock.
-        _ = std::fs::remove_file(paths.socket());
+        // The next command starts a cluster of its own, which waits for our lock. It may have put its socket there already.
+        if Identity::of(&paths.socket()).is_ok_and(|found| found == socket) {
+            _ = std::fs::remove_file(paths.socket());
+        }
+        if is_lost {
+            let machine = machine.clone();
+            // What cannot be killed now ends when it has been without contact for long enough.
+            _ = tokio::task::spawn_blocking(move || machine.abandon()).await;
+        }
     };
     host.serve(listeners, end).await?;
+    if is_lost {
+        bail!(
+            "the state directory {} was removed or renamed; the cluster has ended, and what ran in it",
+            paths.state.display()
+        );
+    }
     // What stays mounted would be in the way of whoever removes the state directory.
     tokio::task::spawn_blocking(move || machine.unmount_idle()).await?.context("cannot unmount volumes")
+}
+
+/// Which file a path leads to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Identity {
+    device: u64,
+    inode: u64,
+}
+
+impl Identity {
+    fn of(path: &Path) -> std::io::Result<Self> {
+        let found = path.symlink_metadata()?;
+        Ok(Self { device: found.dev(), inode: found.ino() })
+    }
+}
+
+/// Resolves when the state directory is not where it was: nothing that is written there would be found again.
+async fn state_is_lost(paths: &Paths, lock: &Lock) {
+    let path = paths.lock();
+    while lock.is_at(&path) {
+        tokio::time::sleep(LOOK_AT_STATE).await;
+    }
 }
 
 /// Takes the lock, waiting for a cluster that is ending. `None`: another one runs.

@@ -148,6 +148,24 @@ impl Host {
         self.volumes.unmount_all_but(&used)
     }
 
+    pub(super) fn abandon(&self) {
+        let processes: Vec<_> =
+            held(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
+        for process in processes {
+            // Its supervisor ends with the last process of the container.
+            if let Err(error) = self.cgroups.kill(&process.cgroup()) {
+                tracing::warn!(process.id = %process.id, %error, "cannot kill a container");
+            }
+        }
+        let below = |mount: &mounts::Mounted| mount.at.starts_with(&self.config.state_dir);
+        let mounted = mounts::mounted().unwrap_or_default();
+        for mount in mounted.iter().rev().filter(|mount| below(mount)) {
+            if let Err(error) = mounts::unmount(&mount.at) {
+                tracing::warn!(path = %mount.at.display(), %error, "cannot unmount a volume");
+            }
+        }
+    }
+
     /// What a container is. `None`: there is none.
     pub(super) fn read_container(&self, handle: ContainerHandle) -> Result<Option<Container>, RuntimeError> {
         let path = self.container(handle).join(names::CONTAINER);

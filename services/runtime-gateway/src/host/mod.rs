@@ -333,6 +333,13 @@ impl HostRuntime {
     pub fn unmount_idle(&self) -> Result<(), RuntimeError> {
         self.host.unmount_idle()
     }
+
+    /// Kills everything in containers and unmounts all volumes, without a look at the state directory: for a program that has lost it.
+    ///
+    /// Blocks on the kernel. What cannot be killed is logged.
+    pub fn abandon(&self) {
+        self.host.abandon();
+    }
 }
 
 /// What a worker is like, to who does not attend it.
