@@ -116,6 +116,28 @@ fn cluster_inherits_nothing_of_its_first_command() {
 }
 
 #[test]
+fn workloads_wait_when_few_files_can_be_opened() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let mut up = cluster.up("ulimit -n 200");
+    let runs: Vec<_> = (0..30)
+        .map(|_| {
+            let mut run = cluster.gantry(["run", "--", "sh", "-c", "sleep 1; echo hello"]);
+            run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry")
+        })
+        .collect();
+    for run in runs {
+        let output = run.wait_with_output().expect("gantry ends");
+        assert_eq!((code(&output), &*output.stdout), (0, &b"hello\n"[..]), "{}", describe(&output));
+    }
+    assert!(cluster.said_by_up().contains("hard limit of open files is low"), "{}", cluster.said_by_up());
+    cluster.succeed(["down", "--force"]);
+    up.wait().expect("the cluster ends");
+}
+
+#[test]
 fn cluster_ends_when_its_state_is_removed() {
     if !may_run_containers() {
         return;

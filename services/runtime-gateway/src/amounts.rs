@@ -33,6 +33,19 @@ pub struct Amounts {
 }
 
 impl Amounts {
+    /// The same for this machine's worker: without a limit of workloads, it has one if this process may open few files.
+    #[must_use]
+    pub fn within_open_files(self) -> Self {
+        let most = server::inherited::few_open_files().map(workloads_with);
+        if let (None, Some(most)) = (self.max_tasks, most) {
+            tracing::warn!(
+                max_tasks = most,
+                "further workloads wait, because the hard limit of open files is low"
+            );
+        }
+        Self { max_tasks: self.max_tasks.or(most), ..self }
+    }
+
     /// What the worker's gateway tells the scheduler. `has` is what the worker says that it has.
     pub(crate) fn capacity(&self, has: &runtime::Capabilities, disk: Option<Disk>) -> Capacity {
         Capacity {
@@ -44,6 +57,15 @@ impl Amounts {
             disk_bytes: disk.map_or(0, |disk| disk.total_bytes),
         }
     }
+}
+
+/// How many workloads at a time a gateway has room for that may open so many files.
+fn workloads_with(open_files: u64) -> u32 {
+    /// Open files of a gateway without workloads, with its databases and some callers.
+    const IDLE: u64 = 100;
+    /// Open files of a workload at most, while it starts: what is read and written, its supervisor, and its callers.
+    const EACH: u64 = 10;
+    u32::try_from(open_files.saturating_sub(IDLE) / EACH).unwrap_or(u32::MAX).max(1)
 }
 
 fn memory(text: &str) -> Result<u64, String> {
@@ -127,6 +149,11 @@ mod tests {
             assert!(read(wrong).is_err(), "{wrong}");
         }
         Ok(())
+    }
+
+    #[test]
+    fn few_open_files_bound_workloads() {
+        assert_eq!([0, 100, 300, 1100].map(workloads_with), [1, 1, 20, 100]);
     }
 
     #[test]

@@ -124,6 +124,19 @@ enum Stopped {
 }
 
 impl Stopped {
+    /// The same of a process that was not started: the workload waits if no file can be opened just now.
+    fn before_start(self) -> Self {
+        match self {
+            Self::Worker(error) if error.is_out_of_files() => {
+                let why =
+                    "its gateway has as many open files as it may have; raise its hard limit of open files";
+                tracing::warn!(error = chain(&error), "cannot start a workload: too many open files");
+                Self::Worker(RuntimeError::Full(why.to_owned()))
+            }
+            other => other,
+        }
+    }
+
     /// Whether it is another gateway's now that speaks for the worker.
     fn is_superseded(&self) -> bool {
         match self {
@@ -140,6 +153,8 @@ const LONGEST_WHY: usize = 1000;
 /// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
 const TELL: (usize, Duration) = (12, Duration::from_secs(5));
 
+/// Pause before a process is looked at again if no file could be opened for that.
+const OUT_OF_FILES: Duration = Duration::from_millis(200);
 /// Pause between two looks at a process that is being started: at first, and at last.
 const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
 /// How often it is looked at with the first pause: most processes start within this time.
@@ -310,10 +325,11 @@ async fn carry_out(
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
         () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
     };
-    let (plan, prepared) = prepared?;
+    let (plan, prepared) = prepared.map_err(Stopped::before_start)?;
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
-        let defaults = match make(worker, task, &plan, &prepared).await {
+        let made = make(worker, task, &plan, &prepared).await.map_err(Stopped::before_start);
+        let defaults = match made {
             Ok(defaults) => defaults,
             Err(stopped) => {
                 could_not_make(worker, &prepared, &stopped).await;
@@ -330,7 +346,8 @@ async fn carry_out(
         worker
             .runtime
             .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
-            .await?;
+            .await
+            .map_err(|error| Stopped::from(error).before_start())?;
         since = Some(Instant::now());
     } else {
         known?;
@@ -586,10 +603,21 @@ async fn wait(
     loop {
         let wish = stop.borrow_and_update().clone();
         if let Some(wish) = wish {
-            worker.runtime.stop(attempt, wish.grace).await?;
+            match worker.runtime.stop(attempt, wish.grace).await {
+                Err(error) if error.is_out_of_files() => {
+                    stop.mark_changed();
+                    tokio::time::sleep(OUT_OF_FILES).await;
+                    continue;
+                }
+                stopped => stopped?,
+            }
         }
         tokio::select! {
-            ended = worker.runtime.wait(attempt) => return Ok(ended?),
+            ended = worker.runtime.wait(attempt) => match ended {
+                // The process goes on, and so does the wait.
+                Err(error) if error.is_out_of_files() => tokio::time::sleep(OUT_OF_FILES).await,
+                ended => return Ok(ended?),
+            },
             changed = stop.changed() => if changed.is_err() {
                 return Err(Stopped::GatewayStopping);
             },

@@ -162,7 +162,8 @@ impl server::Program for Arguments {
                 ..HostConfig::new(self.state_dir, self.runtime_dir)?
             };
             let name = machine.worker_name(self.name)?;
-            let config = Config { worker_name: name, platform: "linux".to_owned(), ..common };
+            let amounts = common.amounts.clone().within_open_files();
+            let config = Config { worker_name: name, platform: "linux".to_owned(), amounts, ..common };
             host.spawn_vital(async move {
                 // Not drained when it fails: what another gateway has taken over is left alone at once.
                 runtime_gateway::attend_this_machine(&gateway, config, machine)

@@ -101,6 +101,14 @@ impl RuntimeError {
         }
     }
 
+    /// Whether this process, or the whole machine, has as many open files as it may have.
+    #[must_use]
+    pub fn is_out_of_files(&self) -> bool {
+        let Self::Io { source, .. } = self else { return false };
+        // EMFILE and ENFILE.
+        matches!(source.raw_os_error(), Some(24 | 23))
+    }
+
     /// Its reason, where it is why a workload failed.
     #[must_use]
     pub fn reason(&self) -> FailureReason {

@@ -9,6 +9,7 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// Most open files of a container's process. Memory of sockets is not counted everywhere, so their number is bounded.
 const CONTAINER_OPEN_FILES: u64 = 65_536;
@@ -143,15 +144,32 @@ pub fn limits_out_of_reach() -> Vec<(&'static str, u64)> {
         .collect()
 }
 
+/// The hard limit of open files, if it is low for a service.
+pub fn few_open_files() -> Option<u64> {
+    let hard = open_files().read().ok()?.rlim_max;
+    (hard < FEW_OPEN_FILES).then_some(hard)
+}
+
 /// Logs a warning if this process may have few open files.
 pub fn warn_of_few_open_files() {
-    let hard = open_files().read().map_or(UNLIMITED, |found| found.rlim_max);
-    if hard < FEW_OPEN_FILES {
+    if let Some(limit) = few_open_files() {
         tracing::warn!(
-            limit = hard,
-            "the hard limit of open files is low: starts and connections wait for each other; raise it to {FEW_OPEN_FILES}"
+            limit,
+            "the hard limit of open files is low: callers may wait; raise it to {FEW_OPEN_FILES}"
         );
     }
+}
+
+/// Whether less than a quarter of the files that this process may open are free. `open` is one of them.
+pub(crate) fn are_files_scarce(open: BorrowedFd<'_>) -> bool {
+    let most = open_files().read().map_or(UNLIMITED, |found| found.rlim_cur);
+    // A new descriptor has the lowest number that is free.
+    rustix::io::fcntl_dupfd_cloexec(open, 0)
+        .map_or_else(|_| true, |lowest| is_scarce(lowest.as_raw_fd().unsigned_abs().into(), most))
+}
+
+fn is_scarce(used: u64, most: u64) -> bool {
+    used >= most - most / 4
 }
 
 fn set_umask() {
@@ -252,6 +270,12 @@ mod tests {
         let after = cores.read()?;
         assert_eq!((after.rlim_cur, after.rlim_max), (0, before.rlim_max));
         cores.write(before.rlim_cur, before.rlim_max)
+    }
+
+    #[test]
+    fn quarter_of_the_files_is_scarce() {
+        assert!(!is_scarce(74, 100) && is_scarce(75, 100) && is_scarce(100, 100));
+        assert!(!is_scarce(1 << 20, UNLIMITED));
     }
 
     #[test]

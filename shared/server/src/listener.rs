@@ -5,9 +5,10 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -19,6 +20,7 @@ use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
 use crate::arrival::Room;
+use crate::inherited;
 use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
 /// A bound address.
@@ -135,6 +137,7 @@ impl Listener {
             let unauthenticated = unauthenticated.clone();
             async move {
                 let accepted = loop {
+                    leave_files_for_work(&listener).await;
                     let accepted = match &listener {
                         Self::Tcp(tcp) | Self::InsecureTcp(tcp) => {
                             let accepted = tcp.accept().await;
@@ -158,6 +161,21 @@ impl Listener {
                 Some((accepted, listener))
             }
         })
+    }
+}
+
+/// Waits while less than a quarter of this process's open files are free: connections would take the files that their calls need.
+async fn leave_files_for_work(listener: &Listener) {
+    let listener = match listener {
+        Listener::Tcp(tcp) | Listener::InsecureTcp(tcp) => tcp.as_fd(),
+        Listener::Unix(unix) => unix.as_fd(),
+    };
+    static TOLD: Once = Once::new();
+    while inherited::are_files_scarce(listener) {
+        TOLD.call_once(|| {
+            tracing::warn!("new connections wait: most of the files that this process may open are open");
+        });
+        tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 

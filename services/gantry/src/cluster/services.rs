@@ -76,6 +76,7 @@ pub(super) async fn start(
     };
     let concourse = args.concourse.workers(given)?;
     let common = gateway.clone();
+    let gateway = runtime_gateway::Config { amounts: gateway.amounts.within_open_files(), ..gateway };
     let attending = runtime_gateway::start([(gateway, runtime.clone() as _)], host).await?;
     for worker in concourse {
         let (config, garden) = worker.config(&common, &paths.state.join("workers"));

@@ -56,11 +56,17 @@ const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 /// Whether a full disk is what caused an error.
 fn is_full(error: &(dyn std::error::Error + 'static)) -> bool {
     use io::ErrorKind::{QuotaExceeded, StorageFull};
+    is_caused_by(error, |cause| matches!(cause.kind(), StorageFull | QuotaExceeded))
+}
+
+/// Whether the machine has as many open files as it may have. The workload waits for room then.
+fn is_out_of_files(error: &(dyn std::error::Error + 'static)) -> bool {
+    is_caused_by(error, |cause| matches!(cause.raw_os_error(), Some(libc::ENFILE | libc::EMFILE)))
+}
+
+fn is_caused_by(error: &(dyn std::error::Error + 'static), is_cause: impl Fn(&io::Error) -> bool) -> bool {
     let mut causes = std::iter::successors(Some(error), |error| error.source());
-    causes.any(|cause| {
-        let cause = cause.downcast_ref::<io::Error>();
-        cause.is_some_and(|cause| matches!(cause.kind(), StorageFull | QuotaExceeded))
-    })
+    causes.any(|cause| cause.downcast_ref().is_some_and(&is_cause))
 }
 
 /// Why a process could not be started.
@@ -76,7 +82,11 @@ impl Failed {
     fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
         let doing = doing.into();
         move |error| {
-            let reason = if is_full(&error) { FailureReason::DiskFull } else { FailureReason::StartFailed };
+            let reason = match () {
+                () if is_full(&error) => FailureReason::DiskFull,
+                () if is_out_of_files(&error) => FailureReason::WorkerFull,
+                () => FailureReason::StartFailed,
+            };
             Self { reason, doing, cause: chain(&error) }
         }
     }
