@@ -170,6 +170,13 @@ impl Glance {
         Ok(Self { services, workers, unfinished, transfers, aside, unseen })
     }
 
+    /// Whether no worker has registered yet, or one has not reported how much of its disk is free.
+    pub(crate) fn awaits_report(&self) -> bool {
+        let has_disk = |worker: &Worker| worker.capacity.unwrap_or_default().disk_bytes > 0;
+        let is_silent = |worker: &Worker| has_disk(worker) && worker.disk_free_bytes == 0;
+        self.workers.is_empty() || self.workers.iter().any(is_silent)
+    }
+
     /// The exit code: whether everything was seen, and is ready.
     pub(crate) fn code(&self) -> u8 {
         let ready = self.services.iter().all(|service| service.not_ready.is_empty());

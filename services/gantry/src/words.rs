@@ -196,7 +196,12 @@ pub(crate) fn instant(at: &Timestamp) -> String {
 /// How long ago it was, by our clock.
 pub(crate) fn ago(at: Option<&Timestamp>) -> String {
     let Some(at) = at else { return String::new() };
-    duration(passed().saturating_sub(since_1970(at)))
+    duration(since(at))
+}
+
+/// How long ago it was, by our clock.
+pub(crate) fn since(at: &Timestamp) -> Duration {
+    passed().saturating_sub(since_1970(at))
 }
 
 /// How long it is until then, by our clock. `None`: that is over.

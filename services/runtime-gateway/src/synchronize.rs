@@ -17,6 +17,7 @@ use rpc::pb::scheduler::synchronize_request::Message as Up;
 use rpc::pb::scheduler::synchronize_response::Message as Down;
 use rpc::{Reason, Refusal};
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 
 use runtime::{Capabilities, Disk};
@@ -27,6 +28,9 @@ use crate::clock::since_boot;
 use crate::contact::{Contact, NeverSent};
 use crate::held::Held;
 use crate::worker::{Attempt, OpenSession, StopWish, Worker};
+
+/// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
+const LISTED: Duration = Duration::from_millis(1100);
 
 /// The version of the protocol that this gateway speaks.
 const PROTOCOL: u32 = 1;
@@ -148,13 +152,17 @@ async fn try_speak(
     let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
     let stop_after = seconds(welcome.stop_after, Duration::from_secs(600));
     let (mut applied, mut directive) = (0, pb::Directive::Run);
+    let listed = Instant::now() + LISTED;
     loop {
         let mut observed = observe(worker, &session, applied).await?;
         observed.number = contact.sending(since_boot());
         if up.send(pb::SynchronizeRequest { message: Some(Up::Observed(observed)) }).await.is_err() {
             return Err(Ended::Closed);
         }
-        let due = tokio::time::sleep(heartbeat / 2);
+        let due = heartbeat / 2;
+        let until_listed = listed.saturating_duration_since(Instant::now());
+        let due = if until_listed.is_zero() { due } else { due.min(until_listed) };
+        let due = tokio::time::sleep(due);
         tokio::pin!(due);
         loop {
             tokio::select! {

@@ -27,6 +27,9 @@ use crate::words;
 const PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
+/// The age of a cluster up to which the first report of its worker may be missing.
+const YOUNG: Duration = Duration::from_secs(10);
+
 /// The exit code when none runs.
 const NONE_RUNS: u8 = 1;
 
@@ -53,7 +56,16 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
     // Gateways that joined it over TCP ask for its token.
     let token = read_token(&paths.token()).ok();
     let outgoing = Outgoing::internal().with_token(token.as_deref());
-    let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
+    let age = local.started_at.as_ref().map_or(Duration::MAX, words::since);
+    let give_up = Instant::now() + PATIENCE;
+    let glance = loop {
+        let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
+        // The first report of a new worker is listed a second after its registration.
+        if age > YOUNG || !glance.awaits_report() || Instant::now() >= give_up {
+            break glance;
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    };
     let mut document = as_document(&local, &used);
     glance.fill(&mut document);
     let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
