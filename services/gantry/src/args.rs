@@ -236,6 +236,9 @@ pub(crate) struct RunArgs {
     /// Which network the process sees
     #[arg(long, value_enum, value_name = "NETWORK", default_value_t, help_heading = "The process")]
     pub(crate) network: NetworkArg,
+    /// No network: the same as `--network none`
+    #[arg(long, conflicts_with = "network", help_heading = "The process")]
+    pub(crate) hermetic: bool,
     /// Do not forward standard input
     #[arg(long, help_heading = "The process")]
     pub(crate) no_stdin: bool,

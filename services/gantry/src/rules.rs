@@ -59,8 +59,11 @@ pub(crate) struct Rules {
 
 /// The patterns of one directory, in the order of their lines.
 struct Files {
+    directory: PathBuf,
     ours: Vec<Pattern>,
     git: Vec<Pattern>,
+    /// The nearest directory further up that has some.
+    outer: Option<Rc<Files>>,
 }
 
 impl Rules {
@@ -126,21 +129,30 @@ impl Rules {
         is_directory: bool,
         kind: impl Fn(&Files) -> &Vec<Pattern>,
     ) -> Option<bool> {
-        path.ancestors().skip(1).find_map(|directory| {
-            let below = path.strip_prefix(directory).unwrap_or(path);
-            decide(kind(&self.files(directory)), below, is_directory)
-        })
+        let mut files = Some(self.files(path.parent()?));
+        while let Some(now) = files {
+            let below = path.strip_prefix(&now.directory).unwrap_or(path);
+            if let Some(decision) = decide(kind(&now), below, is_directory) {
+                return Some(decision);
+            }
+            files = now.outer.clone();
+        }
+        None
     }
 
+    /// The patterns of a directory, or those of the nearest further up.
     fn files(&self, directory: &Path) -> Rc<Files> {
         if let Some(files) = self.directories.borrow().get(directory) {
             return files.clone();
         }
+        let outer = directory.parent().map(|outer| self.files(outer));
         let at = self.root.join(directory);
-        let files = Rc::new(Files {
-            ours: self.read(&at.join(OURS), false),
-            git: if self.gitignore { self.read_git(&at) } else { Vec::new() },
-        });
+        let ours = self.read(&at.join(OURS), false);
+        let git = if self.gitignore { self.read_git(&at) } else { Vec::new() };
+        let files = match outer {
+            Some(outer) if ours.is_empty() && git.is_empty() => outer,
+            outer => Rc::new(Files { directory: directory.to_owned(), ours, git, outer }),
+        };
         self.directories.borrow_mut().insert(directory.to_owned(), files.clone());
         files
     }

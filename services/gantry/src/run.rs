@@ -375,6 +375,7 @@ fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
         }),
         privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
         network: match args.network {
+            _ if args.hermetic => Network::None,
             NetworkArg::Private => Network::Private,
             NetworkArg::None => Network::None,
             NetworkArg::Host => Network::Host,
