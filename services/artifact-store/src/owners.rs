@@ -353,6 +353,26 @@ pub(crate) async fn disown(
     Ok(())
 }
 
+/// Takes artifacts from all builds and ends their time without an owner, all or none. What nothing else keeps is collected.
+pub(crate) async fn let_go(
+    txn: &DatabaseTransaction,
+    team: &str,
+    artifacts: &[ArtifactId],
+    now: Timestamp,
+) -> Result<(), OwnError> {
+    lock_artifacts(txn, team, artifacts).await?;
+    let backend = txn.get_database_backend();
+    let list = ids::query(backend, 1);
+    let ids = || ids::value(backend, artifacts.iter().map(|id| id.uuid()));
+    let sql = format!("DELETE FROM owners WHERE artifact_id IN ({list}) AND build_id IS NOT NULL");
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids()])).await?;
+    let sql = format!(
+        "UPDATE artifacts SET had_owner = true, kept_until = NULL, look_at = $2 WHERE artifact_id IN ({list})"
+    );
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids(), now.0.into()])).await?;
+    Ok(())
+}
+
 async fn lock_artifacts(
     txn: &DatabaseTransaction,
     team: &str,

@@ -113,6 +113,8 @@ pub(crate) enum Command {
     ClearCache(ClearCacheArgs),
     /// Mark as garbage what nothing keeps any more
     Gc(GcArgs),
+    /// Let go of artifacts, and of the inputs and outputs of workloads that have ended
+    Delete(DeleteArgs),
     /// Bring a deleted artifact back while its bytes are still on a worker
     Undelete(UndeleteArgs),
     /// Make a volume that is set aside a replica of its artifact again
@@ -640,8 +642,25 @@ pub(crate) struct ClearCacheArgs {
     pub(crate) caches: Vec<String>,
 }
 
+/// `gantry delete`
+#[derive(Debug, Args)]
+#[command(after_help = "\
+What something else uses or keeps stays, and is named: a workload that runs, a cache. `gantry undelete` brings an artifact back while its \
+bytes are still on a worker.")]
+pub(crate) struct DeleteArgs {
+    /// Artifacts, or workloads of which all artifacts go
+    #[arg(value_name = "ID", required_unless_present = "all", value_parser = values::any_id)]
+    pub(crate) ids: Vec<String>,
+    /// All artifacts of the team that nothing else uses
+    #[arg(long, conflicts_with = "ids")]
+    pub(crate) all: bool,
+}
+
 /// `gantry gc`
 #[derive(Debug, Args)]
+#[command(after_help = "\
+Where the disk of a worker is full (less than a twentieth is free), what is kept there only for a time goes as well, the oldest first: results \
+and uploads that nothing uses any more. `gantry delete` lets go of more.")]
 pub(crate) struct GcArgs {
     /// Say what would be marked, and change nothing
     #[arg(long)]

@@ -256,7 +256,9 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "ALL_WORKERS_BUSY" => "try again later, or see `gantry list workers`",
         "INVALID_IMAGE" => "an image has a directory rootfs, and may have a metadata.json with env and user",
         "OUTPUT_INVALID" => "leave less there, or pack it into one file",
-        "DISK_FULL" => "free space on the worker, or drop what nobody needs with `gantry gc`",
+        "DISK_FULL" => {
+            "`gantry gc` lets go of what is only kept for a time, `gantry delete` of more; or free space on the worker"
+        }
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
         "NOT_SET_ASIDE" => "see `gantry explain`",

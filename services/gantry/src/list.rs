@@ -19,6 +19,7 @@ use serde_json::Value;
 pub(crate) use self::names::Names;
 use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
 use crate::connect::{Connection, repeat};
+use crate::delete;
 use crate::error::refusal;
 use crate::json;
 use crate::stdout::{print, print_json};
@@ -159,6 +160,11 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
     let request = CollectRequest { dry_run: dry_run.into() };
     let response =
         repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
+    let freed_for_room = delete::free_full_disks(connection, !args.dry_run).await?;
+    let mut response = response;
+    if let Some(freed) = &freed_for_room {
+        response.collected.extend(freed.collected.collected.iter().cloned());
+    }
     if as_json {
         let collected: Vec<_> = response.collected.iter().map(json::collected).collect();
         return print_json(&serde_json::json!({
@@ -166,18 +172,38 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
             "collected": collected,
             "truncated": response.truncated,
             "size_bytes": freed(&response),
+            "full_disks": freed_for_room.as_ref().map(delete::Freed::json),
         }));
     }
-    if response.collected.is_empty() {
-        return print("nothing is garbage\n");
+    let mut text = match response.collected.is_empty() {
+        true => "nothing is garbage\n".to_owned(),
+        false => {
+            let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
+            let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
+            format!("{table}\n{}\n", summary(&response, args.dry_run))
+        }
+    };
+    if let Some(freed) = freed_for_room {
+        let (workers, artifacts) =
+            (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
+        let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
+        let verb = if args.dry_run { "would go" } else { "went" };
+        text.push_str(&match freed.artifacts.len() {
+            0 => format!(
+                "the disk of {workers} is full, and nothing is there that is only kept for a time; see `gantry list artifacts` and \
+                 `gantry delete`\n"
+            ),
+            _ => format!(
+                "the disk of {workers} is full, so {artifacts} of {} {verb} that was only kept for a time\n",
+                bytes(size)
+            ),
+        });
     }
-    let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
-    let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
-    print(&format!("{table}\n{}\n", summary(&response, args.dry_run)))
+    print(&text)
 }
 
 /// How many bytes go on workers: an artifact has none beside those of its volumes.
-fn freed(response: &CollectResponse) -> u64 {
+pub(crate) fn freed(response: &CollectResponse) -> u64 {
     let volumes = response.collected.iter().filter(|collected| collected.kind == "volume");
     volumes.map(|volume| volume.size_bytes).sum()
 }
@@ -253,7 +279,7 @@ pub(crate) fn pages<T>(
     .try_flatten()
 }
 
-fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>> {
+pub(crate) fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>> {
     pages(async |page_token| {
         let request = ListWorkersRequest { page_size: 0, page_token };
         let client = connection.workers();
@@ -275,7 +301,7 @@ fn workloads(
     })
 }
 
-fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
+pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
     pages(async move |page_token| {
         let request = ListArtifactsRequest { team: connection.team.clone(), state, page_size: 0, page_token };
         let client = connection.artifacts();

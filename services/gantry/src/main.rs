@@ -16,6 +16,7 @@ mod cat;
 mod check;
 mod cluster;
 mod connect;
+mod delete;
 mod demand;
 mod download;
 mod error;
@@ -232,6 +233,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Retire(args) => landing::retire(connection, ui, args, as_json).await?,
         Command::Prune(args) => landing::prune(connection, args, as_json).await?,
         Command::Demand => demand::demand(connection, as_json).await?,
+        Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
         Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}

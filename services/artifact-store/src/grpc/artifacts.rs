@@ -175,6 +175,20 @@ impl pb::artifacts_server::Artifacts for Handlers {
         Ok(Response::new(pb::RemoveOwnerResponse {}))
     }
 
+    async fn delete_artifacts(
+        &self,
+        request: Request<pb::DeleteArtifactsRequest>,
+    ) -> Result<Response<pb::DeleteArtifactsResponse>, Status> {
+        let request = request.into_inner();
+        let team = &rpc::parse_team("team", request.team)?;
+        let artifacts = &parse_artifacts("artifact_ids", &request.artifact_ids)?;
+        let now = self.store.now();
+
+        self.store.db.write(|txn| async move { owners::let_go(&txn, team, artifacts, now).await }).await?;
+
+        Ok(Response::new(pb::DeleteArtifactsResponse {}))
+    }
+
     async fn batch_create_artifacts(
         &self,
         request: Request<pb::BatchCreateArtifactsRequest>,

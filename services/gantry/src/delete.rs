@@ -1,0 +1,173 @@
+//! `gantry delete`, and what `gantry gc` lets go of where a disk is full.
+
+use anyhow::bail;
+use futures::TryStreamExt;
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    Artifact, ArtifactState, CollectRequest, CollectResponse, DeleteArtifactsRequest, DryRun, Thing,
+};
+use rpc::pb::scheduler::{Worker, WorkloadState};
+use serde_json::json;
+
+use crate::args::DeleteArgs;
+use crate::connect::{Connection, repeat};
+use crate::error;
+use crate::json as shown;
+use crate::list;
+use crate::stdout::{print, print_json};
+use crate::table::{bytes, count};
+use crate::ui::Ui;
+use crate::why;
+
+/// Most artifacts of one call.
+const AT_ONCE: usize = 1000;
+/// A disk with a smaller part free is full: one in so many.
+const FULL: u64 = 20;
+/// How much of a full disk is made free, as far as what is only kept for a time reaches: one in so many.
+const WANTED: u64 = 5;
+
+/// `gantry delete`
+pub(crate) async fn delete(
+    connection: &Connection,
+    ui: &Ui,
+    args: &DeleteArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let mut artifacts = Vec::new();
+    if args.all {
+        let mut all = Box::pin(list::artifacts(connection, ArtifactState::Sealed.into()));
+        while let Some(artifact) = all.try_next().await? {
+            artifacts.push(artifact.artifact_id);
+        }
+    }
+    for id in &args.ids {
+        match list::workload(connection, "delete", id).await {
+            Ok(workload) if workload.state() != WorkloadState::Finished => {
+                bail!("workload {id} has not ended; cancel it first with `gantry cancel {id}`")
+            }
+            Ok(workload) => {
+                let inputs = workload.spec.iter().flat_map(|spec| &spec.inputs);
+                let inputs = inputs.map(|input| input.artifact_id.clone());
+                let outputs = workload.outputs.iter().map(|output| output.artifact_id.clone());
+                let mut known = Vec::new();
+                for artifact in inputs.chain(outputs) {
+                    match list::artifact(connection, &artifact).await {
+                        Ok(found) if found.state() == ArtifactState::Sealed => known.push(artifact),
+                        Ok(_) => {}
+                        Err(error) if is_for(&error, Reason::ArtifactNotFound) => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                if known.is_empty() {
+                    ui.note(&format!("workload {id} has no artifacts any more"));
+                }
+                artifacts.extend(known);
+            }
+            Err(error) if is_for(&error, Reason::WorkloadNotFound) => artifacts.push(id.clone()),
+            Err(error) => return Err(error),
+        }
+    }
+    artifacts.sort_unstable();
+    artifacts.dedup();
+    let collected = let_go(connection, &artifacts).await?;
+    let mut kept = Vec::new();
+    for id in &artifacts {
+        let Ok(explained) = why::ask(connection, id).await else { continue };
+        if let Some(keeper) = explained.kept_by.first() {
+            ui.warn(&format!("artifact {id} is let go and stays until nothing uses it: {}", keeper.text));
+            kept.push(id);
+        }
+    }
+    let freed = list::freed(&collected);
+    if as_json {
+        return print_json(
+            &json!({ "deleted": artifacts.len() - kept.len(), "kept": kept, "size_bytes": freed }),
+        );
+    }
+    let deleted = count((artifacts.len() - kept.len()) as u64, "artifact");
+    print(&format!("{deleted} deleted, {} on workers\n", bytes(freed)))
+}
+
+fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
+    error::refusal(error).is_some_and(|refusal| refusal.is(reason))
+}
+
+/// Lets go of artifacts and collects what nothing keeps then.
+async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result<CollectResponse> {
+    for ids in artifacts.chunks(AT_ONCE) {
+        let request = DeleteArtifactsRequest { team: connection.team.clone(), artifact_ids: ids.to_vec() };
+        let client = connection.artifacts();
+        repeat("cannot delete artifacts", async || client.clone().delete_artifacts(request.clone()).await)
+            .await?;
+    }
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: DryRun::Off.into() };
+    repeat("cannot collect garbage", async || collector.clone().collect(request).await).await
+}
+
+/// What was let go of because a disk is full.
+pub(crate) struct Freed {
+    /// The workers whose disks are full.
+    pub(crate) workers: Vec<String>,
+    /// The artifacts.
+    pub(crate) artifacts: Vec<Artifact>,
+    pub(crate) collected: CollectResponse,
+}
+
+impl Freed {
+    pub(crate) fn json(&self) -> serde_json::Value {
+        let artifacts: Vec<_> = self.artifacts.iter().map(shown::artifact).collect();
+        json!({ "workers": self.workers, "artifacts": artifacts })
+    }
+}
+
+/// Lets go of artifacts that are only kept for a time, the oldest first, where the disk of their worker is full. `None`: no disk is.
+/// `changes`: whether anything is changed.
+pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> anyhow::Result<Option<Freed>> {
+    let mut full: Vec<(Worker, u64)> = Vec::new();
+    let mut workers = Box::pin(list::workers(connection));
+    while let Some(worker) = workers.try_next().await? {
+        if let Some(missing) = missing(&worker) {
+            full.push((worker, missing));
+        }
+    }
+    if full.is_empty() {
+        return Ok(None);
+    }
+    let all = list::artifacts(connection, ArtifactState::Sealed.into());
+    let mut all: Vec<Artifact> = Box::pin(all).try_collect().await?;
+    all.sort_by_key(|artifact| artifact.created_at.map(|at| (at.seconds, at.nanos)));
+    let mut artifacts = Vec::new();
+    for artifact in all {
+        let on =
+            |worker: &Worker| artifact.replicas.iter().find(|replica| replica.worker_id == worker.worker_id);
+        if full.iter().any(|(worker, missing)| *missing > 0 && on(worker).is_some())
+            && is_kept_for_a_time(connection, &artifact.artifact_id).await?
+        {
+            for (worker, missing) in &mut full {
+                *missing = missing.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
+            }
+            artifacts.push(artifact);
+        }
+    }
+    let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id.clone()).collect();
+    let collected =
+        if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
+    let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
+    Ok(Some(Freed { workers, artifacts, collected }))
+}
+
+/// How many bytes are to be made free on a worker. `None`: its disk is not full, or nothing is known of it.
+fn missing(worker: &Worker) -> Option<u64> {
+    let capacity = worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes);
+    let free = worker.disk_free_bytes;
+    (capacity > 0 && free < capacity / FULL).then(|| (capacity / WANTED).saturating_sub(free))
+}
+
+/// Whether nothing keeps an artifact but builds that have ended and rules, until some time.
+async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
+    let explained = why::ask(connection, id).await?;
+    let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
+    Ok(explained.kept_by_total == explained.kept_by.len() as u64
+        && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
+}
