@@ -136,6 +136,18 @@ fn a_full_disk_is_told_and_the_cluster_goes_on() {
     assert_nothing_left(&cluster, &before);
     works(&cluster);
     assert_nothing_left(&cluster, &before);
+
+    // A result that is kept for an hour: gc lets go of it where the disk is full.
+    let fill = "dd if=/dev/zero of=out/fill bs=1M count=200";
+    let output = cluster.output(["run", "-o", "out=brought", "--", "sh", "-c", fill]);
+    assert_eq!(code(&output), 1, "{}", describe(&output));
+    fail(&cluster, &["--", "true"], 125, &["DISK_FULL", "gantry gc", "gantry delete"]);
+    // The scheduler hears of the disk with the next heartbeat.
+    wait_for("that a result is let go", || {
+        let said = String::from_utf8(cluster.succeed(["gc"])).expect("text");
+        said.contains("the disk of local is full, so 1 artifact of").then_some(())
+    });
+    works(&cluster);
 }
 
 #[test]

@@ -311,7 +311,7 @@ Examples:
   gantry run -i src=. -o report=./out -- sh -c 'ls src > report/files'
 
   # An output with the name of an input starts with its contents; in place:
-  gantry run -i src=. -o src=. -- sh -c 'cd src && cargo fmt'
+  gantry run -i src=. -o src=. -- touch src/made
 
   # Bytes in, bytes out:
   gantry run -- sort -u < words > sorted
@@ -320,9 +320,10 @@ Examples:
   gantry run -i data=artifact:0197c1a2-0000-7000-8000-000000000000:ro \\
       --memory 1G --cpu 2 -e LANG=C --network none -- sha256sum -b data/file
 
-  # What is downloaded or built once is there the next time. Tools in your home are shown if the cluster was started with
-  # `gantry up --host-path ~/.cargo/bin,~/.rustup`:
-  gantry run -i src=. -e PATH -e CARGO_HOME=/cargo --cache cargo=/cargo --cache target=/workspace/src/target -- \\
+  # What is downloaded or built once is there the next time. Your cargo is shown
+  # if the cluster runs with `gantry up --host-path ~/.cargo/bin,~/.rustup`:
+  gantry run -i src=. -e PATH -e CARGO_HOME=/cargo \\
+      --cache cargo=/cargo --cache target=/workspace/src/target -- \\
       sh -c 'cd src && cargo test'
 
   # In the background:

@@ -187,6 +187,7 @@ pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> any
             writable(&path).with_context(|| format!("{path:?}"))?;
             if replace {
                 crate::download::check_replace(&path, &metadata)?;
+                rules::refuse_unsent(&path)?;
             }
             Ok(())
         }

@@ -38,6 +38,7 @@ use crate::check;
 use crate::connect::{Connection, Pause, repeat};
 use crate::error::{Refused, is_transient};
 use crate::progress::Progress;
+use crate::rules;
 use crate::table::{bytes, count, duration, plain};
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
@@ -119,6 +120,12 @@ impl Downloader<'_> {
         let _lock = TargetLock::take(&target.path, self.ui).await;
         // The download before it may have made or replaced the directory.
         let target = Target::find(directory, replaces)?;
+        if replaces {
+            let path = target.path.clone();
+            tokio::task::spawn_blocking(move || rules::refuse_unsent(&path))
+                .await
+                .context("reading ended unexpectedly")??;
+        }
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();

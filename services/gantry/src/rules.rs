@@ -218,6 +218,34 @@ pub(crate) fn check(root: &Path, gitignore: bool) -> anyhow::Result<()> {
     rules.finish()
 }
 
+/// Refuses to replace a directory that has what a `.gantryignore` in it keeps from being sent: no result can bring it back.
+pub(crate) fn refuse_unsent(directory: &Path) -> anyhow::Result<()> {
+    let rules = Rules::new(directory, false, Vec::new());
+    let mut rest = vec![PathBuf::new()];
+    while let Some(at) = rest.pop() {
+        let listed = match std::fs::read_dir(directory.join(&at)) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+            listed => listed.with_context(|| format!("cannot list {at:?}"))?,
+        };
+        for entry in listed {
+            let entry = entry?;
+            let path = at.join(entry.file_name());
+            let is_directory = entry.file_type()?.is_dir();
+            if rules.exclude(&path, is_directory) {
+                rules.finish()?;
+                bail!(
+                    "a .gantryignore in it keeps {path:?} from being sent, and --replace would delete that; leave out --replace, or \
+                     move it away"
+                );
+            }
+            if is_directory {
+                rest.push(path);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// The decision of patterns: whether a path is left out. The last that matches decides.
 fn decide(patterns: &[Pattern], path: &Path, is_directory: bool) -> Option<bool> {
     let path = path.as_os_str().as_bytes();

@@ -14,12 +14,45 @@ use crate::{Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
     a_deleted_build_lets_go_at_once,
+    deleted_artifacts_stay_only_where_pinned,
     what_is_used_again_and_again_gathers_no_owners,
     very_many_owners_are_no_obstacle,
     a_batch_is_made_as_a_whole_or_not_at_all,
     a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all,
     batches_of_the_same_in_any_order_do_not_hold_each_other_up,
     a_holder_is_listed_as_long_as_anything_is_kept_for_it,
+}
+
+async fn deleted_artifacts_stay_only_where_pinned(database: TestDatabase) {
+    let suite = Suite::start(database).await;
+    let gateway = suite.gateway().await;
+    let (build, workload) = (BuildId::new(), WorkloadId::new());
+    suite.put_build(build, WorkloadId::new(), Some(Duration::from_secs(3600))).await.expect("put");
+    let (owned, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
+    let (young, _) = suite.upload(&gateway, None, 2).await.expect("uploaded");
+    let (pinned, _) = suite.upload(&gateway, None, 3).await.expect("uploaded");
+    suite.pin(workload, &[pinned], None).await.expect("pinned");
+    let delete = async |team: &str, artifacts: &[ArtifactId]| {
+        let artifact_ids = artifacts.iter().map(ToString::to_string).collect();
+        let request = pb::DeleteArtifactsRequest { team: team.to_owned(), artifact_ids };
+        suite.artifacts().delete_artifacts(request).await.map_err(rpc::Refusal::from)
+    };
+    assert_refused(delete("other", &[owned]).await, Reason::ArtifactNotFound);
+    assert_refused(delete(TEAM, &[owned, ArtifactId::new()]).await, Reason::ArtifactNotFound);
+    assert_eq!(suite.collect(DryRun::Off).await, [], "all or none");
+
+    for _ in 0..2 {
+        delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
+    }
+    suite.collect(DryRun::Off).await;
+    for (artifact, state) in
+        [(owned, ArtifactState::Deleting), (young, ArtifactState::Deleting), (pinned, ArtifactState::Sealed)]
+    {
+        assert_eq!(suite.get(artifact).await.expect("it is known").state(), state);
+    }
+    suite.settle(workload, None, &[], None).await.expect("settled");
+    suite.collect(DryRun::Off).await;
+    assert_eq!(suite.get(pinned).await.expect("its tombstone").state(), ArtifactState::Deleting);
 }
 
 async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {

@@ -342,3 +342,13 @@ fn match_time_is_bounded_for_many_stars() {
     let rule = format!("{}b", "**/a*/".repeat(100));
     assert!(left_out(rule.as_bytes(), &["a/".repeat(1000).as_str()]).is_empty());
 }
+
+#[test]
+fn directory_with_unsent_files_is_not_replaced() {
+    let root = tree(&[("a/.gantryignore", ".env\n"), ("a/b/sent", "")]);
+    refuse_unsent(root.path()).expect("all of it was sent");
+    fs::write(root.path().join("a/b/.env"), "secret").expect("written");
+    let refused = refuse_unsent(root.path()).expect_err("refused").to_string();
+    assert!(refused.contains("\"a/b/.env\""), "{refused}");
+    refuse_unsent(&root.path().join("missing")).expect("nothing is lost");
+}

@@ -1,0 +1,145 @@
+//! Examples of the help texts and of README, as they are printed.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use integration_tests::{Cluster, describe, gantry_binary, may_run_containers, write};
+
+/// Commands of an indented block: without comments, with lines that go on joined.
+fn commands(block: &str) -> Vec<String> {
+    let mut commands = vec![String::new()];
+    for line in block.lines().map(str::trim) {
+        if line.starts_with('#') || line.is_empty() {
+            continue;
+        }
+        let last = commands.last_mut().expect("one at least");
+        match line.strip_suffix('\\') {
+            Some(part) => last.push_str(part),
+            None => {
+                last.push_str(line);
+                commands.push(String::new());
+            }
+        }
+    }
+    commands.retain(|command| !command.is_empty());
+    commands
+}
+
+/// What stands between a line and the next one that is not indented.
+fn examples_of_help(text: &str) -> String {
+    let (_, rest) = text.split_once("Examples:\n").expect("there are examples");
+    rest.lines().take_while(|line| line.is_empty() || line.starts_with(' ')).collect::<Vec<_>>().join("\n")
+}
+
+/// A directory with the tools that examples take from a home. A directory below `/tmp` cannot be shown in containers.
+fn tools() -> tempfile::TempDir {
+    let tools = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let cargo = tools.path().join("cargo");
+    fs::write(&cargo, "#!/bin/sh\nmkdir -p target && echo built >> target/log\n").expect("written");
+    for path in [tools.path(), &cargo] {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("a mode");
+    }
+    tools
+}
+
+/// Runs commands one after the other in one shell, in a directory with what they name.
+fn run(cluster: &Cluster, tools: &Path, commands: &[String]) {
+    let home = cluster.path(".");
+    for (path, text) in [
+        ("here/words", "b\na\nb\n"),
+        ("here/long.sh", "#!/bin/sh\necho long > out/result\n"),
+        ("here/Cargo.toml", ""),
+        ("here/README.md", "text\n"),
+        ("here/docs/a.md", "text\n"),
+    ] {
+        write(&home.join(path), text);
+    }
+    let executable = fs::Permissions::from_mode(0o755);
+    fs::set_permissions(home.join("here/long.sh"), executable).expect("a mode");
+    let gantry = gantry_binary();
+    let ready = format!(
+        "set -eu; PATH={}:$PATH; gantry() {{ {} \"$@\"; }}; gantry run -q -- true; artifact=$(gantry upload -q docs)",
+        tools.display(),
+        gantry.display()
+    );
+    for (number, command) in commands.iter().enumerate() {
+        let command = command
+            .replace("sleep 60", "sleep 1")
+            .replace("artifact:0197c1a2-0000-7000-8000-000000000000:ro", "artifact:$words:ro")
+            .replace("data/file", "data/words")
+            .replace("download ARTIFACT", "download $(made $id)");
+        let script = format!(
+            "{ready}; words=$(mkdir -p w && cp words w && gantry upload -q w)
+             made() {{ gantry show workload \"$1\" --json | python3 -c 'import json, sys; print(json.load(sys.stdin)[\"outputs\"][0][\"artifact_id\"])'; }}
+             [ -f ../id ] && id=$(cat ../id)
+             {command}
+             [ -z \"${{id:-}}\" ] || echo \"$id\" > ../id"
+        );
+        let output = cluster
+            .gantry(["version"])
+            .get_envs()
+            .fold(Command::new("bash"), |mut bash, (name, value)| {
+                bash.env(name, value.unwrap_or_default());
+                bash
+            })
+            .args(["-c", &script])
+            .current_dir(home.join("here"))
+            .stdin(Stdio::null())
+            .output()
+            .expect("bash runs");
+        assert!(output.status.success(), "example {number}, {command}: {}", describe(&output));
+    }
+}
+
+#[test]
+fn examples_of_run_work() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let tools = tools();
+    let mut up = cluster.gantry(["up", "--host-path"]);
+    let mut up = up.arg(tools.path()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("gantry");
+    integration_tests::wait_for("a cluster", || cluster.pid());
+    let help = String::from_utf8(cluster.succeed(["help", "run"])).expect("text");
+    let commands = commands(&examples_of_help(&help));
+    assert!(commands.len() >= 7, "{commands:?}");
+    run(&cluster, tools.path(), &commands);
+    assert_eq!(fs::read_to_string(cluster.path("here/sorted")).expect("made"), "a\nb\n");
+    assert_eq!(fs::read_to_string(cluster.path("here/out/result")).expect("brought"), "long\n");
+    cluster.succeed(["down", "--force"]);
+    up.wait().expect("it ends");
+}
+
+#[test]
+fn examples_of_readme_work() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
+    let readme = fs::read_to_string(readme).expect("it is there");
+    let block = readme.split("```sh\n").nth(2).and_then(|rest| rest.split("```").next()).expect("examples");
+    // What asks for an image, another cluster, or a person that looks on.
+    let is_left_out = |command: &String| {
+        [
+            "IMAGE",
+            "alias",
+            "--watch",
+            "gantry up",
+            "--tag gpu",
+            "GANTRY_SERVER",
+            "gantry land",
+            "gantry retire",
+            "gantry prune",
+        ]
+        .iter()
+        .any(|what| command.contains(what))
+    };
+    let mut commands = commands(block);
+    commands.retain(|command| !is_left_out(command));
+    assert!(commands.len() >= 8, "{commands:?}");
+    run(&cluster, Path::new("/nowhere"), &commands);
+}
