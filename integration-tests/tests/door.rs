@@ -132,6 +132,7 @@ impl Attached {
             stdout_offset: offset,
             stderr_offset: 0,
             worker_id: text("worker_id"),
+            observes: false,
         };
         let (say, said) = mpsc::channel(8);
         say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("it is heard");

@@ -180,7 +180,8 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) caches: Vec<CacheArg>,
-    /// Outputs take the place of their directories, rather than being merged into them
+    /// Outputs take the place of their directories, rather than being merged into them. In place, what the command removed goes, and what was never
+    /// sent stays
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
     #[command(flatten)]
@@ -337,8 +338,13 @@ working directory; a fresh /tmp and /run of its own. Of your working directory, 
 The working directory is made when it has inputs or outputs below it, or is in /workspace and not in one of them; any other must \
 be there.
 
-Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout, Ctrl-C and `gantry \
-cancel` there are none. Without --detach, output and standard input are yours; a detached command has no standard input.
+Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout and `gantry cancel` there \
+are none. After Ctrl-C nothing is brought back; if the command ended by itself, its outputs are kept and named.
+
+In place, only what the command made or changed is written; with --replace, what it removed goes as well. What you changed meanwhile \
+stays, and the result of the command stands beside it as NAME.gantry-result.
+
+Without --detach, output and standard input are yours; a detached command has no standard input.
 
 Of a result, these are not written unless they are asked for, or there already: what makes git run programs (--allow-git-hooks), \
 setuid and setgid bits, file capabilities, device nodes and .gantryignore files (--preserve-special). What was not written is named. A symbolic link in the \
@@ -359,7 +365,7 @@ Exit codes:
   125    something else than the command failed
   126    the program cannot be executed
   127    the program was not found
-  130    Ctrl-C: the command has 10 s to end; a second one does not wait
+  130    Ctrl-C: the command gets SIGINT, and has 10 s to end; a second one does not wait
   141    our standard output was closed, and the command asked to end
   143    SIGTERM, or somebody else cancelled it";
 

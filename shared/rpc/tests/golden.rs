@@ -266,6 +266,7 @@ fn of_the_others(corpus: &mut Corpus) {
         stdout_offset: LARGE,
         stderr_offset: 0,
         worker_id: String::new(),
+        observes: false,
     };
     corpus.add("resume", &AttachRequest { message: Some(attach_request::Message::Resume(resume)) });
     corpus.add(

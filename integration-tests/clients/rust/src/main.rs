@@ -217,6 +217,7 @@ impl Client {
                 worker_id: at.worker_id.clone(),
                 stdout_offset: stdout.len() as u64,
                 stderr_offset: stderr.len() as u64,
+                ..Resume::default()
             };
             requests.send(AttachRequest { message: Some(attach_request::Message::Resume(resume)) }).await?;
             let mut said = containers.attach(ReceiverStream::new(stream)).await?.into_inner();

@@ -62,7 +62,7 @@ async fn process_is_left_once_its_caller_is_gone_for_its_term() {
     let attended = worker.clone();
     let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[attended], NOBODY)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
-    let mut client = ContainersClient::new(peer);
+    let client = ContainersClient::new(peer);
     let attach = async |observes| {
         let resume = pb::Resume {
             team: "main".to_owned(),
