@@ -242,6 +242,9 @@ async fn await_listener(address: &str, ui: &Ui) -> anyhow::Result<()> {
             return Ok(());
         }
         let cause = without_number(&error.to_string());
+        // A single replica is not named twice.
+        let replica = format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
+        let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
         if Instant::now() >= give_up {
             bail!("cannot reach {address}: {cause}; {advice}");
         }

@@ -11,7 +11,7 @@ use crate::connect::Pause;
 /// Longest outage that a command waits out. The term of an attached command is as long, so that the command goes on meanwhile.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5 * 60);
 /// How long a stream must have stood to count as proof that the service works again.
-const STEADY: Duration = Duration::from_secs(10);
+const STEADY: Duration = Duration::from_secs(2);
 /// How long an outage lasts before the caller is told.
 const TOLD_AFTER: Duration = Duration::from_secs(3);
 

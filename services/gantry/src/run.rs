@@ -310,10 +310,8 @@ async fn download(
         };
         // The process may have ended in the midst of its work.
         if asked.is_some() {
-            let target = directory.display();
-            ui.note(&format!(
-                "{name}: the command was interrupted, so nothing is brought back; `gantry download {artifact_id} {target}` brings it"
-            ));
+            let how = bring(name, artifact_id, directory, sent);
+            ui.note(&format!("{name}: the command was interrupted, so nothing is brought back; {how}"));
             continue;
         }
         let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
@@ -322,9 +320,9 @@ async fn download(
             .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
             .await
             .inspect_err(|_| {
-                let target = directory.display();
                 ui.warn(&format!(
-                    "{name}: kept as artifact {artifact_id}; bring it with `gantry download {artifact_id} {target}`"
+                    "{name}: kept as artifact {artifact_id}; {}",
+                    bring(name, artifact_id, directory, sent)
                 ));
             })?;
         if downloaded.has_conflicts {
@@ -332,6 +330,16 @@ async fn download(
         }
     }
     Ok(brought)
+}
+
+/// How an output is brought that was not. In place it goes into another directory: a download writes over what was changed since.
+fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Arc<Manifest>>) -> String {
+    let target = match directory.file_name() {
+        _ if !sent.contains_key(name) => directory.display().to_string(),
+        Some(_) => format!("{}.gantry-result", directory.display()),
+        None => format!("{name}.gantry-result"),
+    };
+    format!("bring it with `gantry download {artifact} {target}`")
 }
 
 /// How outputs came into their directories.
