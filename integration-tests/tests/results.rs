@@ -147,8 +147,7 @@ fn result_in_place_leaves_edits_alone() {
     }
     let script =
         "echo ready; read go; cd src; echo theirs > both; echo made > made; rm removed removed-edited";
-    let mut run =
-        cluster.gantry(["run", "--replace", "-i", "src=src", "-o", "src=src", "--", "sh", "-c", script]);
+    let mut run = cluster.gantry(["run", "-i", "src=src", "-o", "src=src", "--", "sh", "-c", script]);
     run.stdin(Stdio::piped()).stderr(Stdio::piped());
     let (mut run, _stdout) = started(run);
     for path in ["edited", "both", "removed-edited", "new"] {
@@ -173,8 +172,8 @@ fn result_in_place_leaves_edits_alone() {
     assert_eq!(read("removed"), None);
     let said = String::from_utf8(output.stderr).expect("text");
     for text in [
-        "src/both was changed here while the command ran, and stays; that of the command is src/both.gantry-result",
-        "the command removed what was changed here meanwhile, and it stays: removed-edited",
+        "src/both was changed here while the command ran, and stays; the version of the command is src/both.gantry-result",
+        "kept although the command removed it, for it was changed here meanwhile: removed-edited",
     ] {
         assert!(said.contains(text), "{text:?} is not said: {said}");
     }

@@ -353,21 +353,36 @@ pub(crate) async fn disown(
     Ok(())
 }
 
-/// Takes artifacts from all builds and ends their time without an owner, all or none. What nothing else keeps is collected.
+/// Takes artifacts from all builds that have ended, and ends their time without an owner. What nothing else keeps is collected. One that is
+/// being deleted is let go already.
 pub(crate) async fn let_go(
     txn: &DatabaseTransaction,
     team: &str,
     artifacts: &[ArtifactId],
     now: Timestamp,
 ) -> Result<(), OwnError> {
-    lock_artifacts(txn, team, artifacts).await?;
     let backend = txn.get_database_backend();
     let list = ids::query(backend, 1);
     let ids = || ids::value(backend, artifacts.iter().map(|id| id.uuid()));
-    let sql = format!("DELETE FROM owners WHERE artifact_id IN ({list}) AND build_id IS NOT NULL");
+    // In one order, so that no two callers wait for each other.
+    let sql = format!(
+        "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({list}) AND team = $2 ORDER BY artifact_id{}",
+        ids::lock(backend, " FOR UPDATE"),
+    );
+    let known = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [ids(), team.into()])).await?;
+    let known: HashSet<Uuid> =
+        known.iter().map(|row| row.try_get("", "artifact_id")).collect::<Result<_, _>>()?;
+    if let Some(missing) = artifacts.iter().find(|id| !known.contains(&id.uuid())) {
+        return Err(OwnError::ArtifactNotFound(*missing));
+    }
+    let sql = format!(
+        "DELETE FROM owners WHERE artifact_id IN ({list})
+         AND build_id IN (SELECT build_id FROM builds WHERE ended_at IS NOT NULL)"
+    );
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids()])).await?;
     let sql = format!(
-        "UPDATE artifacts SET had_owner = true, kept_until = NULL, look_at = $2 WHERE artifact_id IN ({list})"
+        "UPDATE artifacts SET had_owner = true, kept_until = NULL, look_at = $2
+         WHERE artifact_id IN ({list}) AND state <> 'deleting'"
     );
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ids(), now.0.into()])).await?;
     Ok(())

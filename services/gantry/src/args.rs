@@ -180,8 +180,7 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) caches: Vec<CacheArg>,
-    /// Outputs take the place of their directories, rather than being merged into them. In place, what the command removed goes, and what was never
-    /// sent stays
+    /// Outputs take the place of their directories, rather than being merged into them. No matter in place
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
     #[command(flatten)]
@@ -341,8 +340,8 @@ be there.
 Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout and `gantry cancel` there \
 are none. After Ctrl-C nothing is brought back; if the command ended by itself, its outputs are kept and named.
 
-In place, only what the command made or changed is written; with --replace, what it removed goes as well. What you changed meanwhile \
-stays, and the result of the command stands beside it as NAME.gantry-result.
+In place, only what the command made, changed or removed changes. What you changed meanwhile stays, and the version of the command \
+stands beside it as NAME.gantry-result.
 
 Without --detach, output and standard input are yours; a detached command has no standard input.
 

@@ -223,9 +223,8 @@ async fn once(
         opened = open(containers, &connection.team, whereabouts, streams) => opened?,
         Some(away) = doubt => return Ok(Attached::Away(away)),
     };
-    streams.opened = Some(Instant::now());
 
-    let Streams { stdout, stderr, stdin, acknowledge, interrupt, .. } = streams;
+    let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
     let (taken, taken_by_process) = watch::channel(None);
     let sender = Sender {
         written: acknowledge.then(|| [stdout.written(), stderr.written()]),
@@ -246,7 +245,7 @@ async fn once(
     };
     tokio::select! {
         never = interrupting => match never {},
-        end = receive(responses, ui, stdout, stderr, &taken) => end,
+        end = receive(responses, ui, [stdout, stderr], &taken, opened) => end,
         Closed = sender.run(stdin.as_mut()) => Ok(Attached::StdoutClosed),
     }
 }
@@ -289,13 +288,14 @@ pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, s
 async fn receive(
     mut responses: Streaming<AttachResponse>,
     ui: &Ui,
-    stdout: &mut Sink,
-    stderr: &mut Sink,
+    [stdout, stderr]: [&mut Sink; 2],
     taken: &watch::Sender<Option<Taken>>,
+    opened: &mut Option<Instant>,
 ) -> Result<Attached, Refused> {
     while let Some(AttachResponse { message }) = responses.message().await? {
         let written = match message {
             Some(Say::Started(started)) => {
+                *opened = Some(Instant::now());
                 taken.send_replace(Some(Taken { offset: started.stdin_offset, ended: false }));
                 Ok(())
             }

@@ -1,5 +1,7 @@
 //! `gantry delete`, and what `gantry gc` lets go of where a disk is full.
 
+use std::time::Duration;
+
 use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
@@ -23,6 +25,8 @@ use crate::why;
 const AT_ONCE: usize = 1000;
 /// A disk with a smaller part free is full: one in so many.
 const FULL: u64 = 20;
+/// How long a new worker may take to say how full its disk is.
+const FIRST_REPORT: Duration = Duration::from_secs(2);
 /// How much of a full disk is made free, as far as what is only kept for a time reaches: one in so many.
 const WANTED: u64 = 5;
 
@@ -124,13 +128,14 @@ impl Freed {
 /// Lets go of artifacts that are only kept for a time, the oldest first, where the disk of their worker is full. `None`: no disk is.
 /// `changes`: whether anything is changed.
 pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> anyhow::Result<Option<Freed>> {
-    let mut full: Vec<(Worker, u64)> = Vec::new();
-    let mut workers = Box::pin(list::workers(connection));
-    while let Some(worker) = workers.try_next().await? {
-        if let Some(missing) = missing(&worker) {
-            full.push((worker, missing));
-        }
+    let mut full = full_workers(connection).await?;
+    if full.is_empty() {
+        return Ok(None);
     }
+    // A worker that was just registered has said nothing of its disk yet.
+    tokio::time::sleep(FIRST_REPORT).await;
+    let still: Vec<_> = full_workers(connection).await?;
+    full.retain(|(worker, _)| still.iter().any(|(other, _)| other.worker_id == worker.worker_id));
     if full.is_empty() {
         return Ok(None);
     }
@@ -155,6 +160,18 @@ pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> a
         if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
     let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
     Ok(Some(Freed { workers, artifacts, collected }))
+}
+
+/// The workers whose disks are full, and how much is to be made free.
+async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u64)>> {
+    let mut full = Vec::new();
+    let mut workers = Box::pin(list::workers(connection));
+    while let Some(worker) = workers.try_next().await? {
+        if let Some(missing) = missing(&worker) {
+            full.push((worker, missing));
+        }
+    }
+    Ok(full)
 }
 
 /// How many bytes are to be made free on a worker. `None`: its disk is not full, or nothing is known of it.

@@ -117,7 +117,7 @@ impl Downloader<'_> {
         }
         let replaces = self.replace && base.is_none();
         let target = Target::find(directory, replaces)?;
-        let _lock = TargetLock::take(&target.path, self.ui).await;
+        let lock = TargetLock::take(&target.path, self.ui).await;
         // The download before it may have made or replaced the directory.
         let target = Target::find(directory, replaces)?;
         if replaces {
@@ -162,16 +162,15 @@ impl Downloader<'_> {
         let mode = match base {
             None if self.replace => Mode::Replace,
             None => Mode::Merge,
-            Some(base) => Mode::InPlace {
-                standing: standing.unwrap_or_default(),
-                removed: self.replace.then(|| (base.clone(), whole.clone())),
-                removes_rules: self.take.preserve_special,
-            },
+            Some(base) => Mode::InPlace { standing: standing.unwrap_or_default(), base: base.clone() },
         };
         let progress = manifest.clone();
-        let placed = tokio::task::spawn_blocking(move || staged.put_in_place(&target, &progress, &mode))
-            .await
-            .context("writing ended unexpectedly")??;
+        let placed = tokio::task::spawn_blocking(move || {
+            // The lock is held until all is written, also if the command is interrupted.
+            let _lock = lock;
+            staged.put_in_place(&target, &progress, &mode)
+        });
+        let placed = placed.await.context("writing ended unexpectedly")??;
         let fetched = format!("{} fetched in {}", bytes(wanted_bytes), duration(started.elapsed()));
         let mut details = match base {
             Some(_) => self.say_changed(artifact, name, directory, &placed, &whole, &fetched),
@@ -205,7 +204,7 @@ impl Downloader<'_> {
             };
             let changes = transfer::changes(&base, &manifest)?;
             let Guarded { tree, dropped } = transfer::guard(&path, changes.manifest(), allowed)?;
-            let standing = Standing::of(&path, &base, tree.manifest());
+            let standing = Standing::of(&path, &base, tree.manifest(), &manifest, &dropped, allowed);
             Ok::<_, anyhow::Error>(Compared {
                 tree: tree.within(&changes),
                 dropped,
@@ -217,12 +216,16 @@ impl Downloader<'_> {
 
     /// Names what was changed on both sides.
     fn say_placed(&self, name: &str, directory: &Path, placed: &Placed) {
+        let at = |path: &Path| plain(&directory.join(path).display().to_string(), SHOWN);
         for Conflict { path, result } in placed.merged.iter().take(NAMED) {
-            let path = plain(&directory.join(path).display().to_string(), SHOWN);
-            let result = plain(&directory.join(result).display().to_string(), SHOWN);
-            self.ui.warn(&format!(
-                "{name}: {path} was changed here while the command ran, and stays; that of the command is {result}"
-            ));
+            let path = at(path);
+            self.ui.warn(&match result {
+                Some(result) => format!(
+                    "{name}: {path} was changed here while the command ran, and stays; the version of the command is {}",
+                    at(result)
+                ),
+                None => format!("{name}: {path} was changed here while the command ran, and stays"),
+            });
         }
         if let Some(more) = placed.merged.len().checked_sub(NAMED).filter(|more| *more > 0) {
             self.ui.warn(&format!(
@@ -230,17 +233,17 @@ impl Downloader<'_> {
             ));
         }
         let of = |paths: &[PathBuf]| named(&paths.iter().map(PathBuf::as_path).collect::<Vec<_>>());
-        let Gone { changed, rules, .. } = &placed.gone;
+        let Gone { changed, protected, .. } = &placed.gone;
         if !changed.is_empty() {
             let paths = of(changed);
             self.ui.warn(&format!(
-                "{name}: the command removed what was changed here meanwhile, and it stays: {paths}"
+                "{name}: kept although the command removed it, for it was changed here meanwhile: {paths}"
             ));
         }
-        if !rules.is_empty() {
-            let paths = of(rules);
+        if !protected.is_empty() {
+            let paths = of(protected);
             self.ui.warn(&format!(
-                "{name}: not removed, for it decides what later uploads leave out: {paths}; remove it with --preserve-special"
+                "{name}: kept although the command removed or moved it: {paths}; let it go with --allow-git-hooks and --preserve-special"
             ));
         }
     }
@@ -427,8 +430,8 @@ enum Mode {
     Replace,
     /// It takes the place of what stands at its paths.
     Merge,
-    /// It takes the place of what was sent. `removed`: what was sent and all that came back, the difference of which goes.
-    InPlace { standing: Standing, removed: Option<(Arc<Manifest>, Arc<Manifest>)>, removes_rules: bool },
+    /// Changes take the place of what was sent, which is `base`.
+    InPlace { standing: Standing, base: Arc<Manifest> },
 }
 
 /// What was done to a target.
@@ -443,7 +446,7 @@ struct Placed {
 impl Placed {
     /// What was changed on both sides, for programs: the first of it, and how much it is.
     fn conflicts(&self) -> Value {
-        let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.to_string_lossy() });
+        let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.as_ref().map(|result| result.to_string_lossy()) });
         let removed = |path: &PathBuf| json!({ "path": path.to_string_lossy(), "result": null });
         let all = self.merged.iter().map(changed).chain(self.gone.changed.iter().map(removed));
         let first: Vec<_> = all.take(LISTED).collect();
@@ -583,11 +586,43 @@ fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> 
     })
 }
 
+/// The first place below a directory at which something is mounted.
+fn mounted_below(directory: &Path) -> Option<PathBuf> {
+    use std::os::unix::ffi::OsStringExt;
+    let table = std::fs::read("/proc/self/mountinfo").ok()?;
+    let places =
+        table.split(|byte| *byte == b'\n').filter_map(|line| line.split(|byte| *byte == b' ').nth(4));
+    // A space, tab, line end or backslash in a path is written as three octal digits.
+    let plain = |escaped: &[u8]| {
+        let mut path = Vec::with_capacity(escaped.len());
+        let mut rest = escaped;
+        while let Some((first, after)) = rest.split_first() {
+            let digits = after.get(..3).filter(|_| *first == b'\\');
+            let digits = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+            match digits.and_then(|digits| u8::from_str_radix(digits, 8).ok()) {
+                Some(byte) => {
+                    path.push(byte);
+                    rest = &after[3..];
+                }
+                None => {
+                    path.push(*first);
+                    rest = after;
+                }
+            }
+        }
+        PathBuf::from(std::ffi::OsString::from_vec(path))
+    };
+    places.map(plain).find(|place| place.starts_with(directory) && place != directory)
+}
+
 /// Whether something else can be put in the place of the directory `path`, which has no links in it.
 pub(crate) fn check_replace(path: &Path, metadata: &std::fs::Metadata) -> anyhow::Result<()> {
     let here = std::env::current_dir()?;
     if here.starts_with(path) {
         bail!("we are in it, it cannot be replaced; run this elsewhere, or without --replace");
+    }
+    if let Some(mounted) = mounted_below(path) {
+        bail!("something is mounted at {mounted:?}, which cannot be replaced; leave out --replace");
     }
     if beside(path, metadata).is_none() {
         bail!("it is a file system of its own, or its parent cannot be written; leave out --replace");
@@ -649,9 +684,17 @@ fn is_at(path: &Path, file: &File) -> bool {
 /// Whether a file of this name is one that a download works with, and no part of the caller's directory.
 pub(crate) fn is_staging(name: &OsStr) -> bool {
     let Some(rest) = name.to_str().and_then(|name| name.strip_prefix(STAGING)) else { return false };
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    rest.len() == 36 && rest.parse::<ArtifactId>().is_ok()
+    is_own(rest)
         || rest.split_once('-').is_some_and(|(process, number)| is_number(process) && is_number(number))
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// Whether the rest of a name is that of a staging directory: an id of version 7.
+fn is_own(rest: &str) -> bool {
+    rest.len() == 36 && rest.as_bytes()[14] == b'7' && rest.parse::<ArtifactId>().is_ok()
 }
 
 /// A staging directory, which is removed when it is dropped. Its process holds a lock on it.
@@ -668,7 +711,11 @@ impl Staging {
         loop {
             let path = parent.join(format!("{STAGING}{}", ArtifactId::new()));
             std::fs::DirBuilder::new().mode(0o700).create(&path).with_context(failed)?;
-            let lock = File::open(&path).with_context(failed)?;
+            let lock = match File::open(&path) {
+                // Another download took it for an abandoned one.
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => continue,
+                opened => opened.with_context(failed)?,
+            };
             // Where directories cannot be locked, those that are abandoned stay.
             _ = rustix::fs::flock(&lock, FlockOperation::LockExclusive);
             // Another download may have taken it for an abandoned one.
@@ -691,7 +738,10 @@ impl Drop for Staging {
 fn remove_abandoned(parent: &Path) {
     let Ok(entries) = std::fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
-        let is_ours = is_staging(&entry.file_name()) && entry.file_type().is_ok_and(|kind| kind.is_dir());
+        let name = entry.file_name();
+        // A directory that is being replaced stands under another name for a moment.
+        let is_ours = name.to_str().and_then(|name| name.strip_prefix(STAGING)).is_some_and(is_own)
+            && entry.file_type().is_ok_and(|kind| kind.is_dir());
         let Ok(directory) = is_ours.then(|| File::open(entry.path())).transpose() else { continue };
         let Some(directory) = directory else { continue };
         if rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok() {
@@ -731,11 +781,11 @@ impl Staged {
             let merged = transfer::merge(&directory.path, &target.path, manifest, &matches, options)
                 .map_err(|error| in_the_way(error, &target.path))?;
             placed.merged = merged.conflicts;
-            placed.written = merged.replaced;
+            placed.written = merged.replaced + merged.corrected;
             merged.replaced + merged.corrected > 0
         };
-        if let Mode::InPlace { removed: Some((base, result)), removes_rules, .. } = mode {
-            let gone = transfer::remove_gone(&target.path, base, result, *removes_rules);
+        if let Mode::InPlace { standing, base } = mode {
+            let gone = transfer::remove_gone(&target.path, base, standing, &placed.merged);
             placed.gone = gone.map_err(|(path, error)| {
                 anyhow::Error::from(error).context(format!("cannot remove {path:?}, as the command did"))
             })?;

@@ -74,6 +74,8 @@ struct State {
     cancelling: JoinSet<anyhow::Result<()>>,
     /// Interrupts the process that is attached.
     interrupt: Arc<Notify>,
+    /// The process was interrupted, and the workload is to be cancelled if that does not end it.
+    interrupted: bool,
     /// Why it waits.
     waiting: Waiting,
 }
@@ -177,10 +179,12 @@ impl Follow<'_> {
                 Err(Interrupted(code).into())
             }
             (Ok(Attached::StdoutClosed), OnSignal::Cancel) => {
-                if state.asked.is_none() && state.finished.is_none() {
-                    self.cancel(state);
+                if state.finished.is_none() {
+                    if state.asked.is_none() {
+                        self.cancel(state);
+                    }
+                    state.asked.get_or_insert(code);
                 }
-                state.asked.get_or_insert(code);
                 Ok(failure.is_some())
             }
         }
@@ -195,6 +199,8 @@ impl Follow<'_> {
         match event {
             Event::Running(event) => state.running = event.whereabouts,
             Event::Finished(event) => state.finished = Some(event),
+            // The process has ended by itself: what it left is kept.
+            Event::Publishing(_) if state.interrupted => state.cancelling = JoinSet::new(),
             Event::Queued(_)
             | Event::Placed(_)
             | Event::Preparing(_)
@@ -254,6 +260,7 @@ impl Follow<'_> {
     /// Interrupts the process, and cancels the workload if the process goes on.
     fn interrupt(&self, state: &mut State) {
         state.asked = Some(exit::INTERRUPTED);
+        state.interrupted = true;
         self.ui.note("interrupts the command and kills it after 10 s; press Ctrl-C again to leave at once");
         state.interrupt.notify_one();
         let cancelled = cancel(self.connection, self.workload.clone(), INTERRUPT_GRACE);
@@ -264,6 +271,7 @@ impl Follow<'_> {
     }
 
     fn cancel(&self, state: &mut State) {
+        state.interrupted = false;
         // A cancellation that waits for the process to be interrupted is early now.
         state.cancelling = JoinSet::new();
         state.cancelling.spawn(cancel(self.connection, self.workload.clone(), GRACE));

@@ -76,6 +76,9 @@ fn main() -> ExitCode {
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
+    // A write beyond `ulimit -f` is an error like any other, and no end without a word.
+    // SAFETY: ignoring a signal runs no code.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
     let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => {

@@ -106,7 +106,13 @@ pub(crate) async fn run(
     }
     let downloaded = tokio::select! {
         downloaded = download(args, connection, ui, &followed, &sent) => downloaded,
-        code = signals.next() => return Err(Interrupted(code).into()),
+        code = signals.next() => {
+            let outputs = followed.finished.outputs.iter();
+            let kept: Vec<_> =
+                outputs.map(|output| format!("{} as artifact {}", output.name, output.artifact_id)).collect();
+            ui.note(&format!("interrupted while results were brought back; they are kept: {}", kept.join(", ")));
+            return Err(Interrupted(code).into());
+        }
     };
     let code = end(ui, &followed, &downloaded);
     if let Some(hint) = hint::hint(args, &followed.finished, Path::exists) {
@@ -129,7 +135,7 @@ pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brou
     match downloaded {
         Err(error) => {
             ui.error(&crate::error::describe(error));
-            if end.said.is_none() {
+            if followed.finished.exit.is_some() {
                 ui.warn(&format!("the command itself ended with exit code {}", end.code));
             }
             return exit::OURS;

@@ -30,6 +30,8 @@ const ASK_AGAIN: Duration = Duration::from_secs(5);
 /// How a process stands with its callers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Standing {
+    /// Whether its attempt minds the term.
+    is_minded: bool,
     /// Callers that are attached.
     pub(crate) attached: u32,
     /// Since when none is, or the last change.
@@ -41,7 +43,13 @@ pub(crate) struct Standing {
 
 impl Standing {
     fn new(term: Duration) -> Self {
-        Self { attached: 0, since: (Instant::now(), Timestamp::now()), term, is_left: false }
+        Self {
+            is_minded: false,
+            attached: 0,
+            since: (Instant::now(), Timestamp::now()),
+            term,
+            is_left: false,
+        }
     }
 
     /// Since when no caller is attached, and when the term ends. `None`: one is attached.
@@ -61,7 +69,28 @@ impl Attendance {
 
     /// How a process stands with its callers. `None`: it waits for none, or does not run.
     pub(crate) fn of(&self, process: AttemptId) -> Option<Standing> {
-        self.processes().get(&process).map(|standing| *standing.borrow())
+        self.processes()
+            .get(&process)
+            .map(|standing| *standing.borrow())
+            .filter(|standing| standing.is_minded)
+    }
+
+    /// Changes how a process stands. A caller may come back before its attempt is taken up again, after a restart of the gateway. What neither an
+    /// attempt nor a caller needs is forgotten.
+    fn change(
+        &self,
+        process: AttemptId,
+        term: Duration,
+        change: impl FnOnce(&mut Standing),
+    ) -> watch::Receiver<Standing> {
+        let mut processes = self.processes();
+        let standing = processes.entry(process).or_insert_with(|| watch::Sender::new(Standing::new(term)));
+        standing.send_modify(change);
+        let (changes, now) = (standing.subscribe(), *standing.borrow());
+        if !now.is_minded && now.attached == 0 {
+            processes.remove(&process);
+        }
+        changes
     }
 }
 
@@ -74,9 +103,8 @@ pub(crate) struct Attached {
 
 impl Attached {
     pub(crate) fn new(worker: Arc<Worker>, process: AttemptId, caller: Option<Caller>) -> Self {
-        if let Some(standing) = worker.attendance.processes().get(&process) {
-            standing.send_modify(|standing| standing.attached += 1);
-        }
+        let term = worker.config.caller_term;
+        worker.attendance.change(process, term, |standing| standing.attached += 1);
         Self { worker, process, caller }
     }
 }
@@ -85,22 +113,21 @@ impl Drop for Attached {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
         let term = self.worker.config.caller_term;
-        if let Some(standing) = self.worker.attendance.processes().get(&self.process) {
-            standing.send_modify(|standing| {
-                standing.attached = standing.attached.saturating_sub(1);
-                standing.since = (Instant::now(), Timestamp::now());
-                standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
-            });
-        }
+        self.worker.attendance.change(self.process, term, |standing| {
+            standing.attached = standing.attached.saturating_sub(1);
+            standing.since = (Instant::now(), Timestamp::now());
+            standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+        });
     }
 }
 
-/// Removes a process once its attempt no longer minds it.
-struct Minded<'a>(&'a Attendance, AttemptId);
+/// An attempt that minds the term of its process.
+struct Minded<'a>(&'a Worker, AttemptId);
 
 impl Drop for Minded<'_> {
     fn drop(&mut self) {
-        self.0.processes().remove(&self.1);
+        let Self(worker, process) = *self;
+        worker.attendance.change(process, worker.config.caller_term, |standing| standing.is_minded = false);
     }
 }
 
@@ -113,9 +140,9 @@ pub(crate) async fn mind(
     if stdin == Stdin::None && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
-    let (standing, mut changes) = watch::channel(Standing::new(worker.config.caller_term));
-    worker.attendance.processes().insert(process, standing);
-    let _minded = Minded(&worker.attendance, process);
+    let mut changes =
+        worker.attendance.change(process, worker.config.caller_term, |standing| standing.is_minded = true);
+    let _minded = Minded(worker, process);
     loop {
         let now = *changes.borrow_and_update();
         let term = async {
@@ -125,16 +152,16 @@ pub(crate) async fn mind(
             tokio::time::sleep_until(now.since.0 + now.term).await;
         };
         tokio::select! {
-            // Its sender is there until this ends.
+            // Its sender is there for as long as the process is minded.
             _ = changes.changed() => continue,
             () = term => {}
         }
         match leave(worker, process, (stdin, output)).await {
             Ok(()) => {
                 tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
-                if let Some(standing) = worker.attendance.processes().get(&process) {
-                    standing.send_modify(|standing| standing.is_left = true);
-                }
+                worker
+                    .attendance
+                    .change(process, worker.config.caller_term, |standing| standing.is_left = true);
             }
             Err(error) => {
                 tracing::debug!(attempt.id = %process, error = %domain::chain(&error), "cannot leave a process to itself");

@@ -99,6 +99,12 @@ impl Fingerprint {
         }
     }
 
+    /// Whether it is what `earlier` was. A file with several names may have been renamed over by another of its names meanwhile.
+    pub(crate) fn is_still(&self, earlier: &Self) -> bool {
+        self == earlier
+            || (earlier.links > 1 && *self == Self { links: self.links, ctime: self.ctime, ..*earlier })
+    }
+
     /// Whether the file has no other name.
     pub(crate) fn has_one_name(&self) -> bool {
         self.links == 1

@@ -88,23 +88,9 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
     let mut dropped = Vec::new();
     // Entries that are left out, and those that become others.
     let mut changed: HashMap<usize, Option<Entry>> = HashMap::new();
-    let mut repositories = Repositories::of(manifest);
-    let named = there.named_by_git();
+    let mut judge = Judge::new(manifest, &mut there, allowed);
     for (index, entry) in manifest.entries().iter().enumerate() {
-        let is_program = !allowed.git_programs
-            && (makes_git_run(entry)
-                || makes_others_run(entry)
-                || named.iter().any(|path| is_below(&entry.path, path))
-                || repositories.has_program(entry, &mut there));
-        let whole = if is_program {
-            Some(DroppedKind::GitProgram)
-        } else if allowed.special {
-            None
-        } else if is_ignore_rule(entry) {
-            Some(DroppedKind::IgnoreRules)
-        } else {
-            matches!(entry.kind, EntryKind::Device { .. }).then_some(DroppedKind::Device)
-        };
+        let whole = judge.drops(entry, &mut there);
         let has_rights = !allowed.special && has_rights(entry);
         if whole.is_none() && !has_rights {
             continue;
@@ -144,6 +130,51 @@ pub fn guard(target: &Path, manifest: &Manifest, allowed: Allowed) -> Result<Gua
         }
     })?;
     Ok(Guarded { tree, dropped })
+}
+
+/// The entries of a tree that only a caller who asks for it writes or removes: what programs run, and rules of what is not uploaded.
+pub(crate) fn protected(manifest: &Manifest, allowed: Allowed) -> Vec<&Entry> {
+    let mut there = There::new(None, manifest);
+    let mut judge = Judge::new(manifest, &mut there, allowed);
+    let mut protected = Vec::new();
+    for entry in manifest.entries() {
+        let drops = judge.drops(entry, &mut there);
+        if matches!(drops, Some(DroppedKind::GitProgram | DroppedKind::IgnoreRules)) {
+            protected.push(entry);
+        }
+    }
+    protected
+}
+
+/// Decides which entries are dropped as a whole.
+struct Judge<'a> {
+    allowed: Allowed,
+    repositories: Repositories<'a>,
+    /// Paths that the configuration of git in the target names.
+    named: Vec<Vec<u8>>,
+}
+
+impl<'a> Judge<'a> {
+    fn new(manifest: &'a Manifest, there: &mut There<'_>, allowed: Allowed) -> Self {
+        Self { allowed, repositories: Repositories::of(manifest), named: there.named_by_git() }
+    }
+
+    fn drops(&mut self, entry: &'a Entry, there: &mut There<'_>) -> Option<DroppedKind> {
+        let is_program = !self.allowed.git_programs
+            && (makes_git_run(entry)
+                || makes_others_run(entry)
+                || self.named.iter().any(|path| is_below(&entry.path, path))
+                || self.repositories.has_program(entry, there));
+        if is_program {
+            Some(DroppedKind::GitProgram)
+        } else if self.allowed.special {
+            None
+        } else if is_ignore_rule(entry) {
+            Some(DroppedKind::IgnoreRules)
+        } else {
+            matches!(entry.kind, EntryKind::Device { .. }).then_some(DroppedKind::Device)
+        }
+    }
 }
 
 /// Whether who runs a file, or makes something in a directory, gets the rights of another.
@@ -216,7 +247,7 @@ fn part(name: &[u8]) -> u8 {
 }
 
 /// Whether an entry is a `.gantryignore`, or takes the place of one.
-pub(crate) fn is_ignore_rule(entry: &Entry) -> bool {
+fn is_ignore_rule(entry: &Entry) -> bool {
     entry.path.split(|byte| *byte == b'/').any(|name| plain(name)[..] == b".gantryignore"[..])
 }
 

@@ -9,23 +9,29 @@
 //! | changed it | left it alone, or lost it | takes the result |
 //! | changed it | changed it to the same | leaves it alone |
 //! | changed it | changed it otherwise | keeps both: the result is put beside, see [`Merged::conflicts`](crate::Merged) |
-//! | removed it | left it alone | [`remove_gone`] removes it, [`merge`](crate::merge()) does not |
+//! | removed it | left it alone | [`remove_gone`] removes it |
 //! | removed it | changed it | keeps it |
+//!
+//! What the command removed goes, too: a file may mean something by not being there, such as a loose reference of git
+//! whose value is packed, or the log of a database that was written into it. It stays where the result was not written as
+//! a whole, for it may have been moved there; and in a repository whose references were changed in the target meanwhile.
 //!
 //! Invariant: what stands in the target and is not as it was sent is neither written over nor removed. A file that is
 //! changed after it was compared has another fingerprint, which is compared once more right before the change.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, Stat, unlinkat};
+use rustix::fs::{AtFlags, FileType, Mode, Stat, statat, unlinkat};
 use rustix::io::Errno;
 
 use crate::cache::Fingerprint;
 use crate::dirs::{Cursor, list};
-use crate::guard::{There, is_ignore_rule};
+use crate::guard::{Allowed, Dropped, DroppedKind, There, protected};
 use crate::manifest::{Entry, EntryKind, InvalidManifest, Manifest, split};
+use crate::merge::Conflict;
 use crate::subtree::Subtree;
 
 /// The entries of `result` that the command made or changed, with the directories that lead to them.
@@ -80,7 +86,16 @@ pub struct Standing {
     found: BTreeMap<usize, Found>,
     /// Directories that stay as they are but for what is put into them.
     directories: BTreeSet<usize>,
+    /// Entries of the base that go, with what stands there. Of a directory, nothing: it goes once it is empty.
+    goes: Vec<(usize, Option<Fingerprint>)>,
+    gone: Gone,
+    /// Where the target is, and what is in directories that give way to something else.
+    target: PathBuf,
+    contents: BTreeMap<usize, Contents>,
 }
+
+/// The paths in a directory, and what stands there.
+type Contents = BTreeMap<Vec<u8>, Fingerprint>;
 
 /// What stands at the path of an entry.
 #[derive(Debug, Clone, Copy)]
@@ -105,10 +120,19 @@ pub(crate) enum Verdict {
 }
 
 impl Standing {
-    /// Compares what stands in `target` with the tree that was sent, `base`, and with `result`, which has changes only.
+    /// Compares what stands in `target` with the tree that was sent, `base`.
+    ///
+    /// `result` has the changes that are written, `whole` all that came, and `dropped` what is not written of it.
     #[must_use]
-    pub fn of(target: &Path, base: &Manifest, result: &Manifest) -> Self {
-        let mut standing = Self::default();
+    pub fn of(
+        target: &Path,
+        base: &Manifest,
+        result: &Manifest,
+        whole: &Manifest,
+        dropped: &[Dropped],
+        allowed: Allowed,
+    ) -> Self {
+        let mut standing = Self { target: target.to_owned(), ..Self::default() };
         let cursor = || Cursor::through(target).ok();
         let mut there = Target {
             sent: There::new(cursor(), base),
@@ -128,8 +152,62 @@ impl Standing {
                 continue;
             }
             standing.found.insert(index, there.compare(entry, found.as_ref()));
+            if is_directory {
+                // What comes between this and the comparison is found when the directory gives way.
+                standing.contents.insert(index, contents(target, &entry.path).unwrap_or_default());
+            }
         }
+        standing.find_gone(&mut there, base, whole, &NotWritten::of(whole, dropped), allowed);
         standing
+    }
+
+    /// Finds out what was sent, is not in the result, and goes.
+    fn find_gone(
+        &mut self,
+        there: &mut Target<'_>,
+        base: &Manifest,
+        whole: &Manifest,
+        not_written: &NotWritten<'_>,
+        allowed: Allowed,
+    ) {
+        let is_gone = |entry: &Entry| whole.find(&entry.path).is_none();
+        if !base.entries().iter().any(is_gone) {
+            return;
+        }
+        let protected: BTreeSet<&[u8]> =
+            protected(base, allowed).into_iter().map(|entry| entry.path.as_slice()).collect();
+        let mut repositories: BTreeMap<&[u8], Repository> = BTreeMap::new();
+        for (index, entry) in base.entries().iter().enumerate().filter(|(_, entry)| is_gone(entry)) {
+            let Some(found) = there.sent.stat(&entry.path) else { continue };
+            let path = || entry.path().to_owned();
+            if protected.contains(entry.path.as_slice()) || not_written.may_be(base, entry) {
+                // Of a directory, what is in it is named.
+                if !entry.is_directory() {
+                    self.gone.protected.push(path());
+                }
+                continue;
+            }
+            if let Some(git) = repository_of(&entry.path) {
+                let repository = repositories.entry(git).or_insert_with(|| there.repository(base, git));
+                let is_object = entry.path[git.len()..].starts_with(b"/objects");
+                if is_object && !(repository.has_references && repository.has_index) {
+                    // What it has beyond need does no harm.
+                    continue;
+                }
+                if !repository.has_references {
+                    if !entry.is_directory() {
+                        self.gone.changed.push(path());
+                    }
+                    continue;
+                }
+            }
+            let is_there = is_directory(&found);
+            if entry.is_directory() != is_there || !(is_there || there.sent.has(entry)) {
+                self.gone.changed.push(path());
+                continue;
+            }
+            self.goes.push((index, (!is_there).then(|| Fingerprint::of(&found))));
+        }
     }
 
     /// Whether a directory keeps its own mode, times and attributes.
@@ -137,16 +215,48 @@ impl Standing {
         self.directories.contains(&index)
     }
 
+    /// Whether a directory that gives way to an entry has what it had.
+    pub(crate) fn has_same_contents(&self, index: usize, path: &[u8]) -> bool {
+        self.contents
+            .get(&index)
+            .is_some_and(|found| contents(&self.target, path).is_ok_and(|now| now == *found))
+    }
+
     /// What is done at the path of an entry, where `now` stands.
     pub(crate) fn verdict(&self, index: usize, now: Option<&Stat>) -> Verdict {
         match self.found.get(&index) {
-            Some(Found::AsSent(found)) if *found == now.map(Fingerprint::of) => Verdict::Take,
+            Some(Found::AsSent(None)) if now.is_none() => Verdict::Take,
+            Some(Found::AsSent(Some(found)))
+                if now.is_some_and(|now| Fingerprint::of(now).is_still(found)) =>
+            {
+                Verdict::Take
+            }
             Some(Found::AsResult) => Verdict::Leave,
             // It was looked at when it was a directory, and still is one.
             None if now.is_none_or(is_directory) => Verdict::Take,
             Some(Found::AsSent(_) | Found::Changed) | None => Verdict::PutBeside,
         }
     }
+}
+
+/// What is in a directory of a target.
+fn contents(target: &Path, directory: &[u8]) -> io::Result<Contents> {
+    let mut cursor = Cursor::new(target)?;
+    let mut buffer = Vec::new();
+    let mut contents = Contents::new();
+    let mut rest = vec![directory.to_vec()];
+    while let Some(path) = rest.pop() {
+        let opened = cursor.go(&path)?;
+        for name in list(&opened, &mut buffer, |_| true)? {
+            let stat = statat(&opened, name.as_slice(), AtFlags::SYMLINK_NOFOLLOW)?;
+            let path = [&path[..], &name].join(&b'/');
+            if is_directory(&stat) {
+                rest.push(path.clone());
+            }
+            contents.insert(path, Fingerprint::of(&stat));
+        }
+    }
+    Ok(contents)
 }
 
 /// The target, compared with two trees.
@@ -205,20 +315,96 @@ fn mode(stat: &Stat) -> u32 {
     Mode::from_raw_mode(stat.st_mode).as_raw_mode()
 }
 
-/// What of the target went with the result.
-#[derive(Debug, Default)]
+/// What of a result is not written.
+struct NotWritten<'a> {
+    paths: BTreeSet<&'a [u8]>,
+    files: Vec<&'a EntryKind>,
+}
+
+impl<'a> NotWritten<'a> {
+    fn of(whole: &'a Manifest, dropped: &'a [Dropped]) -> Self {
+        let is_whole =
+            |dropped: &&Dropped| !matches!(dropped.what, DroppedKind::SetId | DroppedKind::Capability);
+        let paths: BTreeSet<&[u8]> =
+            dropped.iter().filter(is_whole).map(|dropped| dropped.path.as_os_str().as_bytes()).collect();
+        let entries = paths.iter().filter_map(|path| Some(&whole.entries()[whole.find(path)?]));
+        let files = entries.filter_map(|entry| file_of(whole, entry)).map(|entry| &entry.kind).collect();
+        Self { paths, files }
+    }
+
+    /// Whether an entry of the base may have been moved to where the result is not written.
+    fn may_be(&self, base: &Manifest, entry: &Entry) -> bool {
+        let Some(file) = file_of(base, entry) else { return true };
+        self.paths.iter().any(|path| is_at_or_below(&entry.path, path))
+            || (!entry.is_directory() && self.files.contains(&&file.kind))
+    }
+}
+
+fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
+    path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+}
+
+/// How a repository stands in the target.
+struct Repository {
+    /// Its references are those that were sent.
+    has_references: bool,
+    /// Its index is the one that was sent.
+    has_index: bool,
+}
+
+/// The directory `.git` that a path lies in.
+fn repository_of(path: &[u8]) -> Option<&[u8]> {
+    let mut end = 0;
+    for name in path.split(|byte| *byte == b'/') {
+        end += name.len();
+        if name == b".git" && end < path.len() {
+            return Some(&path[..end]);
+        }
+        end += 1;
+    }
+    None
+}
+
+impl Target<'_> {
+    fn repository(&mut self, base: &Manifest, git: &[u8]) -> Repository {
+        let mut is_as_sent = |name: &[u8]| {
+            let path = [git, name].join(&b'/');
+            match (base.find(&path), self.sent.stat(&path)) {
+                (None, None) => true,
+                (Some(index), Some(found)) if is_directory(&found) => {
+                    base.entries()[index].is_directory() && self.is_directory_as_sent(&path) && {
+                        let prefix = [&path[..], b"/"].concat();
+                        let sent = base.entries()[index..].iter().skip(1);
+                        sent.take_while(|entry| entry.path.starts_with(&prefix))
+                            .all(|entry| self.sent.stat(&entry.path).is_some())
+                    }
+                }
+                (Some(_), Some(_)) => self.sent.has_at(&path),
+                _ => false,
+            }
+        };
+        Repository {
+            has_references: [&b"HEAD"[..], b"packed-refs", b"refs"].into_iter().all(&mut is_as_sent),
+            has_index: is_as_sent(b"index"),
+        }
+    }
+}
+
+/// What of the target went with the result, and what stayed.
+#[derive(Debug, Clone, Default)]
 pub struct Gone {
     /// How many entries were removed.
     pub removed: u64,
     /// What the command removed and the target keeps, as it was changed there.
     pub changed: Vec<PathBuf>,
-    /// Rules of what is not uploaded: without them, what they name would be sent the next time.
-    pub rules: Vec<PathBuf>,
+    /// What the command removed or moved and the target keeps, as only a caller who asks for it writes it: programs of git,
+    /// and rules of what is not uploaded.
+    pub protected: Vec<PathBuf>,
 }
 
-/// Removes from `target` what was sent and is not in the result, as far as it stands there as it was sent.
+/// Removes from `target` what was sent and is not in the result, as far as `standing` says so and it still stands there.
 ///
-/// Directories go once they are empty. `removes_rules`: whether a `.gantryignore` goes, too.
+/// Directories go once they are empty. What is in a directory that is among the `conflicts` of the merge stays.
 ///
 /// # Errors
 ///
@@ -226,36 +412,37 @@ pub struct Gone {
 pub fn remove_gone(
     target: &Path,
     base: &Manifest,
-    result: &Manifest,
-    removes_rules: bool,
+    standing: &Standing,
+    conflicts: &[Conflict],
 ) -> Result<Gone, (PathBuf, io::Error)> {
-    let mut gone = Gone::default();
+    let mut gone = standing.gone.clone();
+    let stays: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
     let Ok(mut cursor) = Cursor::through(target) else { return Ok(gone) };
-    let mut there = There::new(Cursor::through(target).ok(), base);
     // What is in a directory comes after it.
-    for entry in base.entries().iter().rev().filter(|entry| result.find(&entry.path).is_none()) {
-        let path = || entry.path().to_owned();
-        let Some(found) = there.stat(&entry.path) else { continue };
-        if !removes_rules && is_ignore_rule(entry) && !entry.is_directory() {
-            gone.rules.push(path());
-            continue;
-        }
-        if entry.is_directory() != is_directory(&found) || !(entry.is_directory() || there.has(entry)) {
-            gone.changed.push(path());
+    for (index, found) in standing.goes.iter().rev() {
+        let entry = &base.entries()[*index];
+        if !stays.is_empty() && entry.path().ancestors().any(|path| stays.contains(path)) {
             continue;
         }
         let (parent, name) = split(&entry.path);
-        let flags = if entry.is_directory() { AtFlags::REMOVEDIR } else { AtFlags::empty() };
-        let removed = cursor.go(parent).and_then(|parent| Ok(unlinkat(&parent, name, flags)?));
-        match removed {
+        // What cannot be reached is not there any more.
+        let Ok(parent) = cursor.go(parent) else { continue };
+        let Ok(now) = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+        let flags = match found {
+            Some(found) if Fingerprint::of(&now).is_still(found) => AtFlags::empty(),
+            None if is_directory(&now) => AtFlags::REMOVEDIR,
+            _ => {
+                gone.changed.push(entry.path().to_owned());
+                continue;
+            }
+        };
+        match unlinkat(&parent, name, flags) {
             Ok(()) => gone.removed += 1,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             // It has what was never sent, or what is kept.
-            Err(error) if Errno::from_io_error(&error) == Some(Errno::NOTEMPTY) => {}
-            Err(error) => return Err((path(), error)),
+            Err(Errno::NOENT | Errno::NOTEMPTY) => {}
+            Err(error) => return Err((entry.path().to_owned(), error.into())),
         }
     }
-    gone.changed.reverse();
-    gone.rules.reverse();
+    gone.changed.sort();
     Ok(gone)
 }

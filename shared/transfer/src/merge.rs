@@ -36,7 +36,7 @@ use crate::in_place::{Standing, Verdict};
 use crate::manifest::{Entry, EntryKind, Extent, MAX_NAME_BYTES, Manifest, as_path, split};
 use crate::remove::{RemoveError, remove_tree};
 use crate::runs::Runs;
-use crate::scan::{ScanError, ScanOptions, ScannedOwnership, scan};
+use crate::scan::{Problem, ProblemKind, ScanError, ScanOptions, ScannedOwnership, scan};
 use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller, has_times};
 use crate::xattrs;
 
@@ -179,7 +179,9 @@ pub fn local_matches(
         }
         Err(error) => return Err(error),
     };
-    let changed: BTreeSet<&Path> = there.problems.iter().map(|problem| problem.path.as_path()).collect();
+    let is_change = |problem: &&Problem| !matches!(problem.what, ProblemKind::SkippedXattr(_));
+    let changed: BTreeSet<&Path> =
+        there.problems.iter().filter(is_change).map(|problem| problem.path.as_path()).collect();
     let mut cursor = Cursor::through(target).map_err(ScanError::Root)?;
 
     let mut matches = Matches { files_read: there.files_read, ..Matches::default() };
@@ -271,8 +273,8 @@ pub struct MergeOptions<'a> {
 pub struct Conflict {
     /// What stands there, relative to the target.
     pub path: PathBuf,
-    /// Where the result is, relative to the target.
-    pub result: PathBuf,
+    /// Where the result is, relative to the target. `None`: the result is not there, for the target had its content already.
+    pub result: Option<PathBuf>,
 }
 
 /// A tree that was merged.
@@ -463,9 +465,25 @@ impl<'a> Merge<'a> {
         let (parent, name) = split(&entry.path);
         let directory = self.target.go(parent).map_err(failed)?;
         let staged = self.staged.go(parent).map_err(failed)?;
-        if let Some(standing) = self.standing.filter(|_| !self.matches.kept.contains_key(&index)) {
+        if let Some(standing) = self.standing {
             let now = statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok();
-            match standing.verdict(index, now.as_ref()) {
+            let mut verdict = standing.verdict(index, now.as_ref());
+            let gives_way = !entry.is_directory()
+                && now
+                    .as_ref()
+                    .is_some_and(|now| FileType::from_raw_mode(now.st_mode) == FileType::Directory);
+            if verdict == Verdict::Take && gives_way && !standing.has_same_contents(index, &entry.path) {
+                verdict = Verdict::PutBeside;
+            }
+            if let Some(found) = self.matches.kept.get(&index) {
+                let is_written = !now.is_some_and(|now| Fingerprint::of(&now).was_not_written_since(found));
+                if is_written || verdict == Verdict::PutBeside {
+                    self.merged.conflicts.push(Conflict { path: entry.path().to_owned(), result: None });
+                    return Ok(());
+                }
+                return self.keep(index, entry, *found);
+            }
+            match verdict {
                 Verdict::Take => {}
                 Verdict::Leave => return Ok(()),
                 Verdict::PutBeside => {
@@ -538,7 +556,9 @@ impl<'a> Merge<'a> {
                 Ok(()) => {
                     let beside = [parent, &beside].join(&b'/');
                     let result = as_path(beside.strip_prefix(b"/").unwrap_or(&beside)).to_owned();
-                    self.merged.conflicts.push(Conflict { path: entry.path().to_owned(), result });
+                    self.merged
+                        .conflicts
+                        .push(Conflict { path: entry.path().to_owned(), result: Some(result) });
                     return Ok(());
                 }
                 Err(Errno::EXIST) => {}

@@ -4,6 +4,7 @@ mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -47,12 +48,20 @@ impl Fixture {
     }
 
     fn bring(&self, removes: bool) -> Brought {
+        self.bring_after(removes, |_| ())
+    }
+
+    /// Brings the result; `edit` changes the target after it was compared.
+    fn bring_after(&self, removes: bool, edit: impl FnOnce(&Path)) -> Brought {
         let base = manifest_of(&self.path("base"));
         let result = manifest_of(&self.path("result"));
         let tree = changes(&base, &result).unwrap();
-        let (manifest, target, staged) = (tree.manifest().clone(), self.path("target"), self.path("staged"));
+        let (target, staged) = (self.path("target"), self.path("staged"));
+        let Guarded { tree: guarded, dropped } = guard(&target, tree.manifest(), Allowed::default()).unwrap();
+        let tree = guarded.within(&tree);
+        let manifest = tree.manifest().clone();
         let matches = local_matches(&target, &manifest, &ScanOptions::default(), None).unwrap();
-        let standing = Standing::of(&target, &base, &manifest);
+        let standing = Standing::of(&target, &base, &manifest, &result, &dropped, Allowed::default());
 
         fs::create_dir(&staged).unwrap();
         let mut writer = TreeWriter::new(&staged, manifest.clone(), WriteOptions::default()).unwrap();
@@ -68,6 +77,7 @@ impl Fixture {
             }
         }
         writer.finish().unwrap();
+        edit(&target);
 
         let options = MergeOptions {
             ownership: WrittenOwnership::Caller,
@@ -76,8 +86,11 @@ impl Fixture {
             standing: Some(&standing),
         };
         let merged = merge(&staged, &target, &manifest, &matches, options).unwrap();
-        let gone =
-            if removes { remove_gone(&target, &base, &result, false).unwrap() } else { Gone::default() };
+        let gone = if removes {
+            remove_gone(&target, &base, &standing, &merged.conflicts).unwrap()
+        } else {
+            Gone::default()
+        };
         remove_tree(&staged).unwrap();
         Brought { conflicts: merged.conflicts, gone }
     }
@@ -123,7 +136,7 @@ fn file_that_both_changed_is_there_twice() {
     let base = files(&[("d/a", "1"), ("d/a.gantry-result", "earlier")]);
     let result = files(&[("d/a", "theirs"), ("d/a.gantry-result", "earlier")]);
     let fixture = Fixture::new(&base, &result, &files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier")]));
-    let conflict = Conflict { path: "d/a".into(), result: "d/a.gantry-result-2".into() };
+    let conflict = Conflict { path: "d/a".into(), result: Some("d/a.gantry-result-2".into()) };
     assert_eq!(fixture.bring(false).conflicts, [conflict]);
     let expected =
         files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier"), ("d/a.gantry-result-2", "theirs")]);
@@ -151,7 +164,7 @@ fn only_what_command_removed_goes() {
     ]);
     let fixture = Fixture::new(&base, &files(&[]), &target);
     let Brought { gone, .. } = fixture.bring(true);
-    assert_eq!((gone.changed, gone.rules), (vec!["b".into()], vec![".gantryignore".into()]));
+    assert_eq!((gone.changed, gone.protected), (vec!["b".into()], vec![".gantryignore".into()]));
     assert_eq!(fixture.target(), files(&[("b", "mine"), ("d/never-sent", "x"), (".gantryignore", "x")]));
     assert!(!fixture.path("target/e").exists(), "an empty directory goes");
 }
@@ -161,10 +174,85 @@ fn directory_becomes_file_if_it_is_as_sent() {
     let base = files(&[("d/a", "1"), ("e/a", "1")]);
     let result = files(&[("d", "file"), ("e", "file")]);
     let fixture = Fixture::new(&base, &result, &files(&[("d/a", "1"), ("e/a", "1"), ("e/mine", "x")]));
-    let conflict = Conflict { path: "e".into(), result: "e.gantry-result".into() };
+    let conflict = Conflict { path: "e".into(), result: Some("e.gantry-result".into()) };
     assert_eq!(fixture.bring(false).conflicts, [conflict]);
     let expected = files(&[("d", "file"), ("e/a", "1"), ("e/mine", "x"), ("e.gantry-result", "file")]);
     assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn hard_links_of_the_caller_take_the_result() {
+    let both = |content| files(&[("a", content), ("d/b", content)]);
+    let fixture = Fixture::new(&both("1"), &both("22"), &both("1"));
+    for tree in ["base", "result", "target"] {
+        fs::remove_file(fixture.path(tree).join("d/b")).unwrap();
+        fs::hard_link(fixture.path(tree).join("a"), fixture.path(tree).join("d/b")).unwrap();
+    }
+    assert_eq!(fixture.bring(true).conflicts, []);
+    assert_eq!(fixture.target(), both("22"));
+}
+
+#[test]
+fn mode_that_both_changed_stays() {
+    let base = files(&[("a", "1")]);
+    let fixture = Fixture::new(&base, &base, &base);
+    common::set_mode(&fixture.path("result/a"), 0o755);
+    common::set_mode(&fixture.path("target/a"), 0o600);
+    assert_eq!(fixture.bring(true).conflicts, [Conflict { path: "a".into(), result: None }]);
+    assert_eq!(fixture.path("target/a").metadata().unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn edits_between_comparison_and_merge_stay() {
+    let base = files(&[("d/a", "1"), ("e", "1"), ("f", "1")]);
+    let fixture = Fixture::new(&base, &files(&[("d", "file"), ("e", "22")]), &base);
+    let edit = |target: &Path| {
+        for path in ["d/a", "e", "f"] {
+            fs::write(target.join(path), "mine").unwrap();
+        }
+    };
+    let Brought { conflicts, gone } = fixture.bring_after(true, edit);
+    assert_eq!((conflicts.len(), gone.changed), (2, vec![PathBuf::from("f")]));
+    let expected = files(&[
+        ("d/a", "mine"),
+        ("d.gantry-result", "file"),
+        ("e", "mine"),
+        ("e.gantry-result", "22"),
+        ("f", "mine"),
+    ]);
+    assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn loose_reference_goes_when_it_was_packed() {
+    let base = files(&[
+        (".git/HEAD", "1"),
+        (".git/refs/heads/a", "1"),
+        (".git/objects/1", "1"),
+        (".git/index", "1"),
+    ]);
+    let result = files(&[(".git/HEAD", "1"), (".git/packed-refs", "a 22"), (".git/index", "1")]);
+    let fixture = Fixture::new(&base, &result, &base);
+    fixture.bring(true);
+    assert_eq!(fixture.target(), result);
+
+    // Another reference was made meanwhile, and may need what the command removed.
+    let mut mine = base.clone();
+    mine.insert(".git/refs/heads/mine".to_owned(), "1".to_owned());
+    let fixture = Fixture::new(&base, &result, &mine);
+    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    mine.insert(".git/packed-refs".to_owned(), "a 22".to_owned());
+    assert_eq!(fixture.target(), mine);
+}
+
+#[test]
+fn file_moved_to_where_nothing_is_written_stays() {
+    let base = files(&[("a", "hook"), (".git/HEAD", "1"), (".git/config", "mine")]);
+    let result = files(&[(".git/HEAD", "1"), (".git/hooks/post-x", "hook")]);
+    let fixture = Fixture::new(&base, &result, &base);
+    let Brought { gone, .. } = fixture.bring(true);
+    assert_eq!(gone.protected, [".git/config", "a"].map(PathBuf::from));
+    assert_eq!(fixture.target(), base);
 }
 
 #[test]
@@ -174,7 +262,6 @@ fn directory_of_the_caller_keeps_its_mode() {
     common::set_mode(&fixture.path("target/d"), 0o511);
     fixture.bring(false);
     assert_eq!(fixture.target(), files(&[("d/a", "22")]));
-    use std::os::unix::fs::PermissionsExt;
     assert_eq!(fixture.path("target/d").metadata().unwrap().permissions().mode() & 0o777, 0o511);
 }
 

@@ -14,7 +14,7 @@ use crate::{Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
     a_deleted_build_lets_go_at_once,
-    deleted_artifacts_stay_only_where_pinned,
+    deleted_artifacts_stay_where_they_are_used,
     what_is_used_again_and_again_gathers_no_owners,
     very_many_owners_are_no_obstacle,
     a_batch_is_made_as_a_whole_or_not_at_all,
@@ -23,36 +23,38 @@ on_both_databases! {
     a_holder_is_listed_as_long_as_anything_is_kept_for_it,
 }
 
-async fn deleted_artifacts_stay_only_where_pinned(database: TestDatabase) {
+async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
-    suite.put_build(build, WorkloadId::new(), Some(Duration::from_secs(3600))).await.expect("put");
+    suite.put_build(build, workload, Some(Duration::from_secs(3600))).await.expect("put");
     let (owned, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
     let (young, _) = suite.upload(&gateway, None, 2).await.expect("uploaded");
     let (pinned, _) = suite.upload(&gateway, None, 3).await.expect("uploaded");
-    suite.pin(workload, &[pinned], None).await.expect("pinned");
+    suite.pin(workload, &[pinned], Some(build)).await.expect("pinned");
     let delete = async |team: &str, artifacts: &[ArtifactId]| {
         let artifact_ids = artifacts.iter().map(ToString::to_string).collect();
         let request = pb::DeleteArtifactsRequest { team: team.to_owned(), artifact_ids };
         suite.artifacts().delete_artifacts(request).await.map_err(rpc::Refusal::from)
     };
-    assert_refused(delete("other", &[owned]).await, Reason::ArtifactNotFound);
-    assert_refused(delete(TEAM, &[owned, ArtifactId::new()]).await, Reason::ArtifactNotFound);
-    assert_eq!(suite.collect(DryRun::Off).await, [], "all or none");
+    let states = async || {
+        suite.collect(DryRun::Off).await;
+        let state = async |id| suite.get(id).await.expect("it is known").state();
+        [state(owned).await, state(young).await, state(pinned).await]
+    };
+    use ArtifactState::{Deleting, Sealed};
+    assert_refused(delete("other", &[young]).await, Reason::ArtifactNotFound);
+    assert_refused(delete(TEAM, &[young, ArtifactId::new()]).await, Reason::ArtifactNotFound);
+    assert_eq!(states().await, [Sealed; 3], "all or none");
 
+    delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
+    assert_eq!(states().await, [Sealed, Deleting, Sealed], "the build and its workload go on");
+    // What the build was to keep for an hour goes once the build has ended.
+    suite.settle(workload, None, &[], Some(build)).await.expect("settled");
     for _ in 0..2 {
         delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
     }
-    suite.collect(DryRun::Off).await;
-    for (artifact, state) in
-        [(owned, ArtifactState::Deleting), (young, ArtifactState::Deleting), (pinned, ArtifactState::Sealed)]
-    {
-        assert_eq!(suite.get(artifact).await.expect("it is known").state(), state);
-    }
-    suite.settle(workload, None, &[], None).await.expect("settled");
-    suite.collect(DryRun::Off).await;
-    assert_eq!(suite.get(pinned).await.expect("its tombstone").state(), ArtifactState::Deleting);
+    assert_eq!(states().await, [Deleting; 3]);
 }
 
 async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
