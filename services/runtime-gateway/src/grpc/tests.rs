@@ -58,7 +58,12 @@ async fn process_is_left_after_term_of_caller() {
     let worker = machine.with_caller_term(TERM);
     let runtime = machine.runtime();
     let container = runtime.made(container()).await;
-    let process = runtime.started(container, conformance::process(&programs::cat())).await;
+    let spec = runtime::ProcessSpec {
+        stdin: domain::workload::Stdin::Attached,
+        ..conformance::process(&programs::cat())
+    };
+    let manner = (spec.stdin, spec.output);
+    let process = runtime.started(container, spec).await;
     let attended = worker.clone();
     let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[attended], NOBODY)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
@@ -75,7 +80,6 @@ async fn process_is_left_after_term_of_caller() {
         assert!(matches!(heard.message().await, Ok(Some(_))));
         heard
     };
-    let spec = conformance::process(&programs::cat());
     // After a restart of the gateway callers are back before attempts are taken up.
     let (caller, observer) = (attach(false).await, attach(true).await);
     let attended = async {
@@ -101,7 +105,7 @@ async fn process_is_left_after_term_of_caller() {
         drop(observer);
     };
     tokio::select! {
-        never = crate::attendance::mind(&worker, process, (spec.stdin, spec.output)) => match never {},
+        never = crate::attendance::mind(&worker, process, manner) => match never {},
         () = attended => {}
     }
     drop(client);
