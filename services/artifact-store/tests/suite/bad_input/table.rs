@@ -231,6 +231,10 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
         artifact_ids: vec![world.sealed.to_string(), world.open.to_string()],
         build_id: build.clone(),
     };
+    let delete = pb::DeleteArtifactsRequest {
+        team: TEAM.to_owned(),
+        artifact_ids: vec![world.sealed.to_string(), world.open.to_string()],
+    };
     let adopt = pb::AdoptByDigestRequest {
         team: TEAM.to_owned(),
         digest: digest(1).as_bytes().to_vec().into(),
@@ -317,6 +321,17 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
             "Artifacts.BatchRemoveOwner",
             [batch_disown],
             owned(world, ArtifactNotFound, "artifact_ids", ids),
+        ),
+        Call::new(
+            "Artifacts.DeleteArtifacts",
+            [delete],
+            [
+                team("team"),
+                but("team", "that does not have them", OTHER, ArtifactNotFound),
+                ids("artifact_ids"),
+                but("artifact_ids", "unknown", ArtifactId::new(), ArtifactNotFound),
+                but("artifact_ids", "of another team", world.foreign_artifact, ArtifactNotFound),
+            ],
         ),
         Call::new(
             "Artifacts.Locate",
