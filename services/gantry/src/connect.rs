@@ -65,7 +65,7 @@ impl Connection {
         let (addresses, local) = match &global.server {
             Some(server) => {
                 let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
-                await_listener(&addresses.scheduler, ui).await?;
+                tell_unless_listens(&addresses.scheduler, ui).await;
                 (addresses, None)
             }
             None => {
@@ -217,43 +217,23 @@ impl Connection {
     }
 }
 
-/// Waits until a service listens at `address`. The caller is told within a second what it waits for.
-///
-/// Errors: nothing has listened there for [`PATIENCE`].
-async fn await_listener(address: &str, ui: &Ui) -> anyhow::Result<()> {
+/// Tells the caller within a second that nothing listens at `address`. The first call is repeated for [`PATIENCE`], and fails then.
+async fn tell_unless_listens(address: &str, ui: &Ui) {
     let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
-    let give_up = Instant::now() + PATIENCE;
-    let mut pause = Pause::default();
-    let mut told = false;
-    loop {
-        let soon = tokio::time::sleep(TOLD_AFTER);
-        let mut connecting = std::pin::pin!(listens(address));
-        let connected = tokio::select! {
-            connected = &mut connecting => connected,
-            () = soon, if !told => {
-                told = true;
-                ui.warn(&format!("{address} does not answer yet; {advice}"));
-                connecting.await
-            }
-        };
-        let Err(error) = connected else { return Ok(()) };
+    let patience = PATIENCE.as_secs();
+    match tokio::time::timeout(TOLD_AFTER, listens(address)).await {
+        Ok(Ok(())) => {}
         // The first call says it better.
-        if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) {
-            return Ok(());
-        }
-        let cause = without_number(&error.to_string());
-        // A single replica is not named twice.
-        let replica = format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
-        let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
-        if Instant::now() >= give_up {
-            bail!("cannot reach {address}: {cause}; {advice}");
-        }
-        if !told {
-            told = true;
-            let patience = PATIENCE.as_secs();
+        Ok(Err(error)) if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => {}
+        Ok(Err(error)) => {
+            let cause = without_number(&error.to_string());
+            // A single replica is not named twice.
+            let replica =
+                format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
+            let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
             ui.warn(&format!("cannot reach {address}: {cause}; trying for {patience} s; {advice}"));
         }
-        pause.wait().await;
+        Err(_) => ui.warn(&format!("{address} does not answer yet; trying for {patience} s; {advice}")),
     }
 }
 
