@@ -165,7 +165,7 @@ impl Cluster {
             .stdin(Stdio::null());
         // SAFETY: the call runs no code of ours.
         unsafe {
-            // Whoever runs the tests in the background has SIGINT ignored.
+            // A shell starts background commands, such as a run of these tests, with SIGINT ignored.
             command.pre_exec(|| {
                 libc::signal(libc::SIGINT, libc::SIG_DFL);
                 Ok(())

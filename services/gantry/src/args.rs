@@ -338,7 +338,7 @@ The working directory is made when it has inputs or outputs below it, or is in /
 be there.
 
 Outputs are kept and brought back when the command ended by itself, whatever its exit code. After --timeout and `gantry cancel` there \
-are none. After Ctrl-C nothing is brought back; if the command ended by itself, its outputs are kept and named.
+are none. After Ctrl-C nothing is brought back; if the command ended before it was killed, its outputs are kept and named.
 
 In place, only what the command made, changed or removed changes. What you changed meanwhile stays, and the version of the command \
 stands beside it as NAME.gantry-result.

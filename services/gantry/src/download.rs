@@ -111,7 +111,6 @@ impl Downloader<'_> {
         avoid: &mut Vec<String>,
     ) -> anyhow::Result<Downloaded> {
         let started = Instant::now();
-        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
         if !self.take.follow_links {
             check::refuse_links(directory)?;
         }
@@ -126,6 +125,8 @@ impl Downloader<'_> {
                 .await
                 .context("reading ended unexpectedly")??;
         }
+        // Only now: a ticket may expire while the download waits for another one.
+        let DownloadResponse { go_to, digest, .. } = locate(self.connection, artifact, avoid).await?;
         let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();

@@ -199,7 +199,7 @@ impl Follow<'_> {
         match event {
             Event::Running(event) => state.running = event.whereabouts,
             Event::Finished(event) => state.finished = Some(event),
-            // The process has ended by itself: what it left is kept.
+            // The process ended before it was cancelled, so its outputs are kept.
             Event::Publishing(_) if state.interrupted => state.cancelling = JoinSet::new(),
             Event::Queued(_)
             | Event::Placed(_)

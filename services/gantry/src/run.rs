@@ -142,7 +142,7 @@ pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brou
         }
         Ok(Brought::WithConflicts) if end.code == 0 => {
             ui.warn(
-                "the command succeeded, and some of its results are beside what was changed here meanwhile",
+                "the command succeeded, but some of its results conflict with changes made here meanwhile",
             );
             return exit::OURS;
         }

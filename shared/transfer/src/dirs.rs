@@ -2,8 +2,8 @@
 //!
 //! Invariant: every directory that a [`Cursor`] gives out was reached from the root one component at a time with
 //! `O_NOFOLLOW`. So nothing that stands in the tree, and no change of the tree, can lead out of it. A directory that was
-//! reached before and closed since is opened again through `..` only if it has the device and inode that it had. Whoever
-//! puts another directory there may write to that one already.
+//! reached before and closed since is opened again through `..` only if it has the device and inode that it had. A
+//! process that can put another directory there can write to that one anyway.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

@@ -151,11 +151,11 @@ impl Standing {
                 }
                 continue;
             }
-            standing.found.insert(index, there.compare(entry, found.as_ref()));
             if is_directory {
-                // What comes between this and the comparison is found when the directory gives way.
+                // Before the comparison, so that an edit during it is found when the directory gives way.
                 standing.contents.insert(index, contents(target, &entry.path).unwrap_or_default());
             }
+            standing.found.insert(index, there.compare(entry, found.as_ref()));
         }
         standing.find_gone(&mut there, base, whole, &NotWritten::of(whole, dropped), allowed);
         standing
