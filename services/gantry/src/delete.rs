@@ -76,7 +76,11 @@ pub(crate) async fn delete(
     let collected = let_go(connection, &artifacts).await?;
     let mut kept = Vec::new();
     for id in &artifacts {
-        let Ok(explained) = why::ask(connection, id).await else { continue };
+        let explained = match why::ask(connection, id).await {
+            // The store has forgotten it already.
+            Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => continue,
+            explained => explained?,
+        };
         if let Some(keeper) = explained.kept_by.first() {
             ui.warn(&format!("artifact {id} is let go and stays until nothing uses it: {}", keeper.text));
             kept.push(id);
