@@ -665,8 +665,8 @@ pub(crate) struct DeleteArgs {
 /// `gantry gc`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Where the disk of a worker is full (less than a twentieth is free), what is kept there only for a time goes as well, the oldest first: results \
-and uploads that nothing uses any more. `gantry delete` lets go of more.")]
+Where the disk of a worker is full (less than a twentieth and less than 1 GiB is free), what is kept there only for a time goes as well, the \
+oldest first: results and uploads that nothing uses any more. `gantry delete` lets go of more.")]
 pub(crate) struct GcArgs {
     /// Say what would be marked, and change nothing
     #[arg(long)]

@@ -25,10 +25,14 @@ use crate::why;
 const AT_ONCE: usize = 1000;
 /// A disk with a smaller part free is full: one in so many.
 const FULL: u64 = 20;
+/// No disk with so many bytes free is full, however large it is: what fills it is then hardly ours, and work goes on.
+const NEVER_FULL: u64 = 1 << 30;
 /// How long a new worker may take to say how full its disk is.
 const FIRST_REPORT: Duration = Duration::from_secs(2);
 /// How much of a full disk is made free, as far as what is only kept for a time reaches: one in so many.
 const WANTED: u64 = 5;
+/// Most bytes of a full disk that are made free.
+const MOST_WANTED: u64 = 5 << 30;
 
 /// `gantry delete`
 pub(crate) async fn delete(
@@ -180,9 +184,12 @@ async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u6
 
 /// How many bytes are to be made free on a worker. `None`: its disk is not full, or nothing is known of it.
 fn missing(worker: &Worker) -> Option<u64> {
-    let capacity = worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes);
-    let free = worker.disk_free_bytes;
-    (capacity > 0 && free < capacity / FULL).then(|| (capacity / WANTED).saturating_sub(free))
+    of_disk(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
+}
+
+fn of_disk(capacity: u64, free: u64) -> Option<u64> {
+    let is_full = capacity > 0 && free < (capacity / FULL).min(NEVER_FULL);
+    is_full.then(|| (capacity / WANTED).min(MOST_WANTED).saturating_sub(free))
 }
 
 /// Whether nothing keeps an artifact but builds that have ended and rules, until some time.
@@ -191,4 +198,25 @@ async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result
     let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
     Ok(explained.kept_by_total == explained.kept_by.len() as u64
         && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_disk_is_full_only_when_hardly_anything_is_left() {
+        let gib = 1 << 30;
+        for (capacity, free, missing) in [
+            // A Concourse worker says nothing of its disk.
+            (0, 0, None),
+            (60 << 20, 4 << 20, None),
+            (60 << 20, 2 << 20, Some(10 << 20)),
+            (250 * gib, 10 * gib, None),
+            (250 * gib, gib, None),
+            (250 * gib, gib / 2, Some(5 * gib - gib / 2)),
+        ] {
+            assert_eq!(of_disk(capacity, free), missing, "{free} of {capacity}");
+        }
+    }
 }
