@@ -3,7 +3,7 @@
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 
 use integration_tests::{Cluster, code, describe, may_run_containers, started};
 use serde_json::Value;
@@ -177,6 +177,35 @@ fn result_in_place_leaves_edits_alone() {
     ] {
         assert!(said.contains(text), "{text:?} is not said: {said}");
     }
+}
+
+#[test]
+fn results_come_into_mounts() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["list", "workers"]);
+    for directory in ["real", "bound"] {
+        fs::create_dir(cluster.path(directory)).expect("a directory");
+    }
+    // In a table of mounts of its own: it goes with the command.
+    let unshared = |line: &[&str]| {
+        let gantry = cluster.gantry(line);
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", "mount --bind real bound && exec \"$0\" \"$@\""]);
+        command.arg(gantry.get_program()).args(gantry.get_args());
+        command.env_clear().envs(gantry.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        command.current_dir(cluster.path("")).output().expect("unshare runs")
+    };
+    let run = ["run", "-o", "out=bound", "--", "sh", "-c", "echo made > out/file"];
+    let output = unshared(&run);
+    assert_eq!(code(&output), 0, "{}", describe(&output));
+    assert_eq!(fs::read_to_string(cluster.path("real/file")).expect("brought"), "made\n");
+    // What takes its place is refused before anything runs.
+    let replaced = unshared(&[&["run", "--replace"], &run[1..]].concat());
+    assert_eq!(code(&replaced), 125, "{}", describe(&replaced));
+    assert!(describe(&replaced).contains("something is mounted there"), "{}", describe(&replaced));
 }
 
 #[test]

@@ -186,7 +186,7 @@ pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> any
             let path = directory.canonicalize()?;
             writable(&path).with_context(|| format!("{path:?}"))?;
             if replace {
-                crate::download::check_replace(&path, &metadata)?;
+                crate::target::check_replace(&path, &metadata)?;
                 rules::refuse_unsent(&path)?;
             }
             Ok(())

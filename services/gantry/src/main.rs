@@ -43,6 +43,7 @@ mod status;
 mod stdin;
 mod stdout;
 mod table;
+mod target;
 mod trace;
 mod tree;
 mod ui;

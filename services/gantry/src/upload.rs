@@ -41,6 +41,7 @@ use crate::error::{Refused, advised, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
 use crate::table::{bytes, count, duration};
+use crate::target;
 use crate::tree::{self, Remembered};
 use crate::ui::Ui;
 use crate::words;
@@ -161,7 +162,7 @@ impl Uploader<'_> {
             let root = path.canonicalize()?;
             let rules = Rules::new(&root, gitignore, left_out);
             let exclude = |path: &Path, is_directory| {
-                path.file_name().is_some_and(download::is_staging) || rules.exclude(path, is_directory)
+                path.file_name().is_some_and(target::is_staging) || rules.exclude(path, is_directory)
             };
             let mut remembered = Remembered::load("upload", &root);
             let options = ScanOptions {
