@@ -352,8 +352,8 @@ path of DIR is refused unless --follow-links is given: an earlier result may hav
 A directory whose bytes the cluster has already becomes no second artifact: the one that is there is used, under its own label.
 
 Left out of uploads: what .gantryignore files name in the syntax of git, and the directories of outputs that lie inside of an input. \
-With --gitignore, what .gitignore, .git/info/exclude and the core.excludesFile of git name is left out, too, unless a .gantryignore \
-brings it back. An ignore file that cannot be read, is a link, or has a line that is no pattern fails the upload.
+With --gitignore, what .gitignore, .git/info/exclude and the core.excludesFile of git name is left out, too, unless git tracks it or a \
+.gantryignore brings it back. An ignore file that cannot be read, is a link, or has a line that is no pattern fails the upload.
 
 A directory whose own name ends in :ro is written with a slash behind it, as in -i src=odd:ro/.
 

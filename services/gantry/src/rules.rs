@@ -6,7 +6,8 @@
 //! - Nothing below a directory that is left out is looked at.
 //! - `.gantryignore` wins over the files of git, so that `!generated/` brings back what git leaves out.
 //! - The files of git are, in its order, `.gitignore`, `.git/info/exclude` and the excludes file (`core.excludesFile`).
-//! - Tracked files have no privilege, and the root is sent even if rules above it name it.
+//! - What git tracks is none of what git ignores: the files of git do not leave it out, `.gantryignore` does.
+//! - The root is sent even if rules above it name it.
 //! - A rule that can match no path, such as `./a` or `a//b`, matches none.
 //!
 //! Invariant: a file that cannot be read, or has a line that is no pattern, fails the upload. [`Rules::finish`] names the file, and
@@ -21,9 +22,10 @@ mod compared;
 mod tests;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fs::File;
 use std::io::Read;
+use std::ops::Bound;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
@@ -54,6 +56,10 @@ pub(crate) struct Rules {
     /// from its directory to the root.
     above: Vec<(PathBuf, Vec<Pattern>)>,
     directories: RefCell<HashMap<PathBuf, Rc<Files>>>,
+    /// What repositories track, once it was asked for. The key is the directory of the repository within the root, or the root.
+    tracked: RefCell<HashMap<PathBuf, Option<BTreeSet<PathBuf>>>>,
+    /// Directories that git's rules leave out, and which are looked at for what is tracked in them.
+    opened: RefCell<HashSet<PathBuf>>,
     problems: RefCell<Vec<String>>,
 }
 
@@ -85,6 +91,8 @@ impl Rules {
             left_out,
             above: Vec::new(),
             directories: RefCell::default(),
+            tracked: RefCell::new(HashMap::from([(PathBuf::new(), None)])),
+            opened: RefCell::default(),
             problems: RefCell::default(),
         };
         if gitignore {
@@ -98,14 +106,49 @@ impl Rules {
         if self.left_out.iter().any(|left_out| left_out == path) {
             return true;
         }
-        let decided = self
-            .decide(path, is_directory, |files| &files.ours)
-            .or_else(|| self.decide(path, is_directory, |files| &files.git))
-            .or_else(|| {
+        let ours = self.decide(path, is_directory, |files| &files.ours);
+        let excluded = ours.unwrap_or_else(|| self.gitignore && self.is_ignored(path, is_directory));
+        excluded || !self.problems.borrow().is_empty()
+    }
+
+    /// Whether git ignores `path`.
+    fn is_ignored(&self, path: &Path, is_directory: bool) -> bool {
+        let is_below_ignored = || path.parent().is_some_and(|parent| self.opened.borrow().contains(parent));
+        let by_rules = || {
+            let above = || {
                 let mut above = self.above.iter();
                 above.find_map(|(prefix, patterns)| decide(patterns, &prefix.join(path), is_directory))
-            });
-        decided.unwrap_or(false) || !self.problems.borrow().is_empty()
+            };
+            self.decide(path, is_directory, |files| &files.git).or_else(above).unwrap_or(false)
+        };
+        if !is_below_ignored() && !by_rules() {
+            return false;
+        }
+        let tracked = self.tracked_from(path);
+        if is_directory && tracked.as_deref().is_some_and(|first| first != path) {
+            self.opened.borrow_mut().insert(path.to_owned());
+        }
+        tracked.is_none()
+    }
+
+    /// The first tracked path that is `path` or below it.
+    fn tracked_from(&self, path: &Path) -> Option<PathBuf> {
+        let mut tracked = self.tracked.borrow_mut();
+        let repository = path.ancestors().skip(1).find(|outer| tracked.contains_key(*outer))?.to_owned();
+        let within = path.strip_prefix(&repository).unwrap_or(path);
+        let known = tracked.get_mut(&repository)?;
+        let paths = known.get_or_insert_with(|| {
+            git::tracked(&self.root.join(&repository)).unwrap_or_else(|error| {
+                self.problems.borrow_mut().push(crate::error::describe(&error));
+                BTreeSet::new()
+            })
+        });
+        // Paths are ordered by their components: what is below one follows it.
+        let first = paths
+            .range::<Path, _>((Bound::Included(within), Bound::Unbounded))
+            .next()
+            .filter(|first| first.starts_with(within))?;
+        Some(repository.join(first))
     }
 
     /// Fails if a file could not be read, or has a line that is no pattern.
@@ -149,6 +192,9 @@ impl Rules {
         let at = self.root.join(directory);
         let ours = self.read(&at.join(OURS), false);
         let git = if self.gitignore { self.read_git(&at) } else { Vec::new() };
+        if self.gitignore && at.join(".git").exists() {
+            self.tracked.borrow_mut().entry(directory.to_owned()).or_default();
+        }
         let files = match outer {
             Some(outer) if ours.is_empty() && git.is_empty() => outer,
             outer => Rc::new(Files { directory: directory.to_owned(), ours, git, outer }),

@@ -1,7 +1,8 @@
-//! Rules that git keeps outside of the working tree: `info/exclude` of a repository, and the excludes file of a user.
+//! What git knows beside the files in the working tree: `info/exclude` of a repository, the excludes file of a user, and what is tracked.
 //!
-//! [`super::Rules`] asks for their paths with `--gitignore`.
+//! [`super::Rules`] asks for it with `--gitignore`.
 
+use std::collections::BTreeSet;
 use std::env;
 use std::ffi::OsStr;
 use std::io::ErrorKind;
@@ -34,11 +35,47 @@ pub(super) fn info_exclude(directory: &Path) -> anyhow::Result<Option<PathBuf>> 
     Ok(Some(common.join("info/exclude")))
 }
 
+/// The paths below `directory` that its repository tracks, relative to it. Nothing, where there is no repository.
+pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
+    if !directory.ancestors().any(|directory| directory.join(".git").exists()) {
+        return Ok(BTreeSet::new());
+    }
+    let mut git = git(directory);
+    // A repository of somebody else may be read, but runs no program of its own.
+    git.args(["-c", "safe.directory=*", "-c", "core.fsmonitor=false"]);
+    git.args(["ls-files", "-z", "--cached"]);
+    let answer = git
+        .output()
+        .context("cannot run git to read what it tracks; install it, or leave out --gitignore")?;
+    if !answer.status.success() {
+        let why = String::from_utf8_lossy(&answer.stderr);
+        if why.contains("not a git repository") {
+            return Ok(BTreeSet::new());
+        }
+        bail!(
+            "git cannot read what it tracks: {}; repair the repository, or leave out --gitignore",
+            why.trim_end()
+        );
+    }
+    let paths = answer.stdout.split(|byte| *byte == 0).filter(|path| !path.is_empty());
+    Ok(paths.map(|path| PathBuf::from(OsStr::from_bytes(path))).collect())
+}
+
+/// A command of git for a working tree, whatever repository the caller is working on.
+pub(super) fn git(directory: &Path) -> Command {
+    let mut git = Command::new("git");
+    git.arg("-C").arg(directory).env("LC_ALL", "C").stdin(Stdio::null());
+    for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"] {
+        git.env_remove(variable);
+    }
+    git
+}
+
 /// The path of the excludes file for the working tree at `top`. `None` if git has none.
 pub(super) fn excludes_file(top: &Path) -> anyhow::Result<Option<PathBuf>> {
-    let mut git = Command::new("git");
-    git.arg("-C").arg(top).args(["config", "-z", "--type=path", "--get", "core.excludesFile"]);
-    let answer = match git.stdin(Stdio::null()).output() {
+    let mut git = git(top);
+    git.args(["config", "-z", "--type=path", "--get", "core.excludesFile"]);
+    let answer = match git.output() {
         // Without git there are no settings of git.
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(default_excludes_file()),
         answer => answer.context("cannot run git to read core.excludesFile")?,

@@ -91,6 +91,60 @@ fn gitignore_above_the_root_counts_within_repository() {
 }
 
 #[test]
+fn tracked_files_are_not_ignored() {
+    let root = tree(&[
+        (GIT, "build/\n*.log\n/module/\n"),
+        ("build/kept/file", ""),
+        ("build/junk", ""),
+        ("kept.log", ""),
+        ("secret.log", ""),
+        (OURS, "/secret.log\n"),
+        ("sub/deep/kept.log", ""),
+        ("module/made.log", ""),
+        ("module/kept.log", ""),
+    ]);
+    let git = |directory: &str, arguments: &[&str]| {
+        let mut git = super::git::git(&root.path().join(directory));
+        git.args(["-c", "user.name=n", "-c", "user.email=e", "-c", "protocol.file.allow=always"]);
+        let output = git.args(arguments).output().expect("git runs");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    };
+    for directory in ["", "module"] {
+        git(directory, &["init", "--quiet"]);
+    }
+    git("module", &["add", "--force", "kept.log"]);
+    git("module", &["commit", "--quiet", "--message=m"]);
+    git("", &["add", "--force", "build/kept/file", "kept.log", "secret.log", "sub/deep/kept.log", "module"]);
+    let all = [
+        ("build", true),
+        ("build/kept", true),
+        ("build/kept/file", false),
+        ("build/kept/made", false),
+        ("build/junk", false),
+        ("build/other", true),
+        ("kept.log", false),
+        ("secret.log", false),
+        ("other.log", false),
+        ("module", true),
+        ("module/kept.log", false),
+        ("module/made.log", false),
+    ];
+    let left_out = [false, false, false, true, true, true, false, true, true, false, false, true];
+    let whole = rules(root.path(), true);
+    assert_eq!(excluded(&whole, &all), left_out);
+    whole.finish().expect("understood");
+    let below = [("deep", true), ("deep/kept.log", false), ("deep/made.log", false)];
+    assert_eq!(excluded(&rules(&root.path().join("sub"), true), &below), [false, false, true]);
+
+    // What cannot be known fails the upload.
+    fs::write(root.path().join(".git/index"), "damaged").expect("written");
+    let damaged = rules(root.path(), true);
+    assert!(damaged.exclude(Path::new("kept.log"), false));
+    let error = crate::error::describe(&damaged.finish().expect_err("a damaged index"));
+    assert!(error.starts_with("git cannot read what it tracks: ") && error.contains("index"), "{error}");
+}
+
+#[test]
 fn excludes_of_git_lose_to_gitignore() {
     let root = tree(&[
         ("excludes", "/a\nb\nc\n"),
