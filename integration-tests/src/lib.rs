@@ -210,6 +210,13 @@ impl Cluster {
         });
     }
 
+    /// Stops the cluster's process where it is. It goes on to listen, and answers nobody.
+    pub fn freeze(&self) {
+        let pid = self.pid().expect("a running cluster");
+        // SAFETY: kill has no memory to be unsafe about.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+    }
+
     /// What `list KIND` answers.
     #[must_use]
     pub fn list(&self, kind: &str) -> Vec<serde_json::Value> {

@@ -165,6 +165,26 @@ fn cluster_ends_when_its_state_is_removed() {
 }
 
 #[test]
+fn cluster_that_hangs_is_named_and_killed() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    cluster.succeed(["run", "--", "true"]);
+    let pid = cluster.pid().expect("a running cluster");
+    cluster.freeze();
+    let status = cluster.output(["status"]);
+    assert_eq!(code(&status), 125, "{}", describe(&status));
+    let said = String::from_utf8_lossy(&status.stderr).into_owned();
+    assert!(said.contains(&format!("the cluster, process {pid}, does not answer")), "{said}");
+    assert!(said.contains("`gantry down --force` kills it"), "{said}");
+    let down = cluster.output(["down", "--force"]);
+    assert_eq!(code(&down), 0, "{}", describe(&down));
+    assert!(describe(&down).contains("killed a cluster that did not answer"), "{}", describe(&down));
+    assert_eq!(cluster.succeed(["run", "--", "echo", "again"]), b"again\n");
+}
+
+#[test]
 fn an_idle_cluster_ends_by_itself() {
     if !may_run_containers() {
         return;

@@ -39,7 +39,19 @@ pub(crate) fn hint(args: &RunArgs, finished: &Finished, is_here: impl Fn(&Path) 
     candidates.into_iter().find_map(|path| missed(args, Path::new(path), &is_here))
 }
 
-/// As one writes it in a shell.
+/// As one writes it in a shell: in quotes, where it needs some.
+pub(crate) fn shell(text: &OsStr) -> String {
+    let is_plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"_-./,:=@%+".contains(byte);
+    let text = match text.as_bytes() {
+        [b'-', ..] => Path::new(".").join(text).into_os_string(),
+        _ => text.to_owned(),
+    };
+    if !text.is_empty() && text.as_bytes().iter().all(is_plain) {
+        return text.to_string_lossy().into_owned();
+    }
+    quoted(&text)
+}
+
 fn quoted(text: &OsStr) -> String {
     format!("'{}'", text.to_string_lossy().replace('\'', r"'\''"))
 }
@@ -111,6 +123,14 @@ mod tests {
         assert_eq!(hint("echo 'hi'").as_deref(), Some(expected));
         assert_eq!(hint("echo"), None);
         assert_eq!(said(Some("PROGRAM_NOT_FOUND"), &["an echo", "hi"]), None);
+    }
+
+    #[test]
+    fn words_of_a_shell_are_quoted_where_they_need_it() {
+        let shell = |text: &str| shell(OsStr::new(text));
+        assert_eq!(shell("a/b-1.x"), "a/b-1.x");
+        assert_eq!(shell("a b's"), r"'a b'\''s'");
+        assert_eq!((shell(""), shell("-n")), ("''".to_owned(), "./-n".to_owned()));
     }
 
     #[test]

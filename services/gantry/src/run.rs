@@ -1,7 +1,7 @@
 //! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
 
 use std::collections::HashMap;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::Path;
 use std::sync::Arc;
@@ -345,7 +345,7 @@ fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Ar
         Some(_) => format!("{}.gantry-result", directory.display()),
         None => format!("{name}.gantry-result"),
     };
-    format!("bring it with `gantry download {artifact} {target}`")
+    format!("bring it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
 }
 
 /// How outputs came into their directories.

@@ -21,6 +21,8 @@ use crate::ui::Ui;
 
 /// How long the cluster may take to stop what runs.
 const DEADLINE: Duration = Duration::from_secs(60);
+/// How long it may take if it shall not wait for what runs. Then it hangs, and is killed.
+const FORCED_DEADLINE: Duration = Duration::from_secs(15);
 /// How long it may take to end after that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -38,20 +40,17 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Res
         if !args.force {
             bail!("the cluster, process {}, does not answer; kill it with `gantry down --force`", process.id);
         }
-        process.kill()?;
-        if process.ends_within(PATIENCE).await {
-            ui.note("killed a cluster that did not answer; the next one adopts what it left");
-            return answer(as_json, true, 0, 0);
-        }
-        bail!("the cluster, process {}, cannot be killed", process.id);
+        return kill(&process, ui, as_json).await;
     };
 
     let process = Process::of(&paths)?;
     let mut cluster = ClusterClient::new(peer(&endpoint, Outgoing::internal())?);
     let asked = cluster.shutdown(ShutdownRequest { force: args.force });
-    let response = match tokio::time::timeout(DEADLINE, asked).await {
-        Ok(response) => response.map_err(refused("cannot stop the cluster"))?.into_inner(),
-        Err(_) => bail!("the cluster does not stop; `gantry down --force` kills what runs"),
+    let deadline = if args.force { FORCED_DEADLINE } else { DEADLINE };
+    let response = match (tokio::time::timeout(deadline, asked).await, process.as_ref()) {
+        (Ok(response), _) => response.map_err(refused("cannot stop the cluster"))?.into_inner(),
+        (Err(_), Some(process)) if args.force => return kill(process, ui, as_json).await,
+        (Err(_), _) => bail!("the cluster does not stop; `gantry down --force` kills what runs"),
     };
     if response.cancelled > 0 {
         ui.note(&format!("cancelled {}", count(response.cancelled.into(), "workload")));
@@ -69,6 +68,15 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Res
     }
     ui.note("the cluster has ended");
     answer(as_json, true, response.cancelled, response.unfinished)
+}
+
+async fn kill(process: &Process, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
+    process.kill()?;
+    if !process.ends_within(PATIENCE).await {
+        bail!("the cluster, process {}, cannot be killed", process.id);
+    }
+    ui.note("killed a cluster that did not answer; the next one adopts what it left");
+    answer(as_json, true, 0, 0)
 }
 
 /// Says it to programs, where they asked.

@@ -52,8 +52,11 @@ async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
         return false;
     }
     let Ok(peer) = peer(endpoint, Outgoing::internal()) else { return false };
-    let status = ClusterClient::new(peer).get_status(GetStatusRequest {}).await;
-    status.is_ok_and(|status| status.into_inner().state_directory == paths.state.display().to_string())
+    let mut cluster = ClusterClient::new(peer);
+    // One that hangs is told of where it is asked for something.
+    let status = tokio::time::timeout(PATIENCE, cluster.get_status(GetStatusRequest {})).await;
+    let status = status.ok().and_then(Result::ok);
+    status.is_some_and(|status| status.into_inner().state_directory == paths.state.display().to_string())
 }
 
 /// The address of the cluster on this machine, if one listens.
@@ -177,10 +180,11 @@ impl Starting {
     /// Whether the cluster answers. It may still be starting, or be the one that is going.
     async fn answers(&mut self, endpoint: &str) -> anyhow::Result<Option<GetStatusResponse>> {
         let mut cluster = ClusterClient::new(peer(endpoint, Outgoing::internal())?);
-        let mut asked = std::pin::pin!(cluster.get_status(GetStatusRequest {}));
+        let asked = tokio::time::timeout(PATIENCE, cluster.get_status(GetStatusRequest {}));
+        let mut asked = std::pin::pin!(asked);
         loop {
             tokio::select! {
-                answer = &mut asked => return Ok(answer.ok().map(tonic::Response::into_inner)),
+                answer = &mut asked => return Ok(answer.ok().and_then(Result::ok).map(tonic::Response::into_inner)),
                 () = tokio::time::sleep(Duration::from_millis(50)) => {
                     // One that has ended says why in its log. One that found another in its place leaves the answer to that one.
                     if self.exit_code()?.is_some_and(|code| code != i32::from(ANOTHER_RUNS)) {

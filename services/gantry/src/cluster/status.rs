@@ -27,6 +27,9 @@ use crate::words;
 const PATIENCE: Duration = Duration::from_secs(2);
 const LOOK_AGAIN: Duration = Duration::from_millis(20);
 
+/// How long a cluster may take to say how it is.
+const DEADLINE: Duration = Duration::from_secs(5);
+
 /// The age of a cluster up to which the first report of its worker may be missing.
 const YOUNG: Duration = Duration::from_secs(10);
 
@@ -49,7 +52,15 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
         return Ok(Seen { text: text.to_owned(), document: json!({ "running": false }), code: NONE_RUNS });
     };
     let peer = peer(&endpoint, Outgoing::internal())?;
-    let response = ClusterClient::new(peer.clone()).get_status(GetStatusRequest {}).await;
+    let mut cluster = ClusterClient::new(peer.clone());
+    let Ok(response) = tokio::time::timeout(DEADLINE, cluster.get_status(GetStatusRequest {})).await else {
+        let process = lock::holder(&paths.lock());
+        let process = process.map_or_else(String::new, |holder| format!(", process {},", holder.process_id));
+        bail!(
+            "the cluster{process} does not answer; its log is {}; `gantry down --force` kills it, and the next one adopts what it left",
+            paths.log().display()
+        );
+    };
     let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
     let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
     let used = Used::of(&volumes);
