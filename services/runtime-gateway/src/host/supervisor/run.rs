@@ -32,6 +32,8 @@ const LAST_GRACE: Duration = Duration::from_secs(10);
 
 /// How often an output is emptied before the others are looked at.
 const FILLS: usize = 4;
+/// Pause before a connection is accepted again for which no file could be opened. The loop would turn without a rest.
+const SHORT_OF_FILES: Duration = Duration::from_millis(20);
 
 /// An output of the process.
 struct Output {
@@ -314,8 +316,11 @@ impl Running {
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
-                // Whoever it was asks again.
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => return Ok(()),
+                // Whoever it is waits in the queue, and is there again at once.
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
+                    std::thread::sleep(SHORT_OF_FILES);
+                    return Ok(());
+                }
                 Err(error) => return Err(error.into()),
             }
         }
