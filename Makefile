@@ -59,9 +59,9 @@ soak:
 # Changed manifests, archives, compressed streams, answers of workers, tokens and metadata of images, as others may send them, for GANTRY_SOAK hours (1) or until one fails.
 fuzz: export GANTRY_SOAK ?= 1
 fuzz:
-	cargo test -p gantry-transfer --test hostile_trees --locked
-	cargo test -p gantry-concourse --test hostile_archives --test hostile_answers --locked
-	cargo test -p gantry-rpc --test hostile_tokens --locked
+	cargo test -p gantry-transfer --test transfer --locked hostile_trees
+	cargo test -p gantry-concourse --test concourse --locked hostile
+	cargo test -p gantry-rpc --test rpc --locked hostile_tokens
 	cargo test -p runtime-gateway --lib --locked -- hostile
 
 # Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.

@@ -1,0 +1,21 @@
+//! The host runtime, on this machine.
+
+mod children;
+mod containment;
+mod deep;
+mod host_image;
+mod images;
+mod inside;
+mod leftovers;
+mod networks;
+pub(crate) mod subject;
+mod takeover;
+mod user_namespaces;
+
+use subject::HostSubject;
+
+mod conformance {
+    use super::HostSubject;
+
+    testing::runtime_conformance!(HostSubject::new());
+}

@@ -1,0 +1,575 @@
+//! A cluster with any number of workers, each behind a link of its own.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use domain::{ArtifactId, Digest, WorkerId};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
+use rpc::pb::runtime as runtime_pb;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::write_request::Message as Write;
+use rpc::pb::runtime::write_response::Message as Wrote;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::{
+    Access, ExplainRequest, GetWorkerRequest, HostImage, Image, Input, IssueTicketRequest,
+    IssueTicketResponse, Network, OutputMode, Privilege, StdinMode, TicketOperation, WorkloadKind,
+    WorkloadSpec, explain_request, image,
+};
+use rpc::pb::streamer as pb;
+use rpc::pb::streamer::materialize_response::Message as Told;
+use rpc::pb::streamer::streamer_client::StreamerClient;
+use rpc::pb::streamer::upload_request::Message as Say;
+use rpc::pb::streamer::upload_response::Message as Answer;
+use rpc::{Peer, Refusal};
+use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
+use server::{Host, Listener};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use super::PATIENCE;
+use super::proxy::Link;
+
+pub(crate) const TEAM: &str = "main";
+/// What everybody presents who calls anybody else.
+pub(crate) const TOKEN: &str = "of-the-cluster";
+
+pub(crate) fn may_be_a_worker() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        eprintln!("not applicable: this process is not root");
+    }
+    root
+}
+
+/// Waits for a condition, and answers what it found.
+pub(crate) async fn until<T>(what: &str, condition: impl AsyncFn() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = condition().await {
+            return found;
+        }
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Some services on one address.
+pub(crate) struct Served {
+    pub(crate) endpoint: String,
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Served {
+    #[expect(clippy::disallowed_methods, reason = "the suite waits for it when it stops")]
+    pub(crate) fn start(host: Host, listener: Listener) -> Self {
+        let endpoint = listener.endpoint().expect("its address");
+        let (stop, stopped) = oneshot::channel();
+        let served = tokio::spawn(host.serve([listener], async {
+            stopped.await.ok();
+        }));
+        Self { endpoint, stop, served }
+    }
+
+    pub(crate) async fn stop(self) {
+        self.stop.send(()).expect("it serves");
+        self.served.await.expect("no panic").expect("an orderly end");
+    }
+}
+
+pub(crate) async fn listen() -> Listener {
+    Listener::Tcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"))
+}
+
+fn client(endpoint: &str) -> Peer {
+    peer(endpoint, Outgoing::default().with_token(Some(TOKEN))).expect("an address")
+}
+
+fn host() -> Host {
+    Host::new().with_token(Some(TOKEN.to_owned()))
+}
+
+struct Worker {
+    name: String,
+    machine: Arc<HostRuntime>,
+    link: Link,
+    served: Served,
+}
+
+pub(crate) struct Suite {
+    directory: TempDir,
+    core: Served,
+    workers: HashMap<WorkerId, Worker>,
+}
+
+/// An artifact that was brought to a worker.
+#[derive(Debug)]
+pub(crate) struct Brought {
+    pub(crate) volume: String,
+    pub(crate) progress: Option<pb::TransferProgress>,
+    /// What was told before.
+    pub(crate) told: Vec<pb::TransferProgress>,
+}
+
+impl Suite {
+    pub(crate) async fn start() -> Self {
+        Self::start_with_claims_of(Duration::from_secs(60)).await
+    }
+
+    pub(crate) async fn start_with_claims_of(claim_term: Duration) -> Self {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let listener = listen().await;
+        let endpoint = listener.endpoint().expect("its address");
+        let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
+        let (mut host, token) = (host(), Some(TOKEN.to_owned()));
+        let scheduler = scheduler::Config::new(database("scheduler"), endpoint.clone());
+        let scheduler = scheduler::Config { token: token.clone(), ..scheduler };
+        scheduler::start(scheduler, &mut host).await.expect("a scheduler");
+        let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
+        let store = artifact_store::Config::new(database("store"), keys);
+        let store = artifact_store::Config { claim_term, token, ..store };
+        artifact_store::start(store, &mut host).await.expect("an artifact store");
+        streamer::start(&streamer_config(&endpoint), &mut host).expect("a streamer");
+        Self { directory, core: Served::start(host, listener), workers: HashMap::new() }
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// A worker with a gateway of its own.
+    pub(crate) async fn add_worker(&mut self, name: &str) -> WorkerId {
+        let at = |what: &str| self.path(&format!("{name}-{what}"));
+        let config = HostConfig {
+            policy: Policy::allowing([Permission::HostImage]),
+            ..HostConfig::new(at("state"), at("run")).expect("the path of this test")
+        };
+        let machine = HostRuntime::open(config).expect("this machine as a worker");
+        let listener = listen().await;
+        let address = listener.endpoint().expect("its address");
+        let link = Link::to(address.trim_start_matches("http://").to_owned()).await;
+        let config = runtime_gateway::Config {
+            platform: "linux".to_owned(),
+            worker_name: name.to_owned(),
+            tags: Vec::new(),
+            team: None,
+            amounts: runtime_gateway::Amounts::default(),
+            ephemeral: false,
+            endpoint: link.endpoint.clone(),
+            scheduler: self.core.endpoint.clone(),
+            artifact_store: self.core.endpoint.clone(),
+            streamer: self.core.endpoint.clone(),
+            token: Some(TOKEN.to_owned()),
+            manifest_dir: at("manifests"),
+            report_interval: Duration::from_secs(60),
+            destroy_concurrency: 4,
+            peer_patience: runtime_gateway::Config::PEER_PATIENCE,
+            caller_term: runtime_gateway::Config::CALLER_TERM,
+            hold_destruction: false,
+        };
+        let mut host = host();
+        runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");
+        let served = Served::start(host, listener);
+        let scheduler = WorkersClient::new(client(&self.core.endpoint));
+        let id = until("the worker is in contact", async || {
+            let request = GetWorkerRequest { worker: name.to_owned() };
+            let found = scheduler.clone().get_worker(request).await.ok()?.into_inner().worker?;
+            found.worker_id.parse::<WorkerId>().ok()
+        })
+        .await;
+        self.workers.insert(id, Worker { name: name.to_owned(), machine, link, served });
+        id
+    }
+
+    /// The way to the gateway of a worker.
+    pub(crate) fn link(&self, worker: WorkerId) -> &Link {
+        &self.workers[&worker].link
+    }
+
+    /// Where a worker keeps the bytes of a volume.
+    pub(crate) fn volume(&self, worker: WorkerId, volume: &str) -> PathBuf {
+        self.volumes_of(worker).join(volume).join("contents")
+    }
+
+    fn volumes_of(&self, worker: WorkerId) -> PathBuf {
+        self.path(&format!("{}-state", self.workers[&worker].name)).join("volumes")
+    }
+
+    pub(crate) fn destroy_behind_its_back(&self, worker: WorkerId, volume: &str) {
+        std::fs::remove_dir_all(self.volumes_of(worker).join(volume)).expect("remove");
+        let manifests = self.path(&format!("{}-manifests", self.workers[&worker].name));
+        std::fs::remove_file(manifests.join(volume)).expect("remove");
+    }
+
+    /// A permission to write a volume of a transfer that is planned on a worker.
+    pub(crate) async fn planned(&self, worker: WorkerId) -> IssueTicketResponse {
+        let artifact = ArtifactId::new();
+        let create = store::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: TEAM.to_owned(),
+            ..store::CreateArtifactRequest::default()
+        };
+        let created = ArtifactsClient::new(client(&self.core.endpoint)).create_artifact(create).await;
+        created.expect("created");
+        let plan = store::PlanReplicaRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: worker.to_string(),
+            transfer_id: domain::TransferId::new().to_string(),
+        };
+        let planned = ReplicasClient::new(client(&self.core.endpoint)).plan_replica(plan).await;
+        let volume = planned.expect("planned").into_inner().volume_handle;
+        self.ticket(worker, &volume, TicketOperation::Write).await
+    }
+
+    /// A permission for one transfer with the gateway of a worker.
+    pub(crate) async fn ticket(
+        &self,
+        worker: WorkerId,
+        volume: &str,
+        operation: TicketOperation,
+    ) -> IssueTicketResponse {
+        self.try_ticket(worker, volume, operation).await.expect("a ticket")
+    }
+
+    pub(crate) async fn try_ticket(
+        &self,
+        worker: WorkerId,
+        volume: &str,
+        operation: TicketOperation,
+    ) -> Result<IssueTicketResponse, Refusal> {
+        let request = IssueTicketRequest {
+            team: TEAM.to_owned(),
+            worker_id: worker.to_string(),
+            volume_handle: volume.to_owned(),
+            operation: operation.into(),
+        };
+        let issued = WorkersClient::new(client(&self.core.endpoint)).issue_ticket(request).await;
+        Ok(issued?.into_inner())
+    }
+
+    /// What the scheduler says of a workload that reads `artifact`: each worker that would do, the best first, with how it compares.
+    pub(crate) async fn explain_reading(&self, artifact: ArtifactId) -> Vec<(String, String)> {
+        let spec = WorkloadSpec {
+            team: TEAM.to_owned(),
+            kind: WorkloadKind::Task.into(),
+            image: Some(Image { source: Some(image::Source::Host(HostImage {})) }),
+            command: vec!["true".into()],
+            stdin: StdinMode::None.into(),
+            output: OutputMode::Spooled.into(),
+            inputs: vec![Input {
+                name: "in".to_owned(),
+                artifact_id: artifact.to_string(),
+                path: "".into(),
+                access: Access::ReadOnly.into(),
+            }],
+            privilege: Privilege::Confined.into(),
+            network: Network::Private.into(),
+            ..WorkloadSpec::default()
+        };
+        let request =
+            ExplainRequest { subject: Some(explain_request::Subject::Spec(spec)), ..Default::default() };
+        let explained = PlacementsClient::new(client(&self.core.endpoint)).explain(request).await;
+        let workers = explained.expect("explained").into_inner().workers.into_iter();
+        workers.map(|worker| (worker.worker_name, worker.standing)).collect()
+    }
+
+    fn streamer(&self) -> StreamerClient<Peer> {
+        StreamerClient::new(client(&self.core.endpoint))
+    }
+
+    /// Makes an artifact of a directory, on a worker that the scheduler chooses.
+    pub(crate) async fn upload(&self, root: &Path) -> (ArtifactId, Digest) {
+        let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
+        let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
+        let digest = manifest.tree_digest();
+        let (said, mut answers, answer) = self.open(artifact, digest).await;
+        let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+        write(&go_to, root, manifest).await;
+        let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
+        said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
+        let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
+        assert!(matches!(answer, Some(Answer::Uploaded(_))), "{answer:?}");
+        (artifact, digest)
+    }
+
+    /// Makes an artifact of a small tree, for which no worker is needed.
+    pub(crate) async fn hand_over(&self, tree: store::SmallTree) -> (ArtifactId, Digest) {
+        let artifact = ArtifactId::new();
+        let request = store::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: TEAM.to_owned(),
+            tree: Some(tree),
+            ..Default::default()
+        };
+        let created = ArtifactsClient::new(client(&self.core.endpoint)).create_artifact(request).await;
+        let digest = created.expect("created").into_inner().digest;
+        (artifact, digest.as_ref().try_into().expect("a digest"))
+    }
+
+    /// Opens an upload, and hears what is to be done for it.
+    async fn open(
+        &self,
+        artifact: ArtifactId,
+        digest: Digest,
+    ) -> (mpsc::Sender<pb::UploadRequest>, Streaming<pb::UploadResponse>, Answer) {
+        let (said, requests) = mpsc::channel(4);
+        let open = pb::UploadOpen {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: digest.as_bytes().to_vec().into(),
+            build_id: String::new(),
+            label: "tree".to_owned(),
+        };
+        said.send(pb::UploadRequest { message: Some(Say::Open(open)) }).await.expect("a stream");
+        let mut answers =
+            self.streamer().upload(ReceiverStream::new(requests)).await.expect("opened").into_inner();
+        let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
+        (said, answers, answer.expect("an answer"))
+    }
+
+    /// The artifact that who uploads these bytes gets without sending any.
+    pub(crate) async fn known(&self, digest: Digest) -> Option<ArtifactId> {
+        match self.open(ArtifactId::new(), digest).await.2 {
+            Answer::Uploaded(uploaded) => Some(uploaded.artifact_id.parse().expect("an id")),
+            Answer::GoTo(_) => None,
+        }
+    }
+
+    /// A worker goes, with its gateway. What it holds stays where it is.
+    pub(crate) async fn remove_worker(&mut self, worker: WorkerId) {
+        let worker = self.workers.remove(&worker).expect("it is there");
+        worker.served.stop().await;
+        worker.machine.unmount_idle().expect("unmount");
+    }
+
+    pub(crate) async fn begin(
+        &self,
+        artifact: ArtifactId,
+        worker: WorkerId,
+    ) -> Streaming<pb::MaterializeResponse> {
+        begin(self.streamer(), artifact, worker).await
+    }
+
+    /// What comes of a call that has begun.
+    pub(crate) fn brought(
+        &self,
+        answers: Streaming<pb::MaterializeResponse>,
+    ) -> impl Future<Output = Result<Brought, Refusal>> + use<> {
+        brought(answers)
+    }
+
+    pub(crate) async fn materialize(
+        &self,
+        artifact: ArtifactId,
+        worker: WorkerId,
+    ) -> Result<Brought, Refusal> {
+        brought(self.begin(artifact, worker).await).await
+    }
+
+    pub(crate) async fn materialize_under(
+        &self,
+        artifact: ArtifactId,
+        worker: WorkerId,
+        lease_token: &str,
+    ) -> Result<Brought, Refusal> {
+        let request = pb::MaterializeRequest {
+            lease_token: lease_token.to_owned(),
+            ..materialize_request(artifact, worker)
+        };
+        brought(self.streamer().materialize(request).await?.into_inner()).await
+    }
+
+    pub(crate) async fn transfers(&self) -> Vec<pb::Transfer> {
+        let listed = self.streamer().list_transfers(pb::ListTransfersRequest {}).await;
+        listed.expect("listed").into_inner().transfers
+    }
+
+    /// Where a caller reads who could not do so at `avoid`.
+    pub(crate) async fn read_at(&self, artifact: ArtifactId, avoid: &[String]) -> String {
+        let request = pb::DownloadRequest {
+            team: TEAM.to_owned(),
+            artifact_id: artifact.to_string(),
+            avoid_gateway_endpoints: avoid.to_vec(),
+        };
+        let found = self.streamer().download(request).await.expect("found").into_inner();
+        found.go_to.expect("where to read").gateway_endpoint
+    }
+
+    pub(crate) async fn cancel(&self, transfer: &str) {
+        let request = pb::CancelTransferRequest { transfer_id: transfer.to_owned() };
+        self.streamer().cancel_transfer(request).await.expect("cancelled");
+    }
+
+    pub(crate) async fn replicas(&self, artifact: ArtifactId) -> Vec<store::Replica> {
+        let request =
+            store::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![artifact.to_string()] };
+        let located = ArtifactsClient::new(client(&self.core.endpoint)).locate(request).await;
+        located.expect("located").into_inner().locations.remove(0).replicas
+    }
+
+    /// How many volumes the artifact store knows on a worker.
+    pub(crate) async fn volumes_on(&self, worker: WorkerId) -> usize {
+        let request = store::ListVolumesRequest {
+            worker_id: worker.to_string(),
+            ..store::ListVolumesRequest::default()
+        };
+        let listed = InventoryClient::new(client(&self.core.endpoint)).list_volumes(request).await;
+        listed.expect("listed").into_inner().volumes.len()
+    }
+
+    /// Waits until neither the store nor the disk of a worker has a volume.
+    pub(crate) async fn wait_until_empty(&self, worker: WorkerId) {
+        until("nothing is left", async || {
+            let known = self.volumes_on(worker).await;
+            let there = std::fs::read_dir(self.volumes_of(worker)).map(|names| names.flatten().count());
+            (known == 0 && there.unwrap_or(0) == 0).then_some(())
+        })
+        .await;
+    }
+
+    /// A streamer beside the first, which can be killed.
+    pub(crate) async fn another_streamer(&self) -> OtherStreamer {
+        OtherStreamer::start(&self.core.endpoint).await
+    }
+
+    pub(crate) async fn stop(self) {
+        for (_, worker) in self.workers {
+            worker.link.open();
+            worker.served.stop().await;
+            worker.machine.unmount_idle().expect("unmount");
+        }
+        self.core.stop().await;
+        self.directory.close().expect("everything can be removed");
+    }
+}
+
+/// A streamer in a process of its own, as far as what dies with it is concerned.
+pub(crate) struct OtherStreamer {
+    endpoint: String,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl OtherStreamer {
+    async fn start(core: &str) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .expect("a tokio runtime");
+        let (listening, endpoint) = oneshot::channel();
+        let config = streamer_config(core);
+        runtime.spawn(async move {
+            let listener = listen().await;
+            listening.send(listener.endpoint().expect("its address")).expect("somebody waits");
+            streamer::serve(config, listener, std::future::pending()).await
+        });
+        Self { endpoint: endpoint.await.expect("it listens"), runtime: Some(runtime) }
+    }
+
+    pub(crate) async fn begin(
+        &self,
+        artifact: ArtifactId,
+        worker: WorkerId,
+    ) -> Streaming<pb::MaterializeResponse> {
+        begin(StreamerClient::new(client(&self.endpoint)), artifact, worker).await
+    }
+
+    /// Nothing of it does anything any more, at once.
+    pub(crate) fn kill(self) {
+        drop(self);
+    }
+}
+
+impl Drop for OtherStreamer {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+fn streamer_config(core: &str) -> streamer::Config {
+    let token = Some(TOKEN.to_owned());
+    streamer::Config { scheduler: core.to_owned(), artifact_store: core.to_owned(), token }
+}
+
+fn materialize_request(artifact: ArtifactId, worker: WorkerId) -> pb::MaterializeRequest {
+    pb::MaterializeRequest {
+        team: TEAM.to_owned(),
+        artifact_id: artifact.to_string(),
+        worker_id: worker.to_string(),
+        lease_token: String::new(),
+    }
+}
+
+async fn begin(
+    mut streamer: StreamerClient<Peer>,
+    artifact: ArtifactId,
+    worker: WorkerId,
+) -> Streaming<pb::MaterializeResponse> {
+    streamer.materialize(materialize_request(artifact, worker)).await.expect("it listens").into_inner()
+}
+
+async fn brought(mut answers: Streaming<pb::MaterializeResponse>) -> Result<Brought, Refusal> {
+    let mut told = Vec::new();
+    let last = async {
+        while let Some(answer) = answers.message().await? {
+            match answer.message.expect("something is said") {
+                Told::Progress(progress) => told.push(progress),
+                Told::Materialized(materialized) => return Ok(materialized),
+            }
+        }
+        panic!("the stream ended without `materialized`");
+    };
+    let materialized: Result<pb::Materialized, Refusal> =
+        tokio::time::timeout(PATIENCE, last).await.expect("an end in time");
+    let materialized = materialized?;
+    Ok(Brought { volume: materialized.volume_handle, progress: materialized.progress, told })
+}
+
+/// Sends what is missing of a tree to where the streamer said.
+async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>) {
+    let (said, requests) = mpsc::channel(16);
+    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
+    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    for part in rpc::tree::manifest_parts(&manifest) {
+        say(Write::Manifest(part)).await.expect("a stream");
+    }
+    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    let mut gateway = VolumesClient::new(client(&go_to.gateway_endpoint));
+    let mut answers = gateway.write(ReceiverStream::new(requests)).await.expect("opened").into_inner();
+    let mut missing = transfer::Runs::new();
+    loop {
+        match answers.message().await.expect("no error").and_then(|answer| answer.message) {
+            Some(Wrote::Missing(runs)) => rpc::tree::push_runs(&mut missing, &runs).expect("ascending"),
+            Some(Wrote::MissingEnd(_)) => break,
+            other => panic!("unexpected: {other:?}"),
+        }
+    }
+    let options = transfer::ReadOptions::default();
+    let mut reader = transfer::TreeReader::new(root, manifest, options).expect("a reader");
+    for ordinal in missing.ordinals() {
+        let data = reader.read(ordinal).expect("content");
+        let extents = vec![runtime_pb::ExtentData { ordinal, data }];
+        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+    }
+    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    while let Some(answer) = answers.message().await.expect("no error") {
+        if let Some(Wrote::Committed(_)) = answer.message {
+            return;
+        }
+    }
+    panic!("the stream ended without `committed`");
+}

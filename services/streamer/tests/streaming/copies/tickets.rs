@@ -1,0 +1,165 @@
+//! What tickets permit: a transfer that was planned, at the gateway that the scheduler named.
+
+use std::convert::Infallible;
+use std::future::{Ready, ready};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+
+use domain::{AttemptId, VolumeHandle};
+use http::{HeaderMap, Request, Response};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::volumes_server;
+use rpc::pb::scheduler::TicketOperation;
+use rpc::{Reason, Refusal};
+use server::{Host, Listener};
+use tokio::net::TcpListener;
+use tonic::body::Body;
+use tonic::server::NamedService;
+
+use super::suite::{Served, Suite, TEAM, TOKEN, may_be_a_worker};
+use super::tree;
+
+/// Stands where somebody says that a source is, and writes down what it is told.
+#[derive(Clone, Default)]
+struct Listens(Arc<Mutex<Vec<HeaderMap>>>);
+
+impl NamedService for Listens {
+    const NAME: &'static str = volumes_server::SERVICE_NAME;
+}
+
+impl tower_service::Service<Request<Body>> for Listens {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Ready<Result<Response<Body>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        self.0.lock().expect("the headers").push(request.headers().clone());
+        ready(Ok(Reason::VolumeNotFound.status("test", "it only listens").into_http()))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_fetches_from_nowhere_but_where_the_scheduler_says() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0);
+    let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
+    let two = suite.add_worker("two").await;
+    let listens = Listens::default();
+    let mut host = Host::new();
+    host.add_service(listens.clone());
+    let port = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let stranger = Served::start(host, Listener::InsecureTcp(port));
+
+    let write = suite.planned(two).await;
+    let outgoing = Outgoing::default().with_token(Some(TOKEN));
+    let mut gateway = VolumesClient::new(peer(&write.gateway_endpoint, outgoing).expect("an address"));
+    for (ticket, reason) in [(read.ticket.as_str(), Reason::InvalidField), ("forged", Reason::SourceFailed)] {
+        let source =
+            pb::FetchSource { gateway_endpoint: stranger.endpoint.clone(), ticket: ticket.to_owned() };
+        let request = pb::FetchRequest {
+            ticket: write.ticket.clone(),
+            digest: vec![7; 32].into(),
+            sources: vec![source],
+        };
+        let mut answers = gateway.fetch(request).await.expect("it begins").into_inner();
+        let refused = Refusal::from(answers.message().await.expect_err("nobody may be asked there"));
+        assert!(refused.is(reason), "{refused}");
+    }
+    let heard = listens.0.lock().expect("the headers").clone();
+    assert!(heard.is_empty(), "{heard:?}");
+    stranger.stop().await;
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing_else() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 20);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0);
+    let two = suite.add_worker("two").await;
+    let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
+    let elsewhere = suite.planned(two).await.ticket;
+
+    let archive = async |presented: Option<&str>| {
+        let outgoing =
+            presented.map_or(Outgoing::default(), |ticket| Outgoing::default().with_ticket(ticket));
+        let mut gateway = VolumesClient::new(peer(&read.gateway_endpoint, outgoing).expect("an address"));
+        let request = pb::ReadArchiveRequest { ticket: read.ticket.clone(), path: "".into() };
+        let mut parts = gateway.read_archive(request).await?.into_inner();
+        let mut last = None;
+        while let Some(part) = parts.message().await? {
+            last = part.message;
+        }
+        Ok::<_, Refusal>(last)
+    };
+    let last = archive(Some(&read.ticket)).await.expect("it is let in");
+    assert!(matches!(last, Some(pb::read_archive_response::Message::Done(_))), "{last:?}");
+    for (presented, reason) in [
+        (None, Reason::Unauthenticated),
+        (Some("forged"), Reason::InvalidToken),
+        (Some(elsewhere.as_str()), Reason::NotAttended),
+    ] {
+        let refused = archive(presented).await.expect_err("it is not let in");
+        assert!(refused.is(reason), "{presented:?}: {refused}");
+    }
+
+    let outgoing = Outgoing::default().with_ticket(&read.ticket);
+    let mut containers = ContainersClient::new(peer(&read.gateway_endpoint, outgoing).expect("an address"));
+    let resume = pb::Resume {
+        team: TEAM.to_owned(),
+        worker_id: one.to_string(),
+        process_id: AttemptId::new().to_string(),
+        ..pb::Resume::default()
+    };
+    let said = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
+    let refused = containers.attach(tokio_stream::iter(said)).await.expect_err("that is no transfer");
+    assert!(Refusal::from(refused).is(Reason::Unauthenticated));
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_ticket_is_issued_only_for_a_transfer_that_is_planned() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let one = suite.add_worker("one").await;
+    let root = suite.path("tree");
+    tree::write(&root, 1 << 10);
+    let (artifact, _) = suite.upload(&root).await;
+    let replica = suite.replicas(artifact).await.remove(0).volume_handle;
+    let two = suite.add_worker("two").await;
+    suite.planned(two).await;
+    let unknown = VolumeHandle::new().to_string();
+    let refused = [
+        ("to fill a volume that is complete", one, &replica, TicketOperation::Write),
+        ("to fill a volume that nobody planned", one, &unknown, TicketOperation::Write),
+        ("to read a volume that nobody planned", one, &unknown, TicketOperation::Read),
+        ("to read a replica where it is not", two, &replica, TicketOperation::Read),
+    ];
+    for (what, worker, volume, operation) in refused {
+        let refused = suite.try_ticket(worker, volume, operation).await.expect_err(what);
+        assert!(refused.is(Reason::TransferNotPlanned), "{what}: {refused}");
+    }
+    suite.stop().await;
+}

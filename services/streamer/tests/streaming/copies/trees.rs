@@ -1,0 +1,105 @@
+//! Small trees, which the artifact store has itself: they come to any worker, and to who downloads them, though no worker had them.
+
+use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::small_tree_entry::What;
+use rpc::pb::streamer as pb;
+
+use super::on_disk;
+use super::suite::{Suite, may_be_a_worker, until};
+
+fn small() -> store::SmallTree {
+    let entry = |path: &str, what| store::SmallTreeEntry {
+        path: path.as_bytes().to_vec().into(),
+        what: Some(what),
+        ..Default::default()
+    };
+    let tool = What::File(b"#!/bin/sh\n".to_vec().into());
+    let entries = vec![
+        store::SmallTreeEntry {
+            mode: Some(0o4751),
+            uid: 1000,
+            gid: 100,
+            modified_at: Some(prost_types::Timestamp { seconds: -1, nanos: 7 }),
+            ..entry("bin/tool", tool)
+        },
+        entry("bin/link", What::Symlink(b"../nowhere".to_vec().into())),
+        entry("large", What::File(vec![0xa5; 1_000_000].into())),
+        entry("empty", What::Directory(store::SmallTreeDirectory {})),
+    ];
+    store::SmallTree { entries }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_small_tree_comes_to_any_worker_from_the_store_and_again_when_it_was_lost() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let (artifact, digest) = suite.hand_over(small()).await;
+    let one = suite.add_worker("one").await;
+    assert_eq!(suite.known(digest).await, Some(artifact), "who uploads the same need not send it");
+    assert_eq!(suite.replicas(artifact).await, []);
+
+    let brought = suite.materialize(artifact, one).await.expect("brought");
+    assert_eq!(
+        on_disk(&suite.volume(one, &brought.volume)),
+        digest,
+        "modes, owners, times and links are in it"
+    );
+    let progress = brought.progress.expect("there was a copy");
+    assert_eq!((progress.route(), &*progress.from_worker_id), (pb::Route::Store, ""));
+    assert_eq!((progress.bytes_done, progress.bytes_total), (1_000_010, 1_000_010));
+    let replicas = suite.replicas(artifact).await;
+    assert_eq!(replicas[0].verification(), store::Verification::Verified);
+
+    // It is lost there, and nobody else has it.
+    suite.destroy_behind_its_back(one, &brought.volume);
+    suite.remove_worker(one).await;
+    assert_eq!(suite.add_worker("one").await, one);
+    until("the loss is known", async || suite.replicas(artifact).await.is_empty().then_some(())).await;
+    let again = suite.materialize(artifact, one).await.expect("brought");
+    assert_ne!(again.volume, brought.volume);
+    assert_eq!(on_disk(&suite.volume(one, &again.volume)), digest);
+
+    // A worker that has it is not needed for another one to get it.
+    let two = suite.add_worker("two").await;
+    suite.link(one).stall_after(0);
+    let brought = suite.materialize(artifact, two).await.expect("brought");
+    assert_eq!(brought.progress.expect("there was a copy").route(), pb::Route::Store);
+    assert_eq!(on_disk(&suite.volume(two, &brought.volume)), digest);
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_downloads_a_small_tree_is_sent_to_a_worker_that_gets_it_first() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let mut suite = Suite::start().await;
+    let (artifact, digest) = suite.hand_over(small()).await;
+    let one = suite.add_worker("one").await;
+    let endpoint = suite.read_at(artifact, &[]).await;
+    assert_eq!(endpoint, suite.link(one).endpoint);
+    let replicas = suite.replicas(artifact).await;
+    assert_eq!(replicas.len(), 1);
+    assert_eq!(on_disk(&suite.volume(one, &replicas[0].volume_handle)), digest);
+    assert_eq!(suite.read_at(artifact, &[]).await, endpoint);
+    assert_eq!(suite.replicas(artifact).await.len(), 1, "once is enough");
+
+    // Who could not read there is sent to another, which gets it, too.
+    let two = suite.add_worker("two").await;
+    until("another worker is named", async || {
+        (suite.read_at(artifact, std::slice::from_ref(&endpoint)).await == suite.link(two).endpoint)
+            .then_some(())
+    })
+    .await;
+    // With all workers that have it gone, it is brought to another.
+    suite.remove_worker(one).await;
+    suite.remove_worker(two).await;
+    let three = suite.add_worker("three").await;
+    until("another worker is named", async || {
+        (suite.read_at(artifact, &[]).await == suite.link(three).endpoint).then_some(())
+    })
+    .await;
+    suite.stop().await;
+}

@@ -1,0 +1,4 @@
+//! Streamers with the real services beside them, over gRPC.
+
+mod copies;
+mod uploads;

@@ -1,0 +1,431 @@
+//! Uploads and downloads, with the real scheduler, artifact store and gateway beside the streamer, over gRPC.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use domain::{ArtifactId, Digest};
+use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::runtime as runtime_pb;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::write_request::Message as Write;
+use rpc::pb::runtime::write_response::Message as Wrote;
+use rpc::pb::streamer as pb;
+use rpc::pb::streamer::streamer_client::StreamerClient;
+use rpc::pb::streamer::upload_request::Message as Say;
+use rpc::pb::streamer::upload_response::Message as Answer;
+use rpc::{Peer, Reason, Refusal};
+use runtime_gateway::host::{HostConfig, HostRuntime};
+use server::{Host, Listener};
+use tempfile::TempDir;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+mod archives;
+
+/// Long enough for anything that happens at all.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// All four services in one process; the worker only where the process may be one.
+struct Suite {
+    directory: TempDir,
+    peer: Peer,
+    machine: Option<Arc<HostRuntime>>,
+    stop: oneshot::Sender<()>,
+    served: JoinHandle<anyhow::Result<()>>,
+}
+
+impl Suite {
+    async fn start(with_worker: bool) -> Self {
+        Self::start_in(tempfile::tempdir().expect("a temporary directory"), with_worker, None).await
+    }
+
+    /// Over what an earlier one left in `directory`, with services that ask each other, and their callers, for `token`.
+    async fn start_in(directory: TempDir, with_worker: bool, token: Option<&str>) -> Self {
+        let token = token.map(str::to_owned);
+        let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
+        let endpoint = listener.endpoint().expect("its address");
+        let database = |name: &str| format!("sqlite://{}/{name}.db", directory.path().display());
+        let mut host = Host::new().with_token(token.clone());
+
+        let scheduler = scheduler::Config {
+            token: token.clone(),
+            ..scheduler::Config::new(database("scheduler"), endpoint.clone())
+        };
+        scheduler::start(scheduler, &mut host).await.expect("a scheduler");
+        let keys = artifact_store::KeySource::Scheduler(endpoint.clone());
+        let store = artifact_store::Config {
+            token: token.clone(),
+            ..artifact_store::Config::new(database("store"), keys)
+        };
+        artifact_store::start(store, &mut host).await.expect("an artifact store");
+        let streamer = streamer::Config {
+            scheduler: endpoint.clone(),
+            artifact_store: endpoint.clone(),
+            token: token.clone(),
+        };
+        streamer::start(&streamer, &mut host).expect("a streamer");
+        let machine = with_worker.then(|| {
+            let config = HostConfig::new(directory.path().join("worker"), directory.path().join("run"));
+            HostRuntime::open(config.expect("the path of this test")).expect("this machine as a worker")
+        });
+        if let Some(machine) = &machine {
+            let config = runtime_gateway::Config {
+                worker_name: "one".to_owned(),
+                platform: "linux".to_owned(),
+                tags: Vec::new(),
+                team: None,
+                amounts: runtime_gateway::Amounts::default(),
+                ephemeral: false,
+                endpoint: endpoint.clone(),
+                scheduler: endpoint.clone(),
+                artifact_store: endpoint.clone(),
+                streamer: endpoint.clone(),
+                token: token.clone(),
+                manifest_dir: directory.path().join("manifests"),
+                report_interval: Duration::from_secs(60),
+                destroy_concurrency: 4,
+                peer_patience: runtime_gateway::Config::PEER_PATIENCE,
+                caller_term: runtime_gateway::Config::CALLER_TERM,
+                hold_destruction: false,
+            };
+            runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");
+        }
+
+        let (stop, stopped) = oneshot::channel();
+        let shutdown = async {
+            stopped.await.ok();
+        };
+        #[expect(clippy::disallowed_methods, reason = "the suite waits for it when it stops")]
+        let served = tokio::spawn(host.serve([listener], shutdown));
+        let peer = peer(&endpoint, Outgoing::default().with_token(token.as_deref())).expect("an address");
+        Self { directory, peer, machine, stop, served }
+    }
+
+    /// An upload that was opened, and its first answer.
+    async fn open(
+        &self,
+        artifact: ArtifactId,
+        digest: impl Into<Option<Digest>>,
+    ) -> Result<(Upload, Answer), Refusal> {
+        let (said, requests) = mpsc::channel(4);
+        let open = pb::UploadOpen {
+            team: "main".to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: digest.into().map(|digest| digest.as_bytes().to_vec().into()).unwrap_or_default(),
+            build_id: String::new(),
+            label: "tree".to_owned(),
+        };
+        said.send(pb::UploadRequest { message: Some(Say::Open(open)) }).await.expect("a stream");
+        let mut streamer = StreamerClient::new(self.peer.clone());
+        let answers = streamer.upload(ReceiverStream::new(requests)).await?.into_inner();
+        let mut upload = Upload { said, answers };
+        let answer = upload.next().await?;
+        Ok((upload, answer))
+    }
+
+    /// Opens an upload as soon as a worker is in contact.
+    async fn open_when_possible(
+        &self,
+        artifact: ArtifactId,
+        digest: impl Into<Option<Digest>>,
+    ) -> (Upload, Answer) {
+        let digest = digest.into();
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            match self.open(artifact, digest).await {
+                Ok(opened) => return opened,
+                Err(refusal) => assert!(Instant::now() < deadline, "{refusal}"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    async fn artifact(&self, artifact: ArtifactId) -> Option<store::Artifact> {
+        let request =
+            store::GetArtifactRequest { team: "main".to_owned(), artifact_id: artifact.to_string() };
+        let answer = ArtifactsClient::new(self.peer.clone()).get_artifact(request).await;
+        answer.ok().and_then(|answer| answer.into_inner().artifact)
+    }
+
+    async fn stop(self) {
+        self.stop_and_keep().await.close().expect("everything can be removed");
+    }
+
+    /// Leaves everything in its directory, for another one.
+    async fn stop_and_keep(self) -> TempDir {
+        self.stop.send(()).expect("it serves");
+        self.served.await.expect("no panic").expect("an orderly end");
+        if let Some(machine) = self.machine {
+            machine.unmount_idle().expect("unmount");
+        }
+        self.directory
+    }
+}
+
+struct Upload {
+    said: mpsc::Sender<pb::UploadRequest>,
+    answers: Streaming<pb::UploadResponse>,
+}
+
+impl Upload {
+    async fn next(&mut self) -> Result<Answer, Refusal> {
+        let answer =
+            tokio::time::timeout(PATIENCE, self.answers.message()).await.expect("an answer in time")?;
+        Ok(answer.and_then(|answer| answer.message).expect("an answer"))
+    }
+
+    async fn commit(&mut self, digest: Digest) -> Result<Answer, Refusal> {
+        let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
+        self.said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
+        self.next().await
+    }
+}
+
+fn tree(root: &Path) -> transfer::Manifest {
+    std::fs::create_dir_all(root.join("directory")).expect("directories");
+    std::fs::write(root.join("directory/file"), "content").expect("write");
+    let options = transfer::ScanOptions {
+        ownership: transfer::ScannedOwnership::Root,
+        ..transfer::ScanOptions::default()
+    };
+    transfer::scan(root, &options, None).expect("a manifest").manifest
+}
+
+/// Sends a whole tree to where the streamer said.
+async fn write(go_to: &pb::GoTo, root: &Path, manifest: transfer::Manifest) -> Result<(), Refusal> {
+    write_with(go_to, root, manifest, Outgoing::default()).await
+}
+
+async fn write_with(
+    go_to: &pb::GoTo,
+    root: &Path,
+    manifest: transfer::Manifest,
+    outgoing: Outgoing,
+) -> Result<(), Refusal> {
+    let manifest = Arc::new(manifest);
+    let (said, requests) = mpsc::channel(16);
+    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
+    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    for part in rpc::tree::manifest_parts(&manifest) {
+        say(Write::Manifest(part)).await.expect("a stream");
+    }
+    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
+    let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
+    let mut missing = transfer::Runs::new();
+    loop {
+        match answers.message().await?.and_then(|answer| answer.message) {
+            Some(Wrote::Missing(runs)) => rpc::tree::push_runs(&mut missing, &runs).expect("ascending"),
+            Some(Wrote::MissingEnd(_)) => break,
+            other => panic!("unexpected: {other:?}"),
+        }
+    }
+    let options = transfer::ReadOptions::default();
+    let mut reader = transfer::TreeReader::new(root, manifest, options).expect("a reader");
+    for ordinal in missing.ordinals() {
+        let data = reader.read(ordinal).expect("content");
+        let extents = vec![runtime_pb::ExtentData { ordinal, data }];
+        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+    }
+    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    while let Some(answer) = answers.message().await? {
+        if let Some(Wrote::Committed(_)) = answer.message {
+            return Ok(());
+        }
+    }
+    panic!("the stream ended without `committed`");
+}
+
+fn may_be_a_worker() -> bool {
+    let root = rustix::process::geteuid().is_root();
+    if !root {
+        eprintln!("not applicable: this process is not root");
+    }
+    root
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_worker_nothing_is_begun() {
+    let suite = Suite::start(false).await;
+    let artifact = ArtifactId::new();
+    let refused = suite.open(artifact, Digest([1; 32])).await.map(|(_, answer)| answer);
+    let refused = refused.expect_err("nobody could take it");
+    assert!(refused.is(Reason::AllWorkersBusy) || refused.is(Reason::NoCompatibleWorker), "{refused}");
+    assert!(suite.artifact(artifact).await.is_none());
+
+    let request = pb::DownloadRequest {
+        team: "main".to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::DownloadRequest::default()
+    };
+    let refused = StreamerClient::new(suite.peer.clone()).download(request).await.expect_err("there is none");
+    assert!(Refusal::from(refused).is(Reason::ArtifactNotFound));
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_tree_is_sent_once_and_found_the_second_time() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let suite = Suite::start(true).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
+    let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    write(&go_to, &root, manifest).await.expect("written");
+    assert_eq!(suite.artifact(artifact).await.expect("it was made").state(), store::ArtifactState::Open);
+    let uploaded = upload.commit(digest).await.expect("sealed");
+    assert_eq!(uploaded, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
+    assert_eq!(suite.artifact(artifact).await.expect("it is there").state(), store::ArtifactState::Sealed);
+
+    let (_, again) = suite.open(ArtifactId::new(), digest).await.expect("known");
+    assert_eq!(again, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
+    let request = pb::DownloadRequest {
+        team: "main".to_owned(),
+        artifact_id: artifact.to_string(),
+        ..pb::DownloadRequest::default()
+    };
+    let found = StreamerClient::new(suite.peer.clone()).download(request).await.expect("found").into_inner();
+    assert_eq!((found.size_bytes, found.digest.as_ref()), (7, digest.as_bytes()));
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn services_with_a_token_present_it_to_each_other() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let suite = Suite::start_in(directory, true, Some("secret")).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
+    let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    let refused = write(&go_to, &root, manifest.clone()).await.expect_err("the gateway asks for it, too");
+    assert!(refused.is(Reason::Unauthenticated), "{refused}");
+    let outgoing = Outgoing::default().with_token(Some("secret"));
+    write_with(&go_to, &root, manifest, outgoing).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
+    suite.stop().await;
+}
+
+/// Ends the boot in which the manifests were kept, as far as a gateway can tell, and changes the file in each volume that has one.
+fn crash(directory: &Path) {
+    for entry in std::fs::read_dir(directory.join("manifests")).expect("list").flatten() {
+        let mut kept = std::fs::read(entry.path()).expect("read");
+        // After the digest, the length of the boot, and the boot.
+        if kept.len() > 33 {
+            kept[33] ^= 1;
+            std::fs::write(entry.path(), kept).expect("write");
+        }
+    }
+    for entry in std::fs::read_dir(directory.join("worker/volumes")).expect("list").flatten() {
+        let path = entry.path().join("contents/directory/file");
+        if let Ok(modified) = std::fs::metadata(&path).and_then(|metadata| metadata.modified()) {
+            std::fs::write(&path, "CONTENT").expect("write");
+            let file = std::fs::File::options().write(true).open(&path).expect("open");
+            file.set_modified(modified).expect("set the time");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let suite = Suite::start(true).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
+    let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    write(&go_to, &root, manifest.clone()).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
+    let directory = suite.stop_and_keep().await;
+    crash(directory.path());
+    let suite = Suite::start_in(directory, true, None).await;
+
+    let deadline = Instant::now() + PATIENCE;
+    let read = async || {
+        let request = pb::DownloadRequest {
+            team: "main".to_owned(),
+            artifact_id: artifact.to_string(),
+            ..pb::DownloadRequest::default()
+        };
+        let found = StreamerClient::new(suite.peer.clone()).download(request).await?.into_inner();
+        let go_to = found.go_to.expect("where to read");
+        let gateway = peer(&go_to.gateway_endpoint, Outgoing::default()).expect("an address");
+        let request = runtime_pb::ReadFileRequest { ticket: go_to.ticket, path: "directory/file".into() };
+        VolumesClient::new(gateway).read_file(request).await?.into_inner().message().await
+    };
+    // The gateway may not have been let in yet, and is where it was before as far as the scheduler knows.
+    let refused = loop {
+        let refused = Refusal::from(read().await.expect_err("nothing of it is sent"));
+        if !refused.is_transient() && !refused.is(Reason::WorkerUnreachable) {
+            break refused;
+        }
+        assert!(Instant::now() < deadline, "{refused}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    assert!(refused.is(Reason::DigestMismatch), "{refused}");
+
+    let (mut upload, go_to) = loop {
+        let (upload, answer) = suite.open_when_possible(ArtifactId::new(), digest).await;
+        if let Answer::GoTo(go_to) = answer {
+            break (upload, go_to);
+        }
+        assert!(Instant::now() < deadline, "the store goes on finding what is lost");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    write(&go_to, &root, manifest).await.expect("written");
+    upload.commit(digest).await.expect("sealed");
+    suite.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_not_committed_is_thrown_away() {
+    if !may_be_a_worker() {
+        return;
+    }
+    let suite = Suite::start(true).await;
+    let root = suite.directory.path().join("tree");
+    let manifest = tree(&root);
+    let digest = manifest.tree_digest();
+
+    // A commit of what the worker does not have is refused.
+    let artifact = ArtifactId::new();
+    let (mut upload, _) = suite.open_when_possible(artifact, digest).await;
+    let refused = upload.commit(digest).await.expect_err("nothing was sent");
+    assert!(refused.is(Reason::CandidateMissing), "{refused}");
+    let gone = async |artifact| {
+        let deadline = Instant::now() + PATIENCE;
+        while suite
+            .artifact(artifact)
+            .await
+            .is_some_and(|found| found.state() != store::ArtifactState::Deleting)
+        {
+            assert!(Instant::now() < deadline, "the artifact stays");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    gone(artifact).await;
+
+    // All bytes were sent, and the caller left before it said so.
+    let artifact = ArtifactId::new();
+    let (upload, answer) = suite.open_when_possible(artifact, digest).await;
+    let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
+    write(&go_to, &root, manifest).await.expect("written");
+    drop(upload);
+    gone(artifact).await;
+    suite.stop().await;
+}

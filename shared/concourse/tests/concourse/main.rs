@@ -1,0 +1,7 @@
+//! Garden and Baggageclaim over the wire.
+
+mod baggageclaim;
+mod garden_client;
+mod garden_wire;
+mod hostile_answers;
+mod hostile_archives;

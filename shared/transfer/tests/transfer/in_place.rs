@@ -1,0 +1,322 @@
+//! Results that come back to the directory whose tree was sent, and what was changed there meanwhile.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::common::manifest_of;
+use gantry_transfer::*;
+use proptest::prelude::*;
+use tempfile::TempDir;
+
+/// The files of a tree. What a path below another one's file would be cannot be.
+type Files = BTreeMap<String, String>;
+
+/// A tree that was sent, what a command made of it, and the directory that it was sent from.
+struct Fixture {
+    dir: TempDir,
+}
+
+/// What a result did to the directory.
+struct Brought {
+    conflicts: Vec<Conflict>,
+    gone: Gone,
+}
+
+impl Fixture {
+    fn new(base: &Files, result: &Files, target: &Files) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, files) in [("base", base), ("result", result), ("target", target)] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            for (path, content) in files {
+                let path = dir.path().join(name).join(path);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(&path, content).unwrap();
+                // A file that is left alone keeps its time.
+                crate::common::set_mtime(&path, 1_000 + i64::try_from(content.len()).unwrap(), 0);
+            }
+        }
+        Self { dir }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn bring(&self, removes: bool) -> Brought {
+        self.bring_after(removes, |_| ())
+    }
+
+    /// Brings the result; `edit` changes the target after it was compared.
+    fn bring_after(&self, removes: bool, edit: impl FnOnce(&Path)) -> Brought {
+        let base = manifest_of(&self.path("base"));
+        let result = manifest_of(&self.path("result"));
+        let tree = changes(&base, &result).unwrap();
+        let (target, staged) = (self.path("target"), self.path("staged"));
+        let Guarded { tree: guarded, dropped } = guard(&target, tree.manifest(), Allowed::default()).unwrap();
+        let tree = guarded.within(&tree);
+        let manifest = tree.manifest().clone();
+        let matches = local_matches(&target, &manifest, &ScanOptions::default(), None).unwrap();
+        let standing = Standing::of(&target, &base, &manifest, &result, &dropped, Allowed::default());
+
+        fs::create_dir(&staged).unwrap();
+        let mut writer = TreeWriter::new(&staged, manifest.clone(), WriteOptions::default()).unwrap();
+        matches.prepare(&target, &mut writer).unwrap();
+        let wanted = tree.origins(&writer.missing());
+        let options = ReadOptions::default();
+        let mut reader =
+            TreeReader::new(&self.path("result"), Arc::new(manifest_of(&self.path("result"))), options)
+                .unwrap();
+        for batch in reader.batches(&wanted) {
+            for extent in batch.unwrap() {
+                writer.put(tree.ordinal(extent.ordinal).unwrap(), &extent.data).unwrap();
+            }
+        }
+        writer.finish().unwrap();
+        edit(&target);
+
+        let options = MergeOptions {
+            ownership: WrittenOwnership::Caller,
+            strict: true,
+            keep_root: true,
+            standing: Some(&standing),
+        };
+        let merged = merge(&staged, &target, &manifest, &matches, options).unwrap();
+        let gone = if removes {
+            remove_gone(&target, &base, &standing, &merged.conflicts).unwrap()
+        } else {
+            Gone::default()
+        };
+        remove_tree(&staged).unwrap();
+        Brought { conflicts: merged.conflicts, gone }
+    }
+
+    fn target(&self) -> Files {
+        files_of(&self.path("target"))
+    }
+}
+
+fn files_of(directory: &Path) -> Files {
+    let mut files = Files::new();
+    let mut rest = vec![directory.to_owned()];
+    while let Some(at) = rest.pop() {
+        for entry in fs::read_dir(at).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                rest.push(path);
+            } else {
+                let name = path.strip_prefix(directory).unwrap().to_str().unwrap().to_owned();
+                files.insert(name, fs::read_to_string(path).unwrap());
+            }
+        }
+    }
+    files
+}
+
+fn files(files: &[(&str, &str)]) -> Files {
+    files.iter().map(|(path, content)| ((*path).to_owned(), (*content).to_owned())).collect()
+}
+
+#[test]
+fn edits_of_files_that_command_left_alone_stay() {
+    let base = files(&[("a", "1"), ("d/b", "1"), ("lost", "1")]);
+    let result = files(&[("a", "1"), ("d/b", "1"), ("lost", "1"), ("d/made", "x")]);
+    let fixture = Fixture::new(&base, &result, &files(&[("a", "edited"), ("d/b", "1"), ("new", "y")]));
+    assert!(fixture.bring(false).conflicts.is_empty());
+    let expected = files(&[("a", "edited"), ("d/b", "1"), ("d/made", "x"), ("new", "y")]);
+    assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn file_that_both_changed_is_there_twice() {
+    let base = files(&[("d/a", "1"), ("d/a.gantry-result", "earlier")]);
+    let result = files(&[("d/a", "theirs"), ("d/a.gantry-result", "earlier")]);
+    let fixture = Fixture::new(&base, &result, &files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier")]));
+    let conflict = Conflict { path: "d/a".into(), result: Some("d/a.gantry-result-2".into()) };
+    assert_eq!(fixture.bring(false).conflicts, [conflict]);
+    let expected =
+        files(&[("d/a", "mine"), ("d/a.gantry-result", "earlier"), ("d/a.gantry-result-2", "theirs")]);
+    assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn same_change_on_both_sides_is_no_conflict() {
+    let (base, both) = (files(&[("a", "1")]), files(&[("a", "22")]));
+    let fixture = Fixture::new(&base, &both, &both);
+    assert!(fixture.bring(true).conflicts.is_empty());
+    assert_eq!(fixture.target(), both);
+}
+
+#[test]
+fn only_what_command_removed_goes() {
+    let base = files(&[("a", "1"), ("b", "1"), ("d/c", "1"), ("e/f", "1"), (".gantryignore", "x")]);
+    let target = files(&[
+        ("a", "1"),
+        ("b", "mine"),
+        ("d/c", "1"),
+        ("d/never-sent", "x"),
+        ("e/f", "1"),
+        (".gantryignore", "x"),
+    ]);
+    let fixture = Fixture::new(&base, &files(&[]), &target);
+    let Brought { gone, .. } = fixture.bring(true);
+    assert_eq!((gone.changed, gone.protected), (vec!["b".into()], vec![".gantryignore".into()]));
+    assert_eq!(fixture.target(), files(&[("b", "mine"), ("d/never-sent", "x"), (".gantryignore", "x")]));
+    assert!(!fixture.path("target/e").exists(), "an empty directory goes");
+}
+
+#[test]
+fn directory_becomes_file_if_it_is_as_sent() {
+    let base = files(&[("d/a", "1"), ("e/a", "1")]);
+    let result = files(&[("d", "file"), ("e", "file")]);
+    let fixture = Fixture::new(&base, &result, &files(&[("d/a", "1"), ("e/a", "1"), ("e/mine", "x")]));
+    let conflict = Conflict { path: "e".into(), result: Some("e.gantry-result".into()) };
+    assert_eq!(fixture.bring(false).conflicts, [conflict]);
+    let expected = files(&[("d", "file"), ("e/a", "1"), ("e/mine", "x"), ("e.gantry-result", "file")]);
+    assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn hard_links_of_the_caller_take_the_result() {
+    let both = |content| files(&[("a", content), ("d/b", content)]);
+    let fixture = Fixture::new(&both("1"), &both("22"), &both("1"));
+    for tree in ["base", "result", "target"] {
+        fs::remove_file(fixture.path(tree).join("d/b")).unwrap();
+        fs::hard_link(fixture.path(tree).join("a"), fixture.path(tree).join("d/b")).unwrap();
+    }
+    assert_eq!(fixture.bring(true).conflicts, []);
+    assert_eq!(fixture.target(), both("22"));
+}
+
+#[test]
+fn mode_that_both_changed_stays() {
+    let base = files(&[("a", "1")]);
+    let fixture = Fixture::new(&base, &base, &base);
+    crate::common::set_mode(&fixture.path("result/a"), 0o755);
+    crate::common::set_mode(&fixture.path("target/a"), 0o600);
+    assert_eq!(fixture.bring(true).conflicts, [Conflict { path: "a".into(), result: None }]);
+    assert_eq!(fixture.path("target/a").metadata().unwrap().permissions().mode() & 0o777, 0o600);
+}
+
+#[test]
+fn edits_between_comparison_and_merge_stay() {
+    let base = files(&[("d/a", "1"), ("e", "1"), ("f", "1")]);
+    let fixture = Fixture::new(&base, &files(&[("d", "file"), ("e", "22")]), &base);
+    let edit = |target: &Path| {
+        for path in ["d/a", "e", "f"] {
+            fs::write(target.join(path), "mine").unwrap();
+        }
+    };
+    let Brought { conflicts, gone } = fixture.bring_after(true, edit);
+    assert_eq!((conflicts.len(), gone.changed), (2, vec![PathBuf::from("f")]));
+    let expected = files(&[
+        ("d/a", "mine"),
+        ("d.gantry-result", "file"),
+        ("e", "mine"),
+        ("e.gantry-result", "22"),
+        ("f", "mine"),
+    ]);
+    assert_eq!(fixture.target(), expected);
+}
+
+#[test]
+fn loose_reference_goes_when_it_was_packed() {
+    let base = files(&[
+        (".git/HEAD", "1"),
+        (".git/refs/heads/a", "1"),
+        (".git/objects/1", "1"),
+        (".git/index", "1"),
+    ]);
+    let result = files(&[(".git/HEAD", "1"), (".git/packed-refs", "a 22"), (".git/index", "1")]);
+    let fixture = Fixture::new(&base, &result, &base);
+    fixture.bring(true);
+    assert_eq!(fixture.target(), result);
+
+    // Another reference was made meanwhile, and may need what the command removed.
+    let mut mine = base.clone();
+    mine.insert(".git/refs/heads/mine".to_owned(), "1".to_owned());
+    let fixture = Fixture::new(&base, &result, &mine);
+    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    mine.insert(".git/packed-refs".to_owned(), "a 22".to_owned());
+    assert_eq!(fixture.target(), mine);
+}
+
+#[test]
+fn file_moved_to_where_nothing_is_written_stays() {
+    let base = files(&[("a", "hook"), (".git/HEAD", "1"), (".git/config", "mine")]);
+    let result = files(&[(".git/HEAD", "1"), (".git/hooks/post-x", "hook")]);
+    let fixture = Fixture::new(&base, &result, &base);
+    let Brought { gone, .. } = fixture.bring(true);
+    assert_eq!(gone.protected, [".git/config", "a"].map(PathBuf::from));
+    assert_eq!(fixture.target(), base);
+}
+
+#[test]
+fn directory_of_the_caller_keeps_its_mode() {
+    let base = files(&[("d/a", "1")]);
+    let fixture = Fixture::new(&base, &files(&[("d/a", "22")]), &base);
+    crate::common::set_mode(&fixture.path("target/d"), 0o511);
+    fixture.bring(false);
+    assert_eq!(fixture.target(), files(&[("d/a", "22")]));
+    assert_eq!(fixture.path("target/d").metadata().unwrap().permissions().mode() & 0o777, 0o511);
+}
+
+/// Paths of which some are directories of others.
+const PATHS: [&str; 8] = ["a", "b", "d", "d/a", "d/b", "d/e/a", "d/e", "f/a"];
+
+/// Changes to a tree: for some paths another content, or none.
+fn edits() -> impl Strategy<Value = Vec<(usize, bool)>> {
+    proptest::collection::vec((0..PATHS.len(), any::<bool>()), 0..6)
+}
+
+/// Each content is of one side and one path alone, and of another length than any other.
+fn edit(files: &mut Files, side: usize, edits: &[(usize, bool)]) {
+    for (path, is_written) in edits {
+        let name = PATHS[*path];
+        let is_below = |path: &str, other: &str| path.starts_with(&format!("{other}/"));
+        files.retain(|other, _| other != name && !is_below(other, name));
+        if *is_written {
+            files.retain(|other, _| !is_below(name, other));
+            files.insert(name.to_owned(), "x".repeat(1 + side * PATHS.len() + path));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn nothing_of_either_side_is_lost(first in edits(), theirs in edits(), mine in edits(), removes: bool) {
+        let mut base = Files::new();
+        edit(&mut base, 0, &first);
+        let (mut result, mut target) = (base.clone(), base.clone());
+        edit(&mut result, 1, &theirs);
+        edit(&mut target, 2, &mine);
+
+        let fixture = Fixture::new(&base, &result, &target);
+        let Brought { conflicts, .. } = fixture.bring(removes);
+        let conflicts: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
+
+        let after = fixture.target();
+        for (path, content) in &target {
+            let is_mine = base.get(path) != Some(content);
+            let is_left_alone = result.get(path).is_some_and(|there| base.get(path) == Some(there));
+            if is_mine || is_left_alone {
+                prop_assert_eq!(after.get(path), Some(content), "{} of the target", path);
+            } else if removes
+                && !result.contains_key(path)
+                && !Path::new(path).ancestors().any(|path| conflicts.contains(path))
+            {
+                prop_assert!(after.get(path) != Some(content), "{} was removed by the command", path);
+            }
+        }
+        let contents: BTreeSet<&String> = after.values().collect();
+        for (path, content) in &result {
+            if base.get(path) != Some(content) {
+                prop_assert!(contents.contains(content), "{} of the result", path);
+            }
+        }
+    }
+}
