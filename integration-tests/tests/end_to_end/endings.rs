@@ -1,7 +1,7 @@
 //! Every way in which a run can end, and the exit code that tells it.
 
-use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
 
@@ -268,4 +268,27 @@ fn a_detached_run_can_be_followed_cancelled_and_read_afterwards() {
     assert_eq!(code(&logs), 0, "{}", describe(&logs));
     let said = String::from_utf8_lossy(&logs.stderr).to_lowercase();
     assert!(said.contains("cancelled"), "{}", describe(&logs));
+}
+
+#[test]
+fn output_is_whole_although_the_disk_is_full() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new().on_small_disk(64);
+    cluster.succeed(["run", "--", "true"]);
+    let mut filler = File::create(cluster.state().join("filler")).expect("a file");
+    // All but some room for what a run writes beside its output.
+    let free = || {
+        let disk = rustix::fs::statvfs(cluster.state()).expect("the disk");
+        disk.f_bavail * disk.f_frsize
+    };
+    while free() > 400 << 10 {
+        filler.write_all(&[0; 4096]).expect("room");
+    }
+    let output = cluster.output(["run", "--", "sh", "-c", "seq 1 200000; echo problem >&2"]);
+    assert_eq!(code(&output), 0, "{}", String::from_utf8_lossy(&output.stderr));
+    let expected: String = (1..=200_000).map(|number| format!("{number}\n")).collect();
+    assert!(output.stdout == expected.as_bytes(), "{} of {} bytes", output.stdout.len(), expected.len());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("problem"), "{}", describe(&output));
 }

@@ -347,19 +347,23 @@ async fn receive(
 
 async fn write(ui: &Ui, sink: &mut Sink, which: Which, output: Output) -> Result<(), Closed> {
     let missed = sink.push(output.offset, output.data).await?;
-    missing(ui, which, missed);
+    missing(ui, sink, which, missed);
     Ok(())
 }
 
 async fn skip(ui: &Ui, sink: &mut Sink, which: Which, to: u64) -> Result<(), Closed> {
     let missed = sink.skip(to).await?;
-    missing(ui, which, missed);
+    missing(ui, sink, which, missed);
     Ok(())
 }
 
-fn missing(ui: &Ui, which: Which, bytes: u64) {
+fn missing(ui: &Ui, sink: &mut Sink, which: Which, bytes: u64) {
     if bytes > 0 {
-        ui.warn(&format!("{bytes} bytes of {} are gone: nobody read them in time", which.name()));
+        sink.miss(bytes);
+        ui.warn(&format!(
+            "{bytes} bytes of {} are lost: they were not read in time, or the worker's disk is full",
+            which.name()
+        ));
         ui.event("truncated", serde_json::json!({ "stream": which.name(), "bytes": bytes }));
     }
 }
@@ -632,8 +636,8 @@ mod tests {
         }
     }
 
-    /// What arrives, and how it ended.
-    async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Attached, u64) {
+    /// How it ended, how many bytes came, and how many were missing.
+    async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Attached, u64, u64) {
         let directory = tempfile::tempdir().expect("a directory");
         let socket = directory.path().join("s");
         let listener = server::Listener::Unix(UnixListener::bind(&socket).expect("bound"));
@@ -661,7 +665,7 @@ mod tests {
         let whereabouts =
             Whereabouts { gateway_endpoint: address, attempt_id: "it".to_owned(), ..Whereabouts::default() };
         let end = attach(&connection, &ui, "it", whereabouts, &mut streams).await;
-        (end, streams.stdout.received())
+        (end, streams.stdout.received(), streams.stdout.missing())
     }
 
     fn gateway(breaks: &[usize]) -> Gateway {
@@ -699,10 +703,10 @@ mod tests {
             }
         });
 
-        let (end, received) = copy(&gateway, Some(Stdin::from(pieces)), writer.into()).await;
+        let (end, received, missing) = copy(&gateway, Some(Stdin::from(pieces)), writer.into()).await;
 
         assert!(matches!(end, Attached::Done), "{end:?}");
-        assert_eq!(received, gateway.output.len() as u64);
+        assert_eq!((received, missing), (gateway.output.len() as u64, 0));
         assert!(output.join().expect("ended") == gateway.output, "the output arrived as it was");
         assert!(*gateway.input.lock().expect("held") == all, "the input arrived as it was");
         assert_eq!(*gateway.breaks.lock().expect("held"), Vec::<usize>::new());
@@ -714,9 +718,9 @@ mod tests {
         gateway.input_closed.cancel();
         let (reader, writer) = std::io::pipe().expect("a pipe");
         let output = drain(reader);
-        let (end, received) = copy(&gateway, None, writer.into()).await;
+        let (end, received, missing) = copy(&gateway, None, writer.into()).await;
         assert!(matches!(end, Attached::Done), "{end:?}");
-        assert_eq!(received, gateway.output.len() as u64);
+        assert_eq!((received, missing), (gateway.output.len() as u64, 2 * PIECE as u64));
         assert!(output.join().expect("ended") == gateway.output[2 * PIECE..]);
     }
 

@@ -161,7 +161,11 @@ impl Follow<'_> {
         }
         let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
-            (Ok(Attached::Done | Attached::InterruptRefused), _) => Ok(false),
+            // Who comes later may come too late for the beginning.
+            (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Leave) => Ok(false),
+            (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Cancel) => {
+                Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)
+            }
             (Ok(Attached::Lost(refused) | Attached::InputRefused(refused)), _) => {
                 ui.warn(&lost(&self.workload, had(&streams), &refused));
                 Ok(true)

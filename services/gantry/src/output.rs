@@ -91,6 +91,7 @@ pub(crate) struct Sink {
     items: mpsc::SyncSender<Item>,
     /// Where the next byte stands in the whole of the output.
     received: u64,
+    missing: u64,
     /// Up to where it has been written. Closed once nobody can read any more.
     written: watch::Receiver<u64>,
     writing: watch::Sender<u64>,
@@ -127,12 +128,22 @@ impl Sink {
 
     fn new(which: Which, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
         let (writing, written) = watch::channel(0);
-        Self { which, items, received: 0, written, writing, failure }
+        Self { which, items, received: 0, missing: 0, written, writing, failure }
     }
 
     /// Why it cannot be written, if it is for something else than that its reader has gone.
     pub(crate) fn failure(&self) -> Option<&io::Error> {
         self.failure.get()
+    }
+
+    /// How many bytes of this process's output were lost before they came.
+    pub(crate) fn missing(&self) -> u64 {
+        self.missing
+    }
+
+    /// Counts bytes as lost.
+    pub(crate) fn miss(&mut self, bytes: u64) {
+        self.missing += bytes;
     }
 
     /// Where the next byte stands in the whole of the output.
@@ -177,7 +188,7 @@ impl Sink {
     /// Starts over: another process speaks.
     pub(crate) async fn restart(&mut self) -> Result<(), Closed> {
         self.flush().await?;
-        self.received = 0;
+        (self.received, self.missing) = (0, 0);
         self.writing.send_replace(0);
         Ok(())
     }

@@ -149,7 +149,7 @@ pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brou
         Ok(Brought::WithConflicts | Brought::Whole) => {}
     }
     if followed.output_lost && end.code == 0 {
-        ui.warn("the command succeeded, and only its output is missing");
+        ui.warn("the command succeeded, but some of its output is missing");
         return exit::OURS;
     }
     end.code

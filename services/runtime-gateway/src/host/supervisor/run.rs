@@ -51,7 +51,7 @@ impl Output {
             if room == 0 {
                 break;
             }
-            match self.spool.fill(pipe.as_fd(), room) {
+            match self.spool.fill(pipe.as_fd(), room, held) {
                 Ok(0) => self.pipe = None,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -108,6 +108,7 @@ pub(super) struct Running {
     /// Whether closing it waits only for input that is being taken.
     close_stdin: bool,
     held_back: bool,
+    init_has_ended: bool,
     phase: Phase,
     clients: Vec<Client>,
     timer: OwnedFd,
@@ -155,6 +156,7 @@ impl Running {
             stdin_taken: 0,
             close_stdin: false,
             held_back: intent.held_back,
+            init_has_ended: false,
             phase: Phase::Starting,
             clients: Vec::new(),
             timer: rustix::time::timerfd_create(TimerfdClockId::Boottime, flags)?,
@@ -177,11 +179,12 @@ impl Running {
                 self.take_report()?;
             }
             self.mind_the_time()?;
-            if ready.init_ended {
-                break;
-            }
             let held = self.held_back;
             self.outputs.iter_mut().try_for_each(|output| output.take(held, FILLS))?;
+            self.init_has_ended |= ready.init_ended;
+            if self.init_has_ended && !self.has_output_for_reader() {
+                break;
+            }
             if ready.connecting {
                 self.accept(&listener)?;
             }
@@ -191,9 +194,17 @@ impl Running {
         self.finish(&listener)
     }
 
+    /// Whether the disk was full, and the last output waits for a reader to read what was before it.
+    fn has_output_for_reader(&self) -> bool {
+        let is_killed = self.kill_at == Some(Duration::ZERO);
+        let waits = |output: &Output| output.pipe.is_some() && output.spool.was_disk_full();
+        self.held_back && !is_killed && self.outputs.iter().any(waits)
+    }
+
     fn wait(&self, listener: &OwnedFd) -> io::Result<Ready> {
+        let ends = if self.init_has_ended { PollFlags::empty() } else { PollFlags::IN };
         let mut polled = vec![
-            PollFd::new(&self.init_watch, PollFlags::IN),
+            PollFd::new(&self.init_watch, ends),
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(&self.timer, PollFlags::IN),
             PollFd::new(&self.reports, if self.report_due() { PollFlags::IN } else { PollFlags::empty() }),
