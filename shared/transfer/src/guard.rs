@@ -19,7 +19,10 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Component, Path, PathBuf};
 
 use domain::Digest;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, fstat, openat, readlinkat, statat};
+use rustix::fs::{
+    AtFlags, FileType, Mode, OFlags, SeekFrom, Stat, StatxAttributes, StatxFlags, fstat, openat, readlinkat,
+    statat, statx,
+};
 use rustix::io::Errno;
 
 use crate::dirs::Cursor;
@@ -398,6 +401,16 @@ impl<'a> There<'a> {
         let directory = self.cursor.as_mut()?.go(parent).ok()?;
         let name = if name.is_empty() { b"." } else { name };
         statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()
+    }
+
+    /// Whether something is mounted at a path.
+    pub(crate) fn is_mounted(&mut self, path: &[u8]) -> bool {
+        let (parent, name) = split(path);
+        let directory = self.cursor.as_mut().and_then(|cursor| cursor.go(parent).ok());
+        directory.is_some_and(|directory| {
+            let found = statx(&directory, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
+            found.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+        })
     }
 
     /// Whether the target has the very same at the path of an entry: the kind, the mode and the content. Of a directory, its

@@ -6,15 +6,19 @@
 //! | The command | The target since then | The merge |
 //! |---|---|---|
 //! | left it alone | anything | leaves it alone |
-//! | changed it | left it alone, or lost it | takes the result |
+//! | changed it | left it alone | takes the result |
 //! | changed it | changed it to the same | leaves it alone |
-//! | changed it | changed it otherwise | keeps both: the result is put beside, see [`Merged::conflicts`](crate::Merged) |
+//! | changed it | changed it otherwise, or removed it | keeps both: the result is put beside, see [`Merged::conflicts`](crate::Merged) |
+//! | changed its mode or times alone | removed it | leaves it alone |
 //! | removed it | left it alone | [`remove_gone`] removes it |
 //! | removed it | changed it | keeps it |
 //!
 //! What the command removed goes, too: a file may mean something by not being there, such as a loose reference of git
 //! whose value is packed, or the log of a database that was written into it. It stays where the result was not written as
 //! a whole, for it may have been moved there; and in a repository whose references were changed in the target meanwhile.
+//!
+//! A database of SQLite and its logs (`X`, `X-wal`, `X-journal`) are one: if one of them was changed in the target, all of
+//! the result are put beside. A log would be replayed on a database that is not its own.
 //!
 //! Invariant: what stands in the target and is not as it was sent is neither written over nor removed. A file that is
 //! changed after it was compared has another fingerprint, which is compared once more right before the change.
@@ -89,6 +93,8 @@ pub struct Standing {
     /// Entries of the base that go, with what stands there. Of a directory, nothing: it goes once it is empty.
     goes: Vec<(usize, Option<Fingerprint>)>,
     gone: Gone,
+    /// The first of what goes at which something is mounted.
+    mounted: Option<PathBuf>,
     /// Where the target is, and what is in directories that give way to something else.
     target: PathBuf,
     contents: BTreeMap<usize, Contents>,
@@ -104,8 +110,10 @@ enum Found {
     AsSent(Option<Fingerprint>),
     /// What the result has, too.
     AsResult,
-    /// Something else: it was changed since it was sent.
+    /// Something else, or nothing: it was changed since it was sent.
     Changed,
+    /// Nothing: it was removed, and the command left its content alone.
+    Removed,
 }
 
 /// What a merge does at the path of an entry.
@@ -155,10 +163,35 @@ impl Standing {
                 // Before the comparison, so that an edit during it is found when the directory gives way.
                 standing.contents.insert(index, contents(target, &entry.path).unwrap_or_default());
             }
-            standing.found.insert(index, there.compare(entry, found.as_ref()));
+            let compared = match found {
+                None => compare_missing(base, result, entry),
+                Some(_) => there.compare(entry, found.as_ref()),
+            };
+            let is_taken = matches!(compared, Found::AsSent(_));
+            let compared = match is_taken && there.has_changed_database(base, whole, &entry.path) {
+                true => Found::Changed,
+                false => compared,
+            };
+            standing.found.insert(index, compared);
         }
+        standing.find_needed_directories(result);
         standing.find_gone(&mut there, base, whole, &NotWritten::of(whole, dropped), allowed);
         standing
+    }
+
+    /// A directory that was removed is made again for what is put into it.
+    fn find_needed_directories(&mut self, result: &Manifest) {
+        for (index, entry) in result.entries().iter().enumerate().skip(1).rev() {
+            if matches!(self.found.get(&index), Some(Found::Removed)) {
+                continue;
+            }
+            let parent = result.find(split(&entry.path).0);
+            if let Some(Found::Removed) = parent.and_then(|parent| self.found.get(&parent))
+                && let Some(parent) = parent
+            {
+                self.found.insert(parent, Found::AsSent(None));
+            }
+        }
     }
 
     /// Finds out what was sent, is not in the result, and goes.
@@ -180,6 +213,9 @@ impl Standing {
         for (index, entry) in base.entries().iter().enumerate().filter(|(_, entry)| is_gone(entry)) {
             let Some(found) = there.sent.stat(&entry.path) else { continue };
             let path = || entry.path().to_owned();
+            if self.mounted.is_none() && there.sent.is_mounted(&entry.path) {
+                self.mounted = Some(path());
+            }
             if protected.contains(entry.path.as_slice()) || not_written.may_be(base, entry) {
                 // Of a directory, what is in it is named.
                 if !entry.is_directory() {
@@ -187,19 +223,24 @@ impl Standing {
                 }
                 continue;
             }
-            if let Some(git) = repository_of(&entry.path) {
+            if let Some(git) = repository_of(base, &entry.path) {
                 let repository = repositories.entry(git).or_insert_with(|| there.repository(base, git));
-                let is_object = entry.path[git.len()..].starts_with(b"/objects");
-                if is_object && !(repository.has_references && repository.has_index) {
+                let is_in = |name: &[u8]| is_at_or_below(&entry.path[git.len()..], name);
+                if is_in(b"/objects") && !(repository.has_references && repository.has_index) {
                     // What it has beyond need does no harm.
                     continue;
                 }
-                if !repository.has_references {
+                let is_packed = is_in(b"/refs") && repository.has_packed_references;
+                if !repository.has_references && !is_packed {
                     if !entry.is_directory() {
                         self.gone.changed.push(path());
                     }
                     continue;
                 }
+            }
+            if there.has_changed_database(base, whole, &entry.path) {
+                self.gone.changed.push(path());
+                continue;
             }
             let is_there = is_directory(&found);
             if entry.is_directory() != is_there || !(is_there || there.sent.has(entry)) {
@@ -222,6 +263,23 @@ impl Standing {
             .is_some_and(|found| contents(&self.target, path).is_ok_and(|now| now == *found))
     }
 
+    /// The first of what goes at which something is mounted.
+    pub(crate) fn mounted(&self) -> Option<&Path> {
+        self.mounted.as_deref()
+    }
+
+    /// Whether nothing stands at the path of an entry, and nothing shall.
+    pub(crate) fn stays_removed(&self, index: usize) -> bool {
+        matches!(self.found.get(&index), Some(Found::Removed))
+    }
+
+    /// Whether something of the target is replaced or removed.
+    #[must_use]
+    pub fn replaces(&self) -> bool {
+        let is_replaced = |found: &Found| matches!(found, Found::AsSent(Some(_)));
+        !self.goes.is_empty() || self.found.values().any(is_replaced)
+    }
+
     /// What is done at the path of an entry, where `now` stands.
     pub(crate) fn verdict(&self, index: usize, now: Option<&Stat>) -> Verdict {
         match self.found.get(&index) {
@@ -231,7 +289,7 @@ impl Standing {
             {
                 Verdict::Take
             }
-            Some(Found::AsResult) => Verdict::Leave,
+            Some(Found::AsResult | Found::Removed) => Verdict::Leave,
             // It was looked at when it was a directory, and still is one.
             None if now.is_none_or(is_directory) => Verdict::Take,
             Some(Found::AsSent(_) | Found::Changed) | None => Verdict::PutBeside,
@@ -267,7 +325,35 @@ struct Target<'a> {
     cursor: Option<Cursor>,
 }
 
+/// What it means that nothing stands at the path of an entry of `result`.
+fn compare_missing(base: &Manifest, result: &Manifest, entry: &Entry) -> Found {
+    let Some(index) = base.find(&entry.path) else { return Found::AsSent(None) };
+    let before = file_of(base, &base.entries()[index]).map(|file| &file.kind);
+    let now = file_of(result, entry).map(|file| &file.kind);
+    if before == now { Found::Removed } else { Found::Changed }
+}
+
+/// The endings of logs that SQLite replays on the database beside them.
+const LOGS: [&[u8]; 2] = [b"-wal", b"-journal"];
+
 impl Target<'_> {
+    /// Whether a path is that of a database of SQLite, or of a log of one, of which the target has changed something since it was sent.
+    fn has_changed_database(&mut self, base: &Manifest, whole: &Manifest, path: &[u8]) -> bool {
+        let database = LOGS.into_iter().find_map(|log| path.strip_suffix(log)).unwrap_or(path);
+        let logs = LOGS.map(|log| [database, log].concat());
+        let is_anywhere = |path: &Vec<u8>, there: &mut There<'_>| {
+            base.find(path).is_some() || whole.find(path).is_some() || there.stat(path).is_some()
+        };
+        logs.iter().any(|log| is_anywhere(log, &mut self.sent))
+            && [database].into_iter().chain(logs.iter().map(Vec::as_slice)).any(|path| {
+                match (base.find(path), self.sent.stat(path)) {
+                    (None, None) => false,
+                    (Some(_), Some(_)) => !self.sent.has_at(path),
+                    _ => true,
+                }
+            })
+    }
+
     fn compare(&mut self, entry: &Entry, found: Option<&Stat>) -> Found {
         let Some(found) = found else { return Found::AsSent(None) };
         let is_as_sent = if is_directory(found) {
@@ -348,27 +434,27 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
 struct Repository {
     /// Its references are those that were sent.
     has_references: bool,
+    /// Its file of packed references is the one that was sent, or that of the result: afterwards it is that of the result.
+    has_packed_references: bool,
     /// Its index is the one that was sent.
     has_index: bool,
 }
 
-/// The directory `.git` that a path lies in.
-fn repository_of(path: &[u8]) -> Option<&[u8]> {
-    let mut end = 0;
-    for name in path.split(|byte| *byte == b'/') {
-        end += name.len();
-        if name == b".git" && end < path.len() {
-            return Some(&path[..end]);
-        }
-        end += 1;
-    }
-    None
+/// The innermost directory of git that a path lies in: a `.git`, that of a submodule, or a bare repository.
+fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
+    let is_repository = |directory: &[u8]| {
+        let has = |name: &[u8]| base.find(&[directory, name].join(&b'/')).is_some();
+        has(b"HEAD") && has(b"objects") && has(b"refs")
+    };
+    let slashes = path.iter().enumerate().rev().filter(|(_, byte)| **byte == b'/');
+    slashes.map(|(end, _)| &path[..end]).find(|directory| is_repository(directory))
 }
 
 impl Target<'_> {
     fn repository(&mut self, base: &Manifest, git: &[u8]) -> Repository {
+        let path = |name: &[u8]| [git, name].join(&b'/');
         let mut is_as_sent = |name: &[u8]| {
-            let path = [git, name].join(&b'/');
+            let path = path(name);
             match (base.find(&path), self.sent.stat(&path)) {
                 (None, None) => true,
                 (Some(index), Some(found)) if is_directory(&found) => {
@@ -383,10 +469,12 @@ impl Target<'_> {
                 _ => false,
             }
         };
-        Repository {
-            has_references: [&b"HEAD"[..], b"packed-refs", b"refs"].into_iter().all(&mut is_as_sent),
-            has_index: is_as_sent(b"index"),
-        }
+        // Other working trees have a HEAD of their own.
+        let references = [&b"HEAD"[..], b"packed-refs", b"refs", b"worktrees"];
+        let has_references = references.into_iter().all(&mut is_as_sent);
+        let has_index = is_as_sent(b"index");
+        let has_packed_references = is_as_sent(b"packed-refs") || self.result.has_at(&path(b"packed-refs"));
+        Repository { has_references, has_packed_references, has_index }
     }
 }
 

@@ -69,6 +69,7 @@ mod merge;
 mod outstanding;
 mod read;
 mod remove;
+mod rights;
 mod runs;
 mod scan;
 mod subtree;

@@ -35,6 +35,7 @@ use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_workable, type_of};
 use crate::in_place::{Standing, Verdict};
 use crate::manifest::{Entry, EntryKind, Extent, MAX_NAME_BYTES, Manifest, as_path, split};
 use crate::remove::{RemoveError, remove_tree};
+use crate::rights;
 use crate::runs::Runs;
 use crate::scan::{Problem, ProblemKind, ScanError, ScanOptions, ScannedOwnership, scan};
 use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller, has_times};
@@ -401,7 +402,8 @@ pub fn merge(
     for (index, entry) in
         directories.filter(|(_, entry)| made || !options.keep_root || !entry.path.is_empty())
     {
-        if !merge.keeps_directory(index) && !merge.put_beside.contains(&index) {
+        if !merge.keeps_directory(index) && !merge.stays_removed(index) && !merge.put_beside.contains(&index)
+        {
             merge.complete_directory(entry)?;
         }
     }
@@ -431,6 +433,9 @@ impl<'a> Merge<'a> {
     /// Refuses to begin if a directory would have to be removed for something that is none, or something is mounted where
     /// something has to be renamed.
     fn look_for_obstacles(&mut self) -> Result<(), MergeError> {
+        if let Some(path) = self.standing.and_then(Standing::mounted) {
+            return Err(MergeError::Mounted { path: path.to_owned() });
+        }
         for (index, entry) in self.manifest.entries().iter().enumerate().skip(1) {
             if self.matches.kept.contains_key(&index) {
                 continue;
@@ -457,6 +462,9 @@ impl<'a> Merge<'a> {
     }
 
     fn place(&mut self, index: usize, entry: &'a Entry) -> Result<(), MergeError> {
+        if self.stays_removed(index) {
+            return Ok(());
+        }
         if self.is_beside(&entry.path) {
             self.put_beside.insert(index);
             return Ok(());
@@ -519,6 +527,9 @@ impl<'a> Merge<'a> {
                 {
                     self.make_way(&directory, name).map_err(|error| failed(error.into()))?;
                 }
+                if self.standing.is_some() {
+                    rights::take_over(&directory, &staged, name);
+                }
                 match renameat(&staged, name, &directory, name) {
                     Ok(()) => self.merged.replaced += 1,
                     Err(Errno::NOENT) => return Err(MergeError::Missing { path: entry.path().to_owned() }),
@@ -573,6 +584,10 @@ impl<'a> Merge<'a> {
     fn is_beside(&self, path: &[u8]) -> bool {
         let rest = self.beside.and_then(|beside| path.strip_prefix(beside));
         rest.is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
+    }
+
+    fn stays_removed(&self, index: usize) -> bool {
+        self.standing.is_some_and(|standing| standing.stays_removed(index))
     }
 
     fn keeps_directory(&self, index: usize) -> bool {

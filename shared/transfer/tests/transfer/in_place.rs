@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -234,13 +234,128 @@ fn loose_reference_goes_when_it_was_packed() {
     fixture.bring(true);
     assert_eq!(fixture.target(), result);
 
-    // Another reference was made meanwhile, and may need what the command removed.
+    // Another reference was made meanwhile, and may need the objects.
     let mut mine = base.clone();
     mine.insert(".git/refs/heads/mine".to_owned(), "1".to_owned());
     let fixture = Fixture::new(&base, &result, &mine);
-    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    assert_eq!(fixture.bring(true).gone.changed, Vec::<PathBuf>::new());
     mine.insert(".git/packed-refs".to_owned(), "a 22".to_owned());
+    mine.remove(".git/refs/heads/a");
     assert_eq!(fixture.target(), mine);
+}
+
+#[test]
+fn loose_reference_stays_when_both_packed() {
+    let base = files(&[(".git/HEAD", "1"), (".git/refs/heads/a", "1"), (".git/objects/1", "1")]);
+    let result = files(&[(".git/HEAD", "1"), (".git/packed-refs", "a 22"), (".git/objects/1", "1")]);
+    let mut mine = base.clone();
+    mine.insert(".git/packed-refs".to_owned(), "mine".to_owned());
+    let fixture = Fixture::new(&base, &result, &mine);
+    let Brought { conflicts, gone } = fixture.bring(true);
+    assert_eq!(gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    assert_eq!(conflicts[0].path, PathBuf::from(".git/packed-refs"));
+}
+
+#[test]
+fn objects_of_every_repository_stay_when_its_references_changed() {
+    for git in [".git/modules/sub", "bare.git", "sub/.git"] {
+        let at = |path: &str| format!("{git}/{path}");
+        let repository = ["HEAD", "refs/heads/a", "objects/1", "objects/2"];
+        let mut base: Files = repository.iter().map(|path| (at(path), "1".to_owned())).collect();
+        base.insert(".git/HEAD".to_owned(), "1".to_owned());
+        let mut result = base.clone();
+        result.remove(&at("objects/2"));
+        let mut mine = base.clone();
+        mine.insert(at("worktrees/w/HEAD"), "2".to_owned());
+        let fixture = Fixture::new(&base, &result, &mine);
+        fixture.bring(true);
+        assert_eq!(fixture.target(), mine, "{git}");
+        let fixture = Fixture::new(&base, &result, &base);
+        fixture.bring(true);
+        assert_eq!(fixture.target(), result, "{git}");
+    }
+}
+
+#[test]
+fn what_the_caller_removed_comes_back_as_a_conflict() {
+    let base = files(&[("a", "1"), ("d/b", "1"), ("d/c", "1"), ("e/f", "1")]);
+    let result = files(&[("a", "22"), ("d/b", "1"), ("d/c", "22"), ("e/f", "1")]);
+    let fixture = Fixture::new(&base, &result, &files(&[]));
+    // Other modes alone are nothing to bring back.
+    crate::common::set_mode(&fixture.path("result/d/b"), 0o755);
+    crate::common::set_mode(&fixture.path("result/e"), 0o700);
+    crate::common::set_mode(&fixture.path("result/e/f"), 0o600);
+    let conflicts = fixture.bring(true).conflicts;
+    let results: Vec<_> = conflicts.iter().map(|conflict| conflict.path.to_str().unwrap()).collect();
+    assert_eq!(results, ["a", "d/c"]);
+    assert_eq!(fixture.target(), files(&[("a.gantry-result", "22"), ("d/c.gantry-result", "22")]));
+    assert!(!fixture.path("target/e").exists());
+}
+
+#[test]
+fn database_and_its_log_are_of_one_side() {
+    let base = files(&[("db", "1"), ("other", "1")]);
+    let result = files(&[("db", "22"), ("other", "22")]);
+    // A program here has opened it, and written to the log.
+    let mine = files(&[("db", "1"), ("db-wal", "mine"), ("other", "1")]);
+    let fixture = Fixture::new(&base, &result, &mine);
+    assert_eq!(fixture.bring(true).conflicts.len(), 1);
+    let expected = [("db", "1"), ("db-wal", "mine"), ("db.gantry-result", "22"), ("other", "22")];
+    assert_eq!(fixture.target(), files(&expected));
+
+    // The log of the command is not for a database that was changed here.
+    let result = files(&[("db", "1"), ("db-journal", "theirs"), ("other", "1")]);
+    let fixture = Fixture::new(&base, &result, &files(&[("db", "mine"), ("other", "1")]));
+    assert_eq!(fixture.bring(true).conflicts.len(), 1);
+    let expected = [("db", "mine"), ("db-journal.gantry-result", "theirs"), ("other", "1")];
+    assert_eq!(fixture.target(), files(&expected));
+
+    // Nor does a log go that belongs to it.
+    let (base, result) = (files(&[("db", "1"), ("db-wal", "1")]), files(&[("db", "22")]));
+    let mine = files(&[("db", "mine"), ("db-wal", "1")]);
+    let fixture = Fixture::new(&base, &result, &mine);
+    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from("db-wal")]);
+    assert_eq!(fixture.target()["db-wal"], "1");
+}
+
+#[test]
+fn replaced_file_keeps_its_access_list_and_owner() {
+    let base = files(&[("a", "1"), ("b", "1")]);
+    let fixture = Fixture::new(&base, &files(&[("a", "22"), ("b", "22")]), &base);
+    // An entry for the user 1000: version 2, then tag, rights and id of each.
+    let entries: [(u16, u16, u32); 5] =
+        [(1, 6, u32::MAX), (2, 6, 1000), (4, 0, u32::MAX), (16, 6, u32::MAX), (32, 0, u32::MAX)];
+    let mut list = 2_u32.to_le_bytes().to_vec();
+    for (tag, rights, id) in entries {
+        list.extend([&tag.to_le_bytes()[..], &rights.to_le_bytes(), &id.to_le_bytes()].concat());
+    }
+    let (attribute, file) = ("system.posix_acl_access", fixture.path("target/a"));
+    let set = rustix::fs::setxattr(&file, attribute, &list, rustix::fs::XattrFlags::empty());
+    if set == Err(rustix::io::Errno::OPNOTSUPP) {
+        eprintln!("not applicable: no access lists here");
+        return;
+    }
+    set.unwrap();
+    for tree in ["base", "result"] {
+        for path in ["a", "b"] {
+            crate::common::set_mode(&fixture.path(tree).join(path), 0o660);
+        }
+    }
+    crate::common::set_mode(&fixture.path("target/b"), 0o660);
+    let is_root = rustix::process::geteuid().is_root();
+    if is_root {
+        std::os::unix::fs::chown(fixture.path("target/b"), Some(1000), Some(1000)).unwrap();
+    }
+    assert_eq!(fixture.bring(true).conflicts, []);
+    assert_eq!(fs::read_to_string(&file).unwrap(), "22");
+    let mut found = vec![0; 1024];
+    let length = rustix::fs::getxattr(&file, attribute, &mut found[..]).unwrap();
+    assert!(found[..length] == list);
+    let metadata = fixture.path("target/b").metadata().unwrap();
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o660);
+    if is_root {
+        assert_eq!((metadata.uid(), metadata.gid()), (1000, 1000));
+    }
 }
 
 #[test]
