@@ -173,10 +173,36 @@ fn result_in_place_leaves_edits_alone() {
     let said = String::from_utf8(output.stderr).expect("text");
     for text in [
         "src/both was changed here while the command ran, and stays; the version of the command is src/both.gantry-result",
-        "kept although the command removed it, for it was changed here meanwhile: removed-edited",
+        "kept although the command removed it, for it or what belongs to it was changed here meanwhile: removed-edited",
     ] {
         assert!(said.contains(text), "{text:?} is not said: {said}");
     }
+}
+
+#[test]
+fn command_that_fails_replaces_nothing() {
+    if !may_run_containers() {
+        return;
+    }
+    let cluster = Cluster::new();
+    fs::create_dir(cluster.path("dist")).expect("a directory");
+    fs::write(cluster.path("dist/old"), "works").expect("write");
+    let run = |into: &str, script: &str| {
+        let output = format!("dist={into}");
+        cluster.output(["run", "--replace", "-o", &output, "--", "sh", "-c", script])
+    };
+    let failed = run("dist", "exit 3");
+    assert_eq!(code(&failed), 3, "{}", describe(&failed));
+    assert_eq!(fs::read_to_string(cluster.path("dist/old")).expect("it stays"), "works");
+    assert!(
+        describe(&failed)
+            .contains("the command failed, so dist is not replaced; bring it with `gantry download")
+    );
+    // Where nothing stands, nothing is lost.
+    assert_eq!(code(&run("report", "echo why > dist/log; exit 3")), 3);
+    assert_eq!(fs::read_to_string(cluster.path("report/log")).expect("brought"), "why\n");
+    assert_eq!(code(&run("dist", "echo new > dist/new")), 0);
+    assert!(!cluster.path("dist/old").exists() && cluster.path("dist/new").exists());
 }
 
 #[test]

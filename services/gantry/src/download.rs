@@ -6,6 +6,7 @@
 //! A directory that was sent and comes back gets what the command changed and nothing else: see [`transfer::changes`]. One download at
 //! a time goes into a target: see [`crate::target`].
 
+use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -170,7 +171,7 @@ impl Downloader<'_> {
             None => self.say(artifact, name, directory, &manifest, &fetched),
         };
         details["fetched_bytes"] = wanted_bytes.into();
-        self.say_dropped(name, &dropped);
+        self.say_dropped(artifact, name, &dropped);
         self.say_placed(name, directory, &placed);
         details["not_written"] = not_written(&dropped);
         details["conflicts"] = placed.conflicts();
@@ -230,7 +231,7 @@ impl Downloader<'_> {
         if !changed.is_empty() {
             let paths = of(changed);
             self.ui.warn(&format!(
-                "{name}: kept although the command removed it, for it was changed here meanwhile: {paths}"
+                "{name}: kept although the command removed it, for it or what belongs to it was changed here meanwhile: {paths}"
             ));
         }
         if !protected.is_empty() {
@@ -242,13 +243,13 @@ impl Downloader<'_> {
     }
 
     /// Names what was not written, and what writes it.
-    fn say_dropped(&self, name: &str, dropped: &[Dropped]) {
+    fn say_dropped(&self, artifact: ArtifactId, name: &str, dropped: &[Dropped]) {
         let is_git = |dropped: &&Dropped| dropped.what == DroppedKind::GitProgram;
         let git: Vec<_> = dropped.iter().filter(is_git).map(|dropped| dropped.path.as_path()).collect();
         if !git.is_empty() {
             let named = named(&git);
             self.ui.warn(&format!(
-                "{name}: not written, for git, Mercurial or jj would run it: {named}; write it with --allow-git-hooks"
+                "{name}: not written, for git, Mercurial or jj would run it: {named}; write it with --allow-git-hooks, or see artifact {artifact}"
             ));
         }
         let is_rule = |dropped: &&Dropped| dropped.what == DroppedKind::IgnoreRules;
@@ -256,7 +257,7 @@ impl Downloader<'_> {
         if !rules.is_empty() {
             let named = named(&rules);
             self.ui.warn(&format!(
-                "{name}: not written, for it decides what later uploads leave out: {named}; write it with --preserve-special"
+                "{name}: not written, for it decides what later uploads leave out: {named}; write it with --preserve-special, or see artifact {artifact}"
             ));
         }
         let special = dropped.iter().filter(|dropped| !is_git(dropped) && !is_rule(dropped));
@@ -553,6 +554,17 @@ impl Staged {
             Mode::InPlace { standing, .. } => Some(standing),
             Mode::Merge | Mode::Replace => None,
         };
+        let is_replaced = match mode {
+            Mode::Replace => target.path.exists(),
+            Mode::InPlace { standing, .. } => standing.replaces(),
+            Mode::Merge => false,
+        };
+        if is_replaced {
+            // What goes may be old and safe. After a power failure, what takes its place must not be empty.
+            File::open(&directory.path)
+                .and_then(|staged| Ok(rustix::fs::syncfs(staged)?))
+                .context("cannot write to the disk")?;
+        }
         let changed = if let Mode::Replace = mode {
             transfer::replace(&directory.path, &target.path)?;
             true

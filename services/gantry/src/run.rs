@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +14,9 @@ use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::{
-    Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode,
-    Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind, WorkloadSpec,
-    image::Source as ImageSource,
+    Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Outcome, Output,
+    OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
+    WorkloadSpec, image::Source as ImageSource,
 };
 use serde_json::json;
 use tracing::{Instrument, info_span};
@@ -224,8 +225,9 @@ async fn prepare_inputs(
 /// Whether an output starts with the contents of a directory and comes back to it.
 pub(crate) fn is_in_place(input: &InputArg, output: &OutputArg) -> bool {
     let (Source::Directory(from), Some(to)) = (&input.source, &output.directory) else { return false };
-    let (from, to) = (from.canonicalize(), to.canonicalize());
-    input.name == output.name && from.is_ok() && from.ok() == to.ok()
+    // One directory may have several paths.
+    let id = |path: &Path| path.metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok();
+    input.name == output.name && id(from).is_some() && id(from) == id(to)
 }
 
 async fn upload(
@@ -318,6 +320,16 @@ async fn download(
         if asked.is_some() {
             let how = bring(name, artifact_id, directory, sent);
             ui.note(&format!("{name}: the command was interrupted, so nothing is brought back; {how}"));
+            continue;
+        }
+        if args.replace
+            && !sent.contains_key(name)
+            && finished.outcome() != Outcome::Succeeded
+            && directory.exists()
+        {
+            let how = bring(name, artifact_id, directory, sent);
+            let directory = directory.display();
+            ui.warn(&format!("{name}: the command failed, so {directory} is not replaced; {how}"));
             continue;
         }
         let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
