@@ -124,6 +124,8 @@ fn what_one_kind_of_worker_leaves_is_found_on_the_other() {
         scene.run("host", "log", &["--timeout", "1s"], "echo stopped >> /cache/log; exec sleep 1000");
     assert_eq!({ stopped }.output().expect("gantry runs").status.code(), Some(124));
     assert_eq!(scene.version("log"), version);
+    assert_eq!(scene.ran("host", "log", "echo interrupted >> /cache/log; kill -INT $$").0, Some(130));
+    assert_eq!(scene.version("log"), version);
     for worker in ["host", "overlay", "naive"] {
         let script =
             format!("rm -r /cache/sub; echo failed-{worker} >> /cache/log; mkdir /cache/sub; exit 3");

@@ -172,7 +172,7 @@ pub(crate) struct RunArgs {
     )]
     pub(crate) outputs: Vec<OutputArg>,
     /// Let the command find at PATH what the last run with a cache of this NAME left there: nothing the first time. What it leaves there is found by
-    /// the next, unless it is stopped. The cache goes when it was unused for 7 days, or what the cluster says
+    /// the next, unless a signal ends it. The cache goes when it was unused for 7 days, or what the cluster says
     #[arg(
         long = "cache",
         value_name = "NAME=PATH",
@@ -180,7 +180,7 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) caches: Vec<CacheArg>,
-    /// Outputs take the place of their directories, rather than being merged into them. No matter in place
+    /// Outputs take the place of their directories, rather than being merged into them. Not if the command failed, nor in place
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
     #[command(flatten)]

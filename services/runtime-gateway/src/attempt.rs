@@ -366,6 +366,8 @@ async fn carry_out(
     }
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
+    // What a signal ended was in the midst of something: no state for the next run.
+    let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let cut_short = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt).await?;
@@ -389,9 +391,13 @@ async fn carry_out(
             }
             Err(stopped) => return Err(stopped),
         }
-        let left = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
-        finish.caches = left.published;
-        finish.notes.extend(left.notes);
+        if keeps_caches {
+            let left = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
+            finish.caches = left.published;
+            finish.notes.extend(left.notes);
+        } else if !plan.caches.is_empty() {
+            finish.notes.push("caches stay as they were: a signal ended the process".to_owned());
+        }
     }
     if publishable {
         let sizes = finish.outputs.iter().map(|output| output.size_bytes);
