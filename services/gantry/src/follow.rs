@@ -60,6 +60,8 @@ pub(crate) struct Followed {
     pub(crate) finished: Finished,
     /// The exit code of whatever made us cancel it.
     pub(crate) asked: Option<u8>,
+    /// The exit code for output that nobody took, although the workload may have ended before.
+    pub(crate) unread: Option<u8>,
     /// Some of its output is missing.
     pub(crate) output_lost: bool,
 }
@@ -71,6 +73,7 @@ struct State {
     finished: Option<Finished>,
     /// The exit code of whatever made us cancel it.
     asked: Option<u8>,
+    unread: Option<u8>,
     cancelling: JoinSet<anyhow::Result<()>>,
     /// Interrupts the process that is attached.
     interrupt: Arc<Notify>,
@@ -107,7 +110,7 @@ impl Follow<'_> {
                 code = signals.next() => self.signalled(code, &mut state).await?,
             }
         };
-        Ok(Followed { finished, asked: state.asked, output_lost })
+        Ok(Followed { finished, asked: state.asked, unread: state.unread, output_lost })
     }
 
     /// Copies output and input until there is no more. Answers whether some of it is lost.
@@ -189,6 +192,7 @@ impl Follow<'_> {
                     }
                     state.asked.get_or_insert(code);
                 }
+                state.unread = Some(code);
                 Ok(failure.is_some())
             }
         }

@@ -127,7 +127,7 @@ pub(crate) async fn run(
 pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brought>) -> u8 {
     let mut end = exit::end(&followed.finished, followed.asked);
     // A command that was interrupted may end well, and has not done all that it was to do.
-    if let (0, Some(asked)) = (end.code, followed.asked) {
+    if let (0, Some(asked)) = (end.code, followed.asked.or(followed.unread)) {
         end.code = asked;
     }
     if let Some(said) = &end.said {
