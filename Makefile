@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny proto test soak fuzz clients client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -33,7 +33,10 @@ doc:
 	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" cargo doc --workspace --no-deps --document-private-items --locked
 
 # Advisories are left out: their database is not reachable from every machine that runs this.
-deny: $(TOOLS)/bin/cargo-deny
+deny:
+	integration-tests/unless-passed.sh deny Cargo.lock Cargo.toml deny.toml -- $(MAKE) --no-print-directory deny-now
+
+deny-now: $(TOOLS)/bin/cargo-deny
 	$(TOOLS)/bin/cargo-deny --locked check licenses bans sources
 
 $(TOOLS)/bin/cargo-deny:
@@ -51,6 +54,11 @@ test:
 	integration-tests/setup.sh test
 	integration-tests/run.sh
 
+# All checks and all tests, with those that take minutes and rarely fail, more seeds, callers in all languages, and compose.yaml.
+full: export GANTRY_FULL := 1
+full: export GANTRY_SEEDS ?= 8
+full: check test clients compose-test
+
 # Random operations on the artifact store against its model, on both databases, with new seeds for GANTRY_SOAK hours (1) or until one fails.
 soak:
 	integration-tests/setup.sh test
@@ -65,7 +73,10 @@ fuzz:
 	cargo test -p runtime-gateway --lib --locked -- hostile
 
 # Callers in other languages, and the examples with grpcurl, against the four services and against a cluster in one process.
-clients: client-tools
+clients:
+	integration-tests/unless-passed.sh clients proto integration-tests/clients docs/clients.md -- $(MAKE) --no-print-directory clients-now
+
+clients-now: client-tools
 	cargo build --workspace --bins --locked
 	integration-tests/clients/run.sh
 
@@ -78,7 +89,7 @@ $(TOOLS)/bin/grpcurl:
 
 # compose.yaml, brought up for real with images of this tree's binaries. Starts an engine where none runs.
 compose-test:
-	integration-tests/compose.sh
+	integration-tests/unless-passed.sh compose proto docker compose.yaml integration-tests/compose.sh -- integration-tests/compose.sh
 
 # The images as they are shipped, built by docker/Dockerfile. Base images come from a registry, or from docker/base-images.sh.
 IMAGES ?= gantry

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every test of the workspace, and fails when a test fails, when a service runs no test, or when a test says that it does not apply
+# Runs every test of the workspace, with GANTRY_FULL=1 also those that are slow, and fails when a test fails, when a service runs no test, or when a test says that it does not apply
 # here for a reason that is not on the reviewed list.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,11 +20,14 @@ if [ -n "$twice" ]; then
     exit 1
 fi
 
+# Most tests wait for processes, disks and each other.
+export RUST_TEST_THREADS=${RUST_TEST_THREADS:-4}
+
 # Tests start the binaries.
 cargo build --workspace --bins --locked || exit 1
 
-# A test that hangs is told by its name, and the rest of what is checked here does not wait for it: all tests together take half an hour.
-timeout --kill-after=1m "${GANTRY_TESTS_WITHIN:-50m}" cargo test --workspace --locked --no-fail-fast -- --show-output >"$log" 2>&1 &
+# A test that hangs is told by its name, and the rest of what is checked here does not wait for it: all tests together take a quarter of an hour.
+timeout --kill-after=1m "${GANTRY_TESTS_WITHIN:-50m}" cargo test --workspace --locked --no-fail-fast -- --show-output ${GANTRY_FULL:+--include-ignored --skip soak} >"$log" 2>&1 &
 tests=$!
 tail --follow --lines=+1 --pid=$tests "$log" | grep --line-buffered -aE '^(     Running|   Doc-tests|test result:)|^test .*FAILED|^error'
 wait $tests
@@ -68,7 +71,7 @@ done
 
 # As many as its tests say that they run at least.
 least=${GANTRY_SEED:+1}
-least=${least:-${GANTRY_SEEDS:-8}}
+least=${least:-${GANTRY_SEEDS:-4}}
 for database in Sqlite Postgres; do
     seeds=$(grep -ac "^$database: nothing was wrong in " "$log")
     echo "model of the artifact store on $database: $seeds seeds passed"

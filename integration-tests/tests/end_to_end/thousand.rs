@@ -255,6 +255,7 @@ fn spec(script: String) -> pb::WorkloadSpec {
 }
 
 #[test]
+#[ignore = "slow: make full"]
 fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
     if !may_run_containers() {
         return;

@@ -596,6 +596,7 @@ async fn a_build_does_not_outlive_the_workload_that_ends_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "slow, and of the test rather than the store: make full"]
 async fn without_the_locks_it_would_be() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");

@@ -65,7 +65,8 @@ const REPLICAS: usize = 2;
 const STEPS: usize = 420;
 /// For how many steps they are drawn alike.
 const SPELL: usize = 35;
-const SEEDS: u64 = 8;
+/// How many seeds a test runs, unless `GANTRY_SEEDS` says how many.
+const SEEDS: u64 = 4;
 
 /// The digest of what an attempt publishes: of no two is it the same.
 fn digest(attempt: AttemptId) -> [u8; 32] {
@@ -433,8 +434,9 @@ fn differ<K: Ord + std::fmt::Debug, V: PartialEq + std::fmt::Debug>(
 }
 
 async fn all_is_as_the_model_says(database: impl AsyncFn() -> TestDatabase) {
+    let count = testing::seeds::setting("GANTRY_SEEDS").unwrap_or(SEEDS);
     let seeds = testing::seeds::repeated()
-        .map_or_else(|| (0..SEEDS).map(testing::seeds::nth).collect(), |seed| vec![seed]);
+        .map_or_else(|| (0..count).map(testing::seeds::nth).collect(), |seed| vec![seed]);
     let (mut waited, mut unknown) = (0, 0);
     for seed in &seeds {
         let seed = *seed;

@@ -19,6 +19,9 @@ use tokio::sync::OnceCell;
 /// An unprivileged user: PostgreSQL refuses to run as root.
 const NOBODY: u32 = 65534;
 
+/// Memory that databases may take.
+const PLENTY: u64 = 6 << 30;
+
 static SERVER: OnceCell<u16> = OnceCell::const_new();
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -59,10 +62,17 @@ impl TestDatabase {
     }
 }
 
+/// Where databases are made: in memory, if there is plenty. What tests wait for is the disk, most of all.
+fn place() -> PathBuf {
+    let memory = Path::new("/dev/shm");
+    let has_plenty = rustix::fs::statvfs(memory).is_ok_and(|found| found.f_bavail * found.f_frsize >= PLENTY);
+    if has_plenty { memory.to_owned() } else { std::env::temp_dir() }
+}
+
 /// A fresh SQLite file.
 #[must_use]
 pub fn sqlite() -> TestDatabase {
-    let directory = tempfile::tempdir().expect("a temporary directory");
+    let directory = tempfile::tempdir_in(place()).expect("a temporary directory");
     TestDatabase {
         url: format!("sqlite://{}/test.db", directory.path().display()),
         _directory: Some(directory),
@@ -114,7 +124,7 @@ async fn start_server() -> u16 {
 fn spawn_server() -> (u16, Child) {
     let bin = binaries();
     remove_stale();
-    let root = std::env::temp_dir().join(format!("gantry-test-postgres-{}", std::process::id()));
+    let root = place().join(format!("gantry-test-postgres-{}", std::process::id()));
     std::fs::create_dir_all(&root).expect("a directory for PostgreSQL");
     initialize(&bin, &root);
     let port = free_port();
@@ -293,7 +303,7 @@ fn newest_server() -> PathBuf {
 
 /// Removes what earlier test processes, which are gone, left behind.
 fn remove_stale() {
-    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else { return };
+    let Ok(entries) = std::fs::read_dir(place()) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let pid = name.to_str().and_then(|name| name.strip_prefix("gantry-test-postgres-"));

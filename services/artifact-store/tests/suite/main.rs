@@ -27,15 +27,17 @@ pub(crate) use testing::tables::Tables;
 
 /// Makes each test run on SQLite and on PostgreSQL.
 macro_rules! on_both_databases {
-    ($($name:ident),+ $(,)?) => {
+    ($($(#[$attribute:meta])* $name:ident),+ $(,)?) => {
         mod sqlite {
             $(#[tokio::test(flavor = "multi_thread")]
+            $(#[$attribute])*
             async fn $name() {
                 super::$name(testing::databases::sqlite()).await;
             })+
         }
         mod postgres {
             $(#[tokio::test(flavor = "multi_thread")]
+            $(#[$attribute])*
             async fn $name() {
                 super::$name(testing::databases::postgres().await).await;
             })+

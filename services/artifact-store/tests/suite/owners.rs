@@ -16,6 +16,7 @@ on_both_databases! {
     a_deleted_build_lets_go_at_once,
     deleted_artifacts_stay_where_they_are_used,
     what_is_used_again_and_again_gathers_no_owners,
+    #[ignore = "slow: make full"]
     very_many_owners_are_no_obstacle,
     a_batch_is_made_as_a_whole_or_not_at_all,
     a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all,

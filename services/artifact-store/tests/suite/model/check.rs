@@ -249,11 +249,13 @@ fn volumes(state: &State, view: &View) -> Accepted {
         let Some(parent) = seen.parent else { continue };
         let of_parent = view.volumes.get(&parent);
         let is_dropped = |parent: &Uuid| state.volumes.get(parent).is_some_and(|parent| parent.revoked);
-        let is_there = of_parent.is_some_and(|seen| match seen.state {
+        let is_there = match of_parent.map(|seen| seen.state) {
             // It waits for its children.
-            InventoryState::Destroying => is_dropped(&parent) || state.came_back(*id),
-            state => !is_marked(state),
-        });
+            Some(InventoryState::Destroying) => is_dropped(&parent) || state.came_back(*id),
+            Some(state) => !is_marked(state),
+            // Its worker has lost it, and not what was made of it.
+            None => state.volumes.get(&parent).is_some_and(|parent| !parent.on_disk),
+        };
         must!(is_there, "volume {id} is no garbage, and its parent {parent} is {of_parent:?}");
     }
     Ok(())

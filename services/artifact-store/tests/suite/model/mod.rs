@@ -17,8 +17,7 @@
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
 //! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
 //!
-//! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, eight together at least, and more as long as
-//! a minute is not over. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (each time anew), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
+//! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, four together. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (each time anew), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
 //! a soak), and printed as code for `cases.rs`. The seed is said as soon as it fails.
 
 mod cases;
@@ -51,10 +50,8 @@ const FEW_STEPS: u64 = 250;
 /// One of so many seeds is long, beginning with the first.
 const LONG: u64 = 12;
 
-/// How many seeds a test runs at least, and how long it begins with another one then, unless it is told how many to run. `integration-tests/run.sh`
-/// knows the first of these, too.
-const LEAST: u64 = 8;
-const WHILE: Duration = Duration::from_secs(60);
+/// How many seeds a test runs, unless it is told how many. `integration-tests/run.sh` knows that, too.
+const SEEDS: u64 = 4;
 
 /// How long operations are left out of a list that fails, unless a test is told, and when nobody waits for it.
 const SHRINK: Duration = Duration::from_secs(45);
@@ -397,18 +394,12 @@ async fn run_seeds(kind: Kind) {
         return run_seed(kind, seed, steps.unwrap_or(STEPS), SHRINK).await;
     }
     let begun = Instant::now();
-    for run in 0.. {
-        let is_enough = match setting("GANTRY_SEEDS") {
-            Some(seeds) => run >= seeds,
-            None => run >= LEAST && begun.elapsed() > WHILE,
-        };
-        if is_enough {
-            eprintln!("{kind:?}: {run} seeds passed in {:?}", begun.elapsed());
-            return;
-        }
+    let seeds = setting("GANTRY_SEEDS").unwrap_or(SEEDS);
+    for run in 0..seeds {
         let steps = steps.unwrap_or(if run % LONG == 0 { STEPS } else { FEW_STEPS });
         run_seed(kind, seeds::nth(run), steps, SHRINK).await;
     }
+    eprintln!("{kind:?}: {seeds} seeds passed in {:?}", begun.elapsed());
 }
 
 /// New seeds until the time is over.
