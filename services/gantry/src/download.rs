@@ -156,7 +156,9 @@ impl Downloader<'_> {
         let mode = match base {
             None if self.replace => Mode::Replace,
             None => Mode::Merge,
-            Some(base) => Mode::InPlace { standing: standing.unwrap_or_default(), base: base.clone() },
+            Some(base) => {
+                Mode::InPlace { standing: Box::new(standing.unwrap_or_default()), base: base.clone() }
+            }
         };
         let progress = manifest.clone();
         let placed = tokio::task::spawn_blocking(move || {
@@ -425,7 +427,7 @@ enum Mode {
     /// It takes the place of what stands at its paths.
     Merge,
     /// Changes take the place of what was sent, which is `base`.
-    InPlace { standing: Standing, base: Arc<Manifest> },
+    InPlace { standing: Box<Standing>, base: Arc<Manifest> },
 }
 
 /// What was done to a target.
@@ -551,7 +553,7 @@ impl Staged {
         writer.finish()?;
         let mut placed = Placed::default();
         let standing = match mode {
-            Mode::InPlace { standing, .. } => Some(standing),
+            Mode::InPlace { standing, .. } => Some(standing.as_ref()),
             Mode::Merge | Mode::Replace => None,
         };
         let is_replaced = match mode {
