@@ -1,5 +1,5 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check house clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
@@ -15,7 +15,7 @@ up:
 fmt:
 	cargo fmt --all
 
-CHECKS := fmt-check clippy doc deny proto
+CHECKS := fmt-check house clippy doc deny proto
 check: $(CHECKS)
 
 # Their names, for who wants to run them one by one.
@@ -24,6 +24,12 @@ checks:
 
 fmt-check:
 	cargo fmt --all --check
+
+# What keeps the house: layers, sizes, links, dependencies, subjects of commits.
+house:
+	integration-tests/setup.sh house
+	cd integration-tests/house && python3 -m unittest --quiet
+	integration-tests/house/house.py
 
 clippy:
 	cargo clippy --workspace --all-targets --locked -- -D warnings

@@ -23,6 +23,10 @@ test)
     need go golang-go
     need_postgresql
     ;;
+house)
+    need git git
+    need python3 python3
+    ;;
 node)
     need npm npm
     ;;
@@ -50,7 +54,7 @@ clients)
     need_postgresql
     ;;
 *)
-    echo "usage: $0 test|node|go|clients|compose" >&2
+    echo "usage: $0 test|house|node|go|clients|compose" >&2
     exit 2
     ;;
 esac

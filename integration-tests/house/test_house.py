@@ -1,0 +1,58 @@
+"""The checks find what they are for."""
+
+import pathlib
+import tempfile
+import unittest
+
+import house
+
+
+class Layers(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.root = pathlib.Path(directory.name)
+        self.write("services/one/Cargo.toml", "[dependencies]\nserde = '1'\nunused-name = '1'\n")
+        self.write("services/one/src/lib.rs", "mod high;\nmod low;\n#[cfg(test)]\nmod tests;\npub use high::Thing;\n")
+        self.write("services/one/src/high.rs", "use crate::low;\nuse serde::Serialize;\n")
+        self.write("services/one/src/low.rs", "// use crate::high;\n#[cfg(test)]\nmod tests {\n    use crate::high;\n}\n")
+        self.write("services/one/src/tests.rs", "use crate::high;\n")
+
+    def write(self, path, text):
+        path = self.root / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def problems(self, layers):
+        self.write("layers.txt", layers)
+        return house.check_layers(self.root, house.read_layers(self.root / "layers.txt"))
+
+    def test_order_that_holds_is_no_problem(self):
+        self.assertEqual(self.problems("[one]\nhigh low\n"), [])
+
+    def test_edge_against_order_is_named(self):
+        for text in ("use crate::high;\n", "use crate::{low, high::Thing};\n", "fn f() { crate::Thing::new(); }\n"):
+            self.write("services/one/src/low/inner.rs", text)
+            found = self.problems("[one]\nhigh low\n")
+            self.assertEqual(found, ["one: low may not use high, which stands above it (low/inner.rs)"], text)
+            self.assertEqual(self.problems("[one]\nhigh low\nlow -> high\n"), [])
+
+    def test_exception_that_is_not_needed_is_named(self):
+        self.assertIn("not needed any more", self.problems("[one]\nhigh low\nlow -> high\n")[0])
+
+    def test_module_without_place_is_named(self):
+        self.assertEqual(self.problems("[one]\nhigh\n"), ["one: layers.txt has no place for the module low"])
+        self.assertEqual(self.problems("[one]\nhigh low old\n"), ["one: layers.txt names old, which is no module"])
+
+    def test_unused_dependency_is_named(self):
+        self.write("integration-tests/Cargo.toml", "")
+        self.assertEqual(house.check_unused(self.root), ["services/one/Cargo.toml: unused-name is named by no file"])
+
+    def test_link_to_nothing_is_named(self):
+        self.write("README.md", "[there](docs/a.md), [not](docs/b.md), [far](https://example.com)\n")
+        self.write("docs/a.md", "")
+        self.assertEqual(house.check_links(self.root), ["README.md: docs/b.md leads nowhere"])
+
+
+if __name__ == "__main__":
+    unittest.main()
