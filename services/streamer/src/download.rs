@@ -1,16 +1,12 @@
 //! Downloads: where a caller can read the bytes of an artifact.
 //!
-//! What the artifact store has itself, and no worker that can be read, is brought to one first.
+//! What the artifact store has itself, and no worker that can be read, is copied to a worker first.
 
+use bytes::Bytes;
 use domain::ArtifactId;
-use rpc::Refusal;
-use rpc::pb::artifacts as store;
-use rpc::pb::scheduler;
-use rpc::pb::streamer as pb;
 
-use crate::materialize::{Copied, CopyError, is_of_no_use};
-use crate::transfers::{self, State, Waiting};
-use crate::upload::{Peers, place, release};
+use crate::in_flight::{CompleteCopy, CopyError, CopyRequest, CopyState, Waiter};
+use crate::peers::{Operation, PeerError, Peers, Ticket};
 
 /// No way to the bytes.
 #[derive(Debug, thiserror::Error)]
@@ -21,113 +17,82 @@ pub(crate) enum DownloadError {
     /// Every replica is gone.
     #[error("no replica of artifact {0} is left")]
     NoReplica(ArtifactId),
-    /// What the store has could not be brought to a worker.
+    /// What the store has could not be copied to a worker.
     #[error(transparent)]
-    NotBrought(#[from] CopyError),
-    /// A peer's answer makes no sense.
-    #[error("the scheduler answered a malformed {0}")]
-    Nonsense(&'static str),
-    /// A peer refused.
+    Copy(#[from] CopyError),
+    /// A call to another service failed.
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Peer(#[from] PeerError),
 }
 
 /// What a caller wants to read.
 #[derive(Debug, Clone)]
-pub(crate) struct Wanted {
+pub(crate) struct DownloadRequest {
     pub(crate) team: String,
     pub(crate) artifact: ArtifactId,
     /// Gateways that were answered before and did not work.
     pub(crate) avoid: Vec<String>,
 }
 
-/// A ticket for the first replica whose worker is in contact, and whose gateway is not to be avoided, if there is one. `bring` begins a copy.
-///
-/// A worker that is gone counts as in contact for a while: who could not read there must be able to read elsewhere meanwhile.
-pub(crate) async fn locate(
-    peers: &mut Peers,
-    wanted: Wanted,
-    bring: impl FnOnce(transfers::Wanted) -> Waiting,
-) -> Result<pb::DownloadResponse, DownloadError> {
-    let Wanted { team, artifact, avoid } = wanted;
-    let locate = store::LocateRequest { team: team.clone(), artifact_ids: vec![artifact.to_string()] };
-    let located = peers.artifacts.locate(locate).await.map_err(Refusal::from)?.into_inner();
-    let mut location = located.locations.into_iter().next().ok_or(DownloadError::NotFound(artifact))?;
-    if location.state() != store::ArtifactState::Sealed {
-        return Err(DownloadError::NotFound(artifact));
-    }
-
-    let (mut unreachable, mut avoided) = (None, None);
-    for replica in std::mem::take(&mut location.replicas) {
-        match at(peers, &team, &location, replica.worker_id, replica.volume_handle).await {
-            Ok(response) if !avoid.contains(&endpoint(&response)) => return Ok(response),
-            Ok(response) => avoided = Some(response),
-            Err(refusal) if is_of_no_use(&refusal) => {
-                unreachable = Some(refusal);
-            }
-            Err(refusal) => return Err(refusal.into()),
-        }
-    }
-    let brought = match location.in_store {
-        true => from_store(peers, &team, artifact, &location, bring).await,
-        false => Err(unreachable.map_or(DownloadError::NoReplica(artifact), DownloadError::Refused)),
-    };
-    // One that did not work may work now.
-    brought.or_else(|error| avoided.ok_or(error))
+/// Where the bytes can be read.
+#[derive(Debug, Clone)]
+pub(crate) struct Readable {
+    pub(crate) ticket: Ticket,
+    pub(crate) digest: Bytes,
+    pub(crate) size_bytes: u64,
 }
 
-/// Brings what the store has to a worker, and answers where it is then.
-async fn from_store(
+/// A ticket for the first replica whose worker is in contact, and whose gateway is not to be avoided, if there is one. `copy` begins a copy.
+///
+/// A worker that is gone counts as in contact for a while: a caller that cannot read there must be able to read elsewhere meanwhile.
+pub(crate) async fn locate(
+    peers: &mut Peers,
+    request: DownloadRequest,
+    copy: impl FnOnce(CopyRequest) -> Waiter,
+) -> Result<Readable, DownloadError> {
+    let DownloadRequest { team, artifact, avoid } = request;
+    let location = peers.locate(&team, artifact).await?.ok_or(DownloadError::NotFound(artifact))?;
+    if !location.is_sealed {
+        return Err(DownloadError::NotFound(artifact));
+    }
+    let (digest, size_bytes) = (location.digest, location.size_bytes);
+    let readable = |ticket| Readable { ticket, digest: digest.clone(), size_bytes };
+
+    let (mut unreadable, mut avoided) = (None, None);
+    for replica in location.replicas {
+        match peers.issue_ticket(&team, replica.worker, replica.volume, Operation::Read).await {
+            Ok(ticket) if !avoid.contains(&ticket.gateway_endpoint) => return Ok(readable(ticket)),
+            Ok(ticket) => avoided = Some(ticket),
+            Err(error) if error.is_unreadable_replica() => unreadable = Some(error),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let copied = match location.is_in_store {
+        true => copy_from_store(peers, &team, artifact, copy).await,
+        false => Err(unreadable.map_or(DownloadError::NoReplica(artifact), DownloadError::Peer)),
+    };
+    // A gateway that did not work may work now.
+    copied.or_else(|error| avoided.ok_or(error)).map(readable)
+}
+
+/// Copies what the store has to a worker, and answers a ticket to read it there.
+async fn copy_from_store(
     peers: &mut Peers,
     team: &str,
     artifact: ArtifactId,
-    location: &store::Location,
-    bring: impl FnOnce(transfers::Wanted) -> Waiting,
-) -> Result<pb::DownloadResponse, DownloadError> {
-    let lease = place(peers, team).await?;
-    let worker = lease.worker_id.parse().map_err(|_| DownloadError::Nonsense("worker"))?;
-    let brought = ended(bring(transfers::Wanted { team: team.to_owned(), artifact, worker })).await;
-    release(peers, lease.lease_token).await;
-    let volume = brought?.volume.to_string();
-    Ok(at(peers, team, location, lease.worker_id, volume).await?)
+    copy: impl FnOnce(CopyRequest) -> Waiter,
+) -> Result<Ticket, DownloadError> {
+    let lease = peers.place(team).await?;
+    let copied = end_of(copy(CopyRequest { team: team.to_owned(), artifact, worker: lease.worker })).await;
+    peers.release_lease(lease.token).await;
+    Ok(peers.issue_ticket(team, lease.worker, copied?.volume, Operation::Read).await?)
 }
 
-/// What comes of a copy.
-async fn ended(mut waiting: Waiting) -> Result<Copied, CopyError> {
-    // A task that fails to tell has died.
-    match waiting.states.wait_for(|state| matches!(state, State::Done(_))).await.as_deref() {
-        Ok(State::Done(result)) => result.clone(),
-        Ok(State::Going(_)) | Err(_) => Err(CopyError::Left),
+/// How a copy ends.
+async fn end_of(mut waiter: Waiter) -> Result<CompleteCopy, CopyError> {
+    // A task that does not publish its end has died.
+    match waiter.states.wait_for(|state| matches!(state, CopyState::Ended(_))).await.as_deref() {
+        Ok(CopyState::Ended(result)) => result.clone(),
+        Ok(CopyState::Running(_)) | Err(_) => Err(CopyError::Abandoned),
     }
-}
-
-/// A ticket for one volume.
-async fn at(
-    peers: &mut Peers,
-    team: &str,
-    location: &store::Location,
-    worker_id: String,
-    volume_handle: String,
-) -> Result<pb::DownloadResponse, Refusal> {
-    let issue = scheduler::IssueTicketRequest {
-        team: team.to_owned(),
-        worker_id,
-        volume_handle,
-        operation: scheduler::TicketOperation::Read.into(),
-    };
-    let ticket = peers.workers.issue_ticket(issue).await?.into_inner();
-    let go_to = pb::GoTo {
-        gateway_endpoint: ticket.gateway_endpoint,
-        ticket: ticket.ticket,
-        worker_name: String::new(),
-    };
-    Ok(pb::DownloadResponse {
-        go_to: Some(go_to),
-        digest: location.digest.clone(),
-        size_bytes: location.size_bytes,
-    })
-}
-
-fn endpoint(response: &pb::DownloadResponse) -> String {
-    response.go_to.as_ref().map(|go_to| go_to.gateway_endpoint.clone()).unwrap_or_default()
 }

@@ -1,15 +1,25 @@
 //! The streamer: volumes from worker to worker, in and out.
 //!
-//! It plans transfers and watches them. Bytes take one hop, between the caller and the worker's gateway, or between two gateways, under
-//! tickets that the scheduler signs. The streamer holds nothing durable: what it planned stands in the artifact store, under a claim that runs out
-//! when nobody renews it.
+//! It plans transfers and watches them. Bytes take one hop, between the caller and a worker's gateway, or between two gateways, under
+//! tickets that the scheduler signs. The streamer stores nothing: what it planned stands in the artifact store, under a claim that expires
+//! unless it is renewed.
+//!
+//! Chapters, each using those above it: [`config`]; [`peers`], the calls to the other services; [`in_flight`], [`sources`] and [`rate`]
+//! (no calls); [`copy`], [`upload`] and [`download`]; [`api`], which alone has types of the contract and makes a `Status`.
 
 mod config;
+
+mod peers;
+
+mod in_flight;
+mod rate;
+mod sources;
+
+mod copy;
 mod download;
-mod grpc;
-mod materialize;
-mod transfers;
 mod upload;
+
+mod api;
 
 use std::future::Future;
 
@@ -17,13 +27,10 @@ use server::{Host, Listener};
 
 pub use config::Config;
 
-/// The domain of the errors that this service answers.
-pub(crate) const SERVICE: &str = "gantry.streamer";
-
 /// Adds the streamer to `host`.
 pub fn start(config: &Config, host: &mut Host) -> anyhow::Result<()> {
-    let peers = upload::Peers::new(config)?;
-    host.add_service(grpc::service(peers, host.tasks(), host.stopping()));
+    let peers = peers::Peers::new(config)?;
+    host.add_service(api::service(peers, host.tasks(), host.stopping()));
     host.describe(server::Service {
         name: "streamer",
         version: env!("CARGO_PKG_VERSION"),

@@ -1,0 +1,133 @@
+//! Messages of the contract, from and to types of ours.
+
+use rpc::pb::streamer as pb;
+use rpc::pb::streamer::materialize_response::Message as MaterializeMessage;
+use rpc::pb::streamer::upload_response::Message as UploadMessage;
+use rpc::{Reason, Refusal, parse_digest, parse_id, parse_optional_id, parse_team};
+use tonic::Status;
+
+use super::SERVICE;
+use crate::download::{DownloadError, Readable};
+use crate::in_flight::{CopyError, CopyInfo, CopyState, Progress, Route};
+use crate::peers::{PeerError, Ticket};
+use crate::upload::{UploadError, UploadEvent, UploadRequest};
+
+pub(super) fn parse_open(open: pb::UploadOpen) -> Result<UploadRequest, Status> {
+    Ok(UploadRequest {
+        team: parse_team("open.team", open.team)?,
+        artifact: parse_id("open.artifact_id", &open.artifact_id)?,
+        digest: match open.digest.as_ref() {
+            [] => None,
+            digest => Some(parse_digest("open.digest", digest)?),
+        },
+        build: parse_optional_id("open.build_id", &open.build_id)?,
+        label: rpc::parse_label("open.label", open.label)?,
+    })
+}
+
+pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
+    let message = match event {
+        UploadEvent::Write { ticket, worker_name } => UploadMessage::GoTo(go_to(ticket, worker_name)),
+        UploadEvent::Uploaded { artifact_id } => UploadMessage::Uploaded(pb::Uploaded { artifact_id }),
+    };
+    pb::UploadResponse { message: Some(message) }
+}
+
+pub(super) fn readable(readable: Readable) -> pb::DownloadResponse {
+    let Readable { ticket, digest, size_bytes } = readable;
+    pb::DownloadResponse { go_to: Some(go_to(ticket, String::new())), digest, size_bytes }
+}
+
+fn go_to(ticket: Ticket, worker_name: String) -> pb::GoTo {
+    let Ticket { ticket, gateway_endpoint } = ticket;
+    pb::GoTo { gateway_endpoint, ticket, worker_name }
+}
+
+pub(super) fn copy_state(state: CopyState) -> Result<pb::MaterializeResponse, Status> {
+    let message = match state {
+        CopyState::Running(now) => MaterializeMessage::Progress(progress(now)),
+        CopyState::Ended(ended) => {
+            let copy = ended?;
+            MaterializeMessage::Materialized(pb::Materialized {
+                volume_handle: copy.volume.to_string(),
+                progress: copy.progress.map(progress),
+            })
+        }
+    };
+    Ok(pb::MaterializeResponse { message: Some(message) })
+}
+
+pub(super) fn transfer(copy: CopyInfo) -> pb::Transfer {
+    pb::Transfer {
+        transfer_id: copy.transfer.to_string(),
+        team: copy.request.team,
+        artifact_id: copy.request.artifact.to_string(),
+        to_worker_id: copy.request.worker.to_string(),
+        progress: Some(progress(copy.progress)),
+        started_at: Some(rpc::timestamp(copy.since)),
+    }
+}
+
+fn progress(now: Progress) -> pb::TransferProgress {
+    let route = match now.route {
+        Route::Unknown => pb::Route::Unspecified,
+        Route::Peer => pb::Route::Peer,
+        Route::Workers => pb::Route::Workers,
+        Route::Store => pb::Route::Store,
+        Route::Elsewhere => pb::Route::Elsewhere,
+    };
+    pb::TransferProgress {
+        bytes_done: now.done,
+        bytes_total: now.total,
+        bytes_saved: now.saved,
+        bytes_per_second: now.per_second,
+        route: route.into(),
+        from_worker_id: now.from.map(|worker| worker.to_string()).unwrap_or_default(),
+    }
+}
+
+impl From<PeerError> for Status {
+    fn from(error: PeerError) -> Self {
+        match error {
+            PeerError::Refused(refusal) => Refusal::pass_on(&refusal, SERVICE),
+            PeerError::Malformed(_) => Reason::Unavailable.status(SERVICE, error.to_string()),
+        }
+    }
+}
+
+impl From<CopyError> for Status {
+    fn from(error: CopyError) -> Self {
+        let reason = match &error {
+            CopyError::NotFound(_) => Reason::ArtifactNotFound,
+            CopyError::NoReplica(_) => Reason::NoReplica,
+            CopyError::Peer(error) => return error.clone().into(),
+            CopyError::Cancelled => Reason::TransferCancelled,
+            CopyError::Cut(_) | CopyError::OtherBytes(_) | CopyError::Abandoned | CopyError::Stopping => {
+                Reason::Unavailable
+            }
+        };
+        reason.status(SERVICE, error.to_string())
+    }
+}
+
+impl From<UploadError> for Status {
+    fn from(error: UploadError) -> Self {
+        match error {
+            UploadError::Peer(error) => error.into(),
+            UploadError::Exists(_) => Reason::ArtifactExists.status(SERVICE, error.to_string()),
+            UploadError::CallerGone => Reason::TransferTruncated.status(SERVICE, error.to_string()),
+        }
+    }
+}
+
+impl From<DownloadError> for Status {
+    fn from(error: DownloadError) -> Self {
+        let reason = match &error {
+            DownloadError::NotFound(_) => Reason::ArtifactNotFound,
+            DownloadError::NoReplica(_) => Reason::NoReplica,
+            DownloadError::Copy(error) => return error.clone().into(),
+            DownloadError::Peer(error) => return error.clone().into(),
+        };
+        reason.status(SERVICE, error.to_string())
+    }
+}

@@ -1,0 +1,230 @@
+//! Copies from worker to worker: the bytes of a sealed artifact come to a worker that needs them.
+//!
+//! ```text
+//! plan ──the bytes are there──▶ complete
+//!   │ ◀──after a pause── another transfer makes it
+//!   └──ours──▶ sources, tickets ──▶ Volumes.Fetch at the worker's gateway ──committed──▶ complete
+//!         │                              └──anything else──▶ abandon
+//!         └──made from a small tree──▶ Artifacts.ReadTree, Volumes.WriteArchive there ──▶ complete
+//! ```
+//!
+//! What the store has itself always comes from there, so that the copy depends on no other worker. The artifact store decides which
+//! transfer makes a copy; this streamer renews the claim while it does. Invariant: nothing counts before the gateway of the worker has
+//! told the store that the volume has the bytes that the artifact was sealed with. Whatever ends a copy before that abandons it: by a call
+//! here, or, if this process dies, when the claim expires.
+
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use domain::WorkerId;
+use rpc::client::Outgoing;
+use rpc::pb::runtime as gateway;
+use rpc::pb::runtime::fetch_response::Message as Fetched;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::write_archive_request::Message as Archive;
+use rpc::{Peer, Refusal};
+use tokio_util::sync::CancellationToken;
+
+use crate::in_flight::{CompleteCopy, CopyError, CopyTask, Intent, Progress, Route};
+use crate::peers::{Location, Operation, PeerError, Peers, Plan, PlanOutcome, Ticket};
+use crate::rate::Rate;
+use crate::sources;
+
+/// Shortest and longest pause before it is asked again whether another transfer has ended.
+const PLAN_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+/// Most bytes of an archive in one message.
+const ARCHIVE_PIECE: usize = 1 << 20;
+
+/// Makes a copy, and publishes how it ends.
+pub(crate) async fn run(mut peers: Peers, mut task: CopyTask, stopping: CancellationToken) {
+    let (mut intent, mut calls) = (task.intent.clone(), peers.clone());
+    let copied = tokio::select! {
+        copied = copy(&mut calls, &mut task) => copied,
+        error = stopped(&mut intent) => Err(error),
+        () = stopping.cancelled() => Err(CopyError::Stopping),
+    };
+    if let Err(error) = &copied {
+        tracing::info!(
+            artifact.id = %task.request.artifact,
+            worker.id = %task.request.worker,
+            transfer.id = %task.transfer,
+            error = domain::chain(error),
+            "a copy failed or was stopped"
+        );
+        peers.abandon(&task.request.team, task.transfer).await;
+    }
+    task.end(copied);
+}
+
+/// Resolves when the copy is to stop.
+async fn stopped(intent: &mut tokio::sync::watch::Receiver<Intent>) -> CopyError {
+    match intent.wait_for(|intent| *intent != Intent::Continue).await.as_deref() {
+        Ok(Intent::Cancel) => CopyError::Cancelled,
+        Ok(Intent::Abandon | Intent::Continue) | Err(_) => CopyError::Abandoned,
+    }
+}
+
+async fn copy(peers: &mut Peers, task: &mut CopyTask) -> Result<CompleteCopy, CopyError> {
+    let request = task.request.clone();
+    let mut pause = PLAN_PAUSE.0;
+    let plan = loop {
+        let plan = peers.plan_replica(&request.team, request.artifact, request.worker, task.transfer).await?;
+        match plan.outcome {
+            PlanOutcome::Ours => break plan,
+            PlanOutcome::Complete => return Ok(CompleteCopy { volume: plan.volume()?, progress: None }),
+            PlanOutcome::BeingMade => {
+                let route = Route::Elsewhere;
+                task.publish(Progress { total: plan.size_bytes, route, ..Progress::default() });
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(PLAN_PAUSE.1);
+            }
+        }
+    };
+    if plan.digest.is_empty() {
+        return Err(CopyError::NotFound(request.artifact));
+    }
+    task.publish(Progress { total: plan.size_bytes, ..Progress::default() });
+    let renewing = renew_claim(peers.clone(), task, plan.term);
+    tokio::select! {
+        copied = fill(peers, task, &plan) => copied,
+        lost = renewing => Err(lost.into()),
+    }
+}
+
+/// Fills the volume of a plan, from wherever the bytes are.
+async fn fill(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<CompleteCopy, CopyError> {
+    let (team, artifact) = (&task.request.team, task.request.artifact);
+    let location = peers.locate(team, artifact).await?.ok_or(CopyError::NotFound(artifact))?;
+    if location.is_in_store {
+        return unpack(peers, task, plan).await;
+    }
+    let sources = open_sources(peers, task, location).await?;
+    fetch(peers, task, plan, &sources).await
+}
+
+/// The gateway of the volume that is filled, and the ticket for it.
+async fn open_destination(
+    peers: &mut Peers,
+    task: &CopyTask,
+    plan: &Plan,
+) -> Result<(VolumesClient<Peer>, String), CopyError> {
+    let (team, worker) = (&task.request.team, task.request.worker);
+    let Ticket { ticket, gateway_endpoint } =
+        peers.issue_ticket(team, worker, plan.volume()?, Operation::Write).await?;
+    let outgoing = Outgoing::internal().with_ticket(&ticket);
+    let malformed = |_| PeerError::Malformed("address of a gateway");
+    let gateway = rpc::client::peer(&gateway_endpoint, outgoing).map_err(malformed)?;
+    Ok((VolumesClient::new(gateway), ticket))
+}
+
+/// Has the worker unpack the small tree that the store has.
+async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<CompleteCopy, CopyError> {
+    let tree = peers.read_tree(&task.request.team, task.request.artifact).await?;
+    let tree = tree.ok_or(CopyError::NoReplica(task.request.artifact))?;
+    let archive = Bytes::from(tree.archive().map_err(|_| PeerError::Malformed("tree"))?);
+
+    let total = tree.size_bytes();
+    let progress = Progress { total, route: Route::Store, ..Progress::default() };
+    task.publish(progress);
+    let (mut gateway, ticket) = open_destination(peers, task, plan).await?;
+    let open = Archive::Open(gateway::WriteOpen { ticket });
+    let pieces = (0..archive.len()).step_by(ARCHIVE_PIECE);
+    let piece = |at: usize| Archive::Data(archive.slice(at..archive.len().min(at + ARCHIVE_PIECE)));
+    let data = pieces.map(piece).collect::<Vec<_>>();
+    let messages = std::iter::once(open).chain(data).chain([Archive::Commit(gateway::WriteCommit {})]);
+    let messages = messages.map(|message| gateway::WriteArchiveRequest { message: Some(message) });
+    let written = gateway.write_archive(tokio_stream::iter(messages)).await.map_err(PeerError::from)?;
+    if written.into_inner().digest != plan.digest {
+        return Err(CopyError::OtherBytes(task.request.worker));
+    }
+    Ok(CompleteCopy { volume: plan.volume()?, progress: Some(Progress { done: total, ..progress }) })
+}
+
+/// Renews the claim of a copy for as long as it is polled. Answers when the claim is lost.
+async fn renew_claim(mut peers: Peers, task: &CopyTask, mut term: Duration) -> PeerError {
+    let (team, transfer) = (task.request.team.clone(), task.transfer);
+    loop {
+        tokio::time::sleep(term / 3).await;
+        match peers.renew_claim(&team, transfer).await {
+            Ok(renewed) => term = renewed,
+            Err(error) if error.is_transient() => {
+                tracing::debug!(%error, "cannot renew the claim of a copy");
+            }
+            Err(error) => return error,
+        }
+    }
+}
+
+/// A replica elsewhere, with the ticket to read it.
+struct Source {
+    worker: WorkerId,
+    fetch: gateway::FetchSource,
+}
+
+/// The replicas that can be read now, the best first.
+async fn open_sources(
+    peers: &mut Peers,
+    task: &CopyTask,
+    location: Location,
+) -> Result<Vec<Source>, CopyError> {
+    let mut sources = Vec::new();
+    let mut unreadable = None;
+    for replica in sources::rank(location.replicas, task.request.worker, &task.readers()) {
+        let ticket =
+            peers.issue_ticket(&task.request.team, replica.worker, replica.volume, Operation::Read).await;
+        match ticket {
+            Ok(Ticket { ticket, gateway_endpoint }) => {
+                let fetch = gateway::FetchSource { gateway_endpoint, ticket };
+                sources.push(Source { worker: replica.worker, fetch });
+            }
+            Err(error) if error.is_unreadable_replica() => unreadable = Some(error),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    match unreadable {
+        Some(error) if sources.is_empty() => Err(error.into()),
+        None if sources.is_empty() => Err(CopyError::NoReplica(task.request.artifact)),
+        _ => Ok(sources),
+    }
+}
+
+/// Has the gateway of the worker fetch the bytes from the gateways of the sources.
+async fn fetch(
+    peers: &mut Peers,
+    task: &CopyTask,
+    plan: &Plan,
+    sources: &[Source],
+) -> Result<CompleteCopy, CopyError> {
+    let volume = plan.volume()?;
+    let (mut gateway, ticket) = open_destination(peers, task, plan).await?;
+    let request = gateway::FetchRequest {
+        ticket,
+        digest: plan.digest.clone(),
+        sources: sources.iter().map(|source| source.fetch.clone()).collect(),
+    };
+    let mut answers = gateway.fetch(request).await.map_err(PeerError::from)?.into_inner();
+    let mut rate = Rate::default();
+    let mut progress = Progress { total: plan.size_bytes, route: Route::Peer, ..Progress::default() };
+    while let Some(answer) = answers.message().await.map_err(Refusal::from).map_err(PeerError::from)? {
+        match answer.message {
+            Some(Fetched::Progress(now)) => {
+                let from = usize::try_from(now.source).ok().and_then(|place| sources.get(place));
+                progress = Progress {
+                    done: now.bytes_done,
+                    total: now.bytes_total,
+                    saved: now.bytes_saved,
+                    per_second: rate.at(Instant::now(), now.bytes_done.saturating_sub(now.bytes_saved)),
+                    route: if now.peer_to_peer { Route::Workers } else { Route::Peer },
+                    from: from.map(|source| source.worker),
+                };
+                task.publish(progress);
+            }
+            Some(Fetched::Committed(_)) => {
+                progress.done = progress.total;
+                return Ok(CompleteCopy { volume, progress: Some(progress) });
+            }
+            None => break,
+        }
+    }
+    Err(CopyError::Cut(task.request.worker))
+}

@@ -1,0 +1,412 @@
+//! The calls that the streamer makes to the scheduler and to the artifact store.
+//!
+//! Terms, tickets and replicas come out of here as types of ours. A call that is refused only because a cluster was just started is
+//! repeated for a moment.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use domain::{ArtifactId, BuildId, Digest, LeaseId, TransferId, VolumeHandle, WorkerId};
+use rpc::client::{AddressError, Outgoing};
+use rpc::pb::artifacts as store;
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::replicas_client::ReplicasClient;
+use rpc::pb::scheduler;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::small_tree::SmallTree;
+use rpc::token::Keys;
+use rpc::{Peer, Reason, Refusal};
+use tonic::{Response, Status};
+
+use crate::config::Config;
+use crate::sources::Replica;
+
+/// How long calls are repeated that fail because a cluster was just started.
+pub(crate) const START_PATIENCE: Duration = Duration::from_secs(3);
+/// Pause between two such calls.
+pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(20);
+/// Shortest term between two renewals.
+const MIN_TERM: Duration = Duration::from_secs(1);
+/// Term of a peer that names none.
+const DEFAULT_TERM: Duration = Duration::from_secs(60);
+
+/// The services that the streamer calls. Clones share connections.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    artifacts: ArtifactsClient<Peer>,
+    replicas: ReplicasClient<Peer>,
+    placements: PlacementsClient<Peer>,
+    workers: WorkersClient<Peer>,
+    /// The scheduler's keys.
+    pub(crate) keys: Arc<Keys>,
+}
+
+/// A call to a peer failed.
+#[derive(Debug, Clone, thiserror::Error)]
+pub(crate) enum PeerError {
+    /// The peer refused.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The peer's answer breaks the contract.
+    #[error("a peer answered a malformed {0}")]
+    Malformed(&'static str),
+}
+
+impl From<Status> for PeerError {
+    fn from(status: Status) -> Self {
+        Self::Refused(status.into())
+    }
+}
+
+/// The right to a worker for a transfer.
+#[derive(Debug, Clone)]
+pub(crate) struct Lease {
+    pub(crate) token: String,
+    pub(crate) worker: WorkerId,
+    pub(crate) worker_name: String,
+    pub(crate) term: Duration,
+}
+
+/// What is done with a volume under a ticket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operation {
+    Read,
+    Write,
+}
+
+/// The right to read or write one volume at the gateway of its worker.
+#[derive(Debug, Clone)]
+pub(crate) struct Ticket {
+    pub(crate) ticket: String,
+    pub(crate) gateway_endpoint: String,
+}
+
+/// A replica that is planned, or there already.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    pub(crate) outcome: PlanOutcome,
+    volume: Option<VolumeHandle>,
+    /// What the artifact was sealed with. Empty: it is not sealed.
+    pub(crate) digest: Bytes,
+    pub(crate) size_bytes: u64,
+    pub(crate) term: Duration,
+}
+
+/// Who makes a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PlanOutcome {
+    /// This transfer.
+    Ours,
+    /// Another transfer, which has not ended.
+    BeingMade,
+    /// Nobody: it is there.
+    Complete,
+}
+
+/// Where the bytes of an artifact are.
+#[derive(Debug, Clone)]
+pub(crate) struct Location {
+    pub(crate) is_sealed: bool,
+    /// Whether the artifact store has the bytes itself.
+    pub(crate) is_in_store: bool,
+    pub(crate) digest: Bytes,
+    pub(crate) size_bytes: u64,
+    pub(crate) replicas: Vec<Replica>,
+}
+
+/// An artifact that has the wanted bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Adopted {
+    pub(crate) artifact_id: String,
+    /// Whether the artifact store has the bytes itself.
+    pub(crate) is_in_store: bool,
+    /// The workers that should have them.
+    pub(crate) workers: Vec<String>,
+}
+
+/// Whether a worker can be reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Contact {
+    Present,
+    /// The scheduler expects it since it was started.
+    Awaited,
+    Silent,
+}
+
+impl Peers {
+    pub(crate) fn new(config: &Config) -> Result<Self, AddressError> {
+        let outgoing = || Outgoing::internal().with_token(config.token.as_deref());
+        let store = rpc::client::peer(&config.artifact_store, outgoing())?;
+        let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
+        Ok(Self {
+            artifacts: ArtifactsClient::new(store.clone()),
+            replicas: ReplicasClient::new(store),
+            placements: PlacementsClient::new(scheduler.clone()),
+            workers: WorkersClient::new(scheduler.clone()),
+            keys: Arc::new(Keys::new(scheduler)),
+        })
+    }
+
+    /// Leases a worker for a transfer.
+    pub(crate) async fn place(&self, team: &str) -> Result<Lease, PeerError> {
+        let place = scheduler::PlaceRequest {
+            lease_id: LeaseId::new().to_string(),
+            team: team.to_owned(),
+            kind: scheduler::PlacementKind::Transfer.into(),
+            ..scheduler::PlaceRequest::default()
+        };
+        let placed = retry_at_start(|| {
+            let (mut placements, place) = (self.placements.clone(), place.clone());
+            async move { placements.place(place).await }
+        })
+        .await?;
+        Ok(Lease {
+            worker: placed.worker_id.parse().map_err(|_| PeerError::Malformed("worker"))?,
+            token: placed.lease_token,
+            worker_name: placed.worker_name,
+            term: term(placed.term),
+        })
+    }
+
+    /// Answers the term within which the lease must be renewed again.
+    pub(crate) async fn renew_lease(&mut self, lease_token: &str) -> Result<Duration, PeerError> {
+        let renew = scheduler::RenewRequest { lease_token: lease_token.to_owned() };
+        Ok(term(self.placements.renew(renew).await?.into_inner().term))
+    }
+
+    /// Releases the worker of a transfer. If that fails, the lease expires.
+    pub(crate) async fn release_lease(&mut self, lease_token: String) {
+        if let Err(status) = self.placements.release(scheduler::ReleaseRequest { lease_token }).await {
+            tracing::debug!(error = %Refusal::from(status), "cannot release the lease of a transfer; it expires");
+        }
+    }
+
+    pub(crate) async fn issue_ticket(
+        &mut self,
+        team: &str,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: Operation,
+    ) -> Result<Ticket, PeerError> {
+        let operation = match operation {
+            Operation::Read => scheduler::TicketOperation::Read,
+            Operation::Write => scheduler::TicketOperation::Write,
+        };
+        let issue = scheduler::IssueTicketRequest {
+            team: team.to_owned(),
+            worker_id: worker.to_string(),
+            volume_handle: volume.to_string(),
+            operation: operation.into(),
+        };
+        let issued = self.workers.issue_ticket(issue).await?.into_inner();
+        Ok(Ticket { ticket: issued.ticket, gateway_endpoint: issued.gateway_endpoint })
+    }
+
+    /// Whether a worker is in contact with the scheduler.
+    pub(crate) async fn contact(&mut self, worker: &str) -> Result<Contact, PeerError> {
+        let request = scheduler::GetWorkerRequest { worker: worker.to_owned() };
+        let found = match self.workers.get_worker(request).await.map_err(Refusal::from) {
+            Ok(answer) => answer.into_inner().worker.unwrap_or_default(),
+            Err(refusal) if refusal.is(Reason::WorkerNotFound) => return Ok(Contact::Silent),
+            Err(refusal) => return Err(refusal.into()),
+        };
+        Ok(match found.awaited {
+            true => Contact::Awaited,
+            false if found.state() == scheduler::WorkerState::Running => Contact::Present,
+            false => Contact::Silent,
+        })
+    }
+
+    pub(crate) async fn create_artifact(
+        &mut self,
+        artifact: ArtifactId,
+        team: &str,
+        build: Option<BuildId>,
+        label: &str,
+    ) -> Result<(), PeerError> {
+        let create = store::CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: team.to_owned(),
+            build_id: build_id(build),
+            label: label.to_owned(),
+            tree: None,
+        };
+        self.artifacts.create_artifact(create).await?;
+        Ok(())
+    }
+
+    /// Plans a replica on a worker, under the claim of `transfer`.
+    pub(crate) async fn plan_replica(
+        &self,
+        team: &str,
+        artifact: ArtifactId,
+        worker: WorkerId,
+        transfer: TransferId,
+    ) -> Result<Plan, PeerError> {
+        let plan = store::PlanReplicaRequest {
+            team: team.to_owned(),
+            artifact_id: artifact.to_string(),
+            worker_id: worker.to_string(),
+            transfer_id: transfer.to_string(),
+        };
+        let planned = retry_at_start(|| {
+            let (mut replicas, plan) = (self.replicas.clone(), plan.clone());
+            async move { replicas.plan_replica(plan).await }
+        })
+        .await?;
+        let outcome = match planned.outcome() {
+            store::PlanOutcome::Yours => PlanOutcome::Ours,
+            store::PlanOutcome::BeingMade => PlanOutcome::BeingMade,
+            store::PlanOutcome::Complete => PlanOutcome::Complete,
+            store::PlanOutcome::Unspecified => return Err(PeerError::Malformed("outcome")),
+        };
+        let volume = planned.volume_handle.parse().ok();
+        let (size_bytes, term) = (planned.size_bytes, term(planned.term));
+        Ok(Plan { outcome, volume, digest: planned.digest, size_bytes, term })
+    }
+
+    /// Keeps the claim of a transfer. Answers the term within which that must be done again.
+    pub(crate) async fn renew_claim(
+        &mut self,
+        team: &str,
+        transfer: TransferId,
+    ) -> Result<Duration, PeerError> {
+        let progress = store::ProgressRequest { transfer_id: transfer.to_string(), team: team.to_owned() };
+        Ok(term(self.replicas.progress(progress).await?.into_inner().term))
+    }
+
+    /// Deletes what a transfer has written. If that fails, its claim expires.
+    pub(crate) async fn abandon(&mut self, team: &str, transfer: TransferId) {
+        let abandon =
+            store::AbandonUploadRequest { transfer_id: transfer.to_string(), team: team.to_owned() };
+        if let Err(status) = self.replicas.abandon_upload(abandon).await {
+            tracing::debug!(error = %Refusal::from(status), "cannot abandon a transfer; its claim expires");
+        }
+    }
+
+    /// Seals an artifact with the bytes that its worker has under `digest`.
+    pub(crate) async fn seal(
+        &mut self,
+        team: &str,
+        artifact: ArtifactId,
+        digest: Digest,
+    ) -> Result<(), PeerError> {
+        let request = store::SealUploadRequest {
+            team: team.to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: digest.as_bytes().to_vec().into(),
+        };
+        self.replicas.seal_upload(request).await?;
+        Ok(())
+    }
+
+    /// An artifact of the team that has these bytes, now with an owner. `None`: there is none on other workers than those in `without`.
+    pub(crate) async fn adopt(
+        &mut self,
+        team: &str,
+        digest: Digest,
+        build: Option<BuildId>,
+        without: &[String],
+    ) -> Result<Option<Adopted>, PeerError> {
+        let request = store::AdoptByDigestRequest {
+            team: team.to_owned(),
+            digest: digest.as_bytes().to_vec().into(),
+            build_id: build_id(build),
+            without_worker_ids: without.to_vec(),
+        };
+        let answer = self.artifacts.adopt_by_digest(request).await?.into_inner();
+        Ok(answer.artifact.map(|artifact| Adopted {
+            artifact_id: artifact.artifact_id,
+            is_in_store: artifact.in_store,
+            workers: artifact.replicas.into_iter().map(|replica| replica.worker_id).collect(),
+        }))
+    }
+
+    /// Where the bytes of an artifact are. `None`: the team has no such artifact.
+    pub(crate) async fn locate(
+        &mut self,
+        team: &str,
+        artifact: ArtifactId,
+    ) -> Result<Option<Location>, PeerError> {
+        let locate = store::LocateRequest { team: team.to_owned(), artifact_ids: vec![artifact.to_string()] };
+        let located = self.artifacts.locate(locate).await?.into_inner();
+        Ok(located.locations.into_iter().next().map(|location| Location {
+            is_sealed: location.state() == store::ArtifactState::Sealed,
+            is_in_store: location.in_store,
+            digest: location.digest.clone(),
+            size_bytes: location.size_bytes,
+            replicas: location.replicas.iter().filter_map(replica).collect(),
+        }))
+    }
+
+    /// The small tree that the store has. `None`: it has none.
+    pub(crate) async fn read_tree(
+        &mut self,
+        team: &str,
+        artifact: ArtifactId,
+    ) -> Result<Option<SmallTree>, PeerError> {
+        let read = store::ReadTreeRequest { team: team.to_owned(), artifact_id: artifact.to_string() };
+        let Some(tree) = self.artifacts.read_tree(read).await?.into_inner().tree else { return Ok(None) };
+        rpc::small_tree::parse("tree", &tree).map(Some).map_err(|_| PeerError::Malformed("tree"))
+    }
+}
+
+impl Plan {
+    /// The volume of the replica.
+    pub(crate) fn volume(&self) -> Result<VolumeHandle, PeerError> {
+        self.volume.ok_or(PeerError::Malformed("volume handle"))
+    }
+}
+
+impl PeerError {
+    /// Whether a replica cannot be read now, so that another one must do. The store may have lost it since it was located.
+    pub(crate) fn is_unreadable_replica(&self) -> bool {
+        let reasons = [Reason::WorkerUnreachable, Reason::WorkerNotFound, Reason::TransferNotPlanned];
+        matches!(self, Self::Refused(refusal) if reasons.into_iter().any(|reason| refusal.is(reason)))
+    }
+
+    /// Whether the same call may succeed later.
+    pub(crate) fn is_transient(&self) -> bool {
+        matches!(self, Self::Refused(refusal) if refusal.is_transient())
+    }
+}
+
+fn replica(replica: &store::Replica) -> Option<Replica> {
+    Some(Replica {
+        worker: replica.worker_id.parse().ok()?,
+        volume: replica.volume_handle.parse().ok()?,
+        is_verified: replica.verification() == store::Verification::Verified,
+    })
+}
+
+fn build_id(build: Option<BuildId>) -> String {
+    build.map(|build| build.to_string()).unwrap_or_default()
+}
+
+/// The term that a peer answered; never so short that renewing would keep it busy.
+fn term(answered: Option<impl TryInto<Duration>>) -> Duration {
+    let term = answered.and_then(|term| term.try_into().ok()).unwrap_or(DEFAULT_TERM);
+    term.max(MIN_TERM)
+}
+
+/// Repeats `call` for a moment while it is refused only because a cluster was just started: no worker is registered yet, or the store does
+/// not know it.
+async fn retry_at_start<T, F>(call: impl Fn() -> F) -> Result<T, PeerError>
+where
+    F: Future<Output = Result<Response<T>, Status>>,
+{
+    let deadline = Instant::now() + START_PATIENCE;
+    loop {
+        match call().await.map(Response::into_inner).map_err(Refusal::from) {
+            Err(refusal)
+                if (refusal.is(Reason::AllWorkersBusy) || refusal.is(Reason::NotAttended))
+                    && Instant::now() < deadline =>
+            {
+                tokio::time::sleep(RETRY_PAUSE).await;
+            }
+            answered => return Ok(answered?),
+        }
+    }
+}
