@@ -1,6 +1,6 @@
 //! Random rules over random trees, compared with what git says of them.
 //!
-//! `GANTRY_SEED` runs one tree again, and `GANTRY_SEEDS` says how many trees are compared.
+//! `GANTRY_SEED` runs one tree again, and `GANTRY_TREES` says how many trees are compared.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -248,7 +248,7 @@ fn random_rules(
 #[test]
 fn rules_leave_out_what_git_leaves_out() {
     let one = testing::seeds::repeated();
-    let trees = testing::seeds::setting("GANTRY_SEEDS").unwrap_or(TREES);
+    let trees = testing::seeds::setting("GANTRY_TREES").unwrap_or(TREES);
     let seeds = one.map_or(1..=trees, |seed| seed..=seed);
     let mut malformed = BTreeSet::new();
     let (mut paths, mut left_out) = (0, 0);
