@@ -23,10 +23,8 @@ use sea_orm::{
 use uuid::Uuid;
 
 pub(crate) use self::locating::Locating;
-use crate::entity::{
-    ALL_TEAMS, ArtifactState, Purpose, artifact, base_resource_type, holder, owner, pin, resource_cache,
-    resource_certs, volume,
-};
+use crate::access::usable_by;
+use crate::entity::{ALL_TEAMS, ArtifactState, Purpose, artifact, owner, volume};
 use crate::facts::{self, Keepers};
 use crate::mark::{self, Policy};
 use crate::owners::{self, OwnerEnded};
@@ -385,34 +383,6 @@ pub(crate) async fn of_ids(
 
 fn of_team(team: &str) -> Select<artifact::Entity> {
     artifact::Entity::find().filter(artifact::Column::Team.eq(team))
-}
-
-/// Which artifacts a team may use, if it knows their ids: its own; those of what is there for every team; and what a workload of it pinned
-/// while that was so.
-pub(crate) fn usable_by(team: &str) -> Condition {
-    fn among<E: EntityTrait>(column: E::Column, those: Condition) -> Expr {
-        let of_this =
-            Expr::col((E::default(), column)).equals((artifact::Entity, artifact::Column::ArtifactId));
-        let rows = E::find().select_only().expr(Expr::value(1)).filter(of_this).filter(those);
-        Expr::exists(rows.into_query())
-    }
-
-    let holders = holder::Entity::find()
-        .select_only()
-        .column(holder::Column::HolderId)
-        .filter(holder::Column::Team.eq(team))
-        .into_query();
-    let shared = resource_cache::Column::Scope.eq(ALL_TEAMS);
-    let pinned = pin::Column::HolderId.in_subquery(holders);
-    Condition::any()
-        .add(artifact::Column::Team.eq(team))
-        .add(among::<resource_cache::Entity>(
-            resource_cache::Column::ArtifactId,
-            Condition::all().add(shared),
-        ))
-        .add(among::<base_resource_type::Entity>(base_resource_type::Column::ArtifactId, Condition::all()))
-        .add(among::<resource_certs::Entity>(resource_certs::Column::ArtifactId, Condition::all()))
-        .add(among::<pin::Entity>(pin::Column::ArtifactId, Condition::all().add(pinned)))
 }
 
 /// Those of some artifacts that a team may use, and that `narrowed` leaves. Its own are looked for alone: to plan for what else it may use one

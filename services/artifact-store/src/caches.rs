@@ -15,7 +15,7 @@
 //! with the build or the workload, whoever forgets to say so ([`crate::facts::uses`]).
 //!
 //! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
-//! their artifacts every team may locate, pin and copy ([`crate::artifacts::usable_by`]).
+//! their artifacts every team may locate, pin and copy ([`crate::access::usable_by`]).
 
 pub(crate) mod base;
 pub(crate) mod outputs;

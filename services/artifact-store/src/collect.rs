@@ -55,7 +55,6 @@ use uuid::Uuid;
 use crate::mark::{Collected, Kind, Look, Policy, Why};
 use crate::store::Store;
 use crate::{caches as cache_rows, ids, owners, replicas, sweep};
-pub(crate) use attempts::FORGOTTEN_LATER;
 use pace::Pace;
 
 /// After how long something is looked at again that may change unseen.

@@ -118,6 +118,9 @@ macro_rules! entity {
     };
 }
 
+/// The id of the one row of the table `store`.
+pub(crate) const STORE_ROW: i64 = 1;
+
 entity! {
     /// What this database is.
     store, "store" {

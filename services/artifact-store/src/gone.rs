@@ -14,11 +14,11 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::collect::FORGOTTEN_LATER;
 use crate::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::facts::{self, JudgedArtifact};
 use crate::losses::{self, Lost};
 use crate::mark::{self, Policy, Verdict};
+use crate::rules::FORGOTTEN_LATER;
 use crate::{caches, ids, imports, marks};
 
 /// How many rows are looked at by one statement.

@@ -320,7 +320,7 @@ impl Target {
             }
             Reference::TaskCacheUse => {
                 let holder = WorkloadId::new();
-                pins::lock_holder(txn, holder, TEAM, NOW).await.expect("nobody else has it");
+                crate::holders::lock(txn, holder, TEAM, NOW).await.expect("nobody else has it");
                 task::use_them(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
             }
         };

@@ -26,7 +26,8 @@ use uuid::Uuid;
 
 use crate::caches::task;
 use crate::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
-use crate::pins::{self, HolderError};
+use crate::holders::{self, HolderError};
+use crate::pins;
 use crate::sessions::{SessionError, fence};
 use crate::{marks, volumes};
 
@@ -108,7 +109,7 @@ pub(crate) async fn prepare(
     now: Timestamp,
 ) -> Result<Planned, PrepareError> {
     let worker = fence(txn, claims).await?;
-    let holder = pins::lock_holder(txn, needs.holder, &needs.team, now).await?;
+    let holder = holders::lock(txn, needs.holder, &needs.team, now).await?;
     if holder.settled_at.is_some() {
         return Err(PrepareError::AttemptEnded(needs.attempt));
     }

@@ -6,6 +6,8 @@
 //! owners        builds, which keep artifacts
 //! caches        and what else keeps them: resource caches, task caches, base resource types, certs
 //! pins          what workloads use; settling them
+//! holders       the rows of those workloads, and their locks
+//! access        which artifacts a team may use
 //! replicas      copies that transfers make
 //! life          whether this database is what it was, or came out of a backup
 //! sessions      who may speak for a worker
@@ -36,6 +38,7 @@
 //! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
 //! writer at a time and needs neither; sea-query leaves the locks out there.
 
+mod access;
 mod artifacts;
 mod caches;
 mod clock;
@@ -51,6 +54,7 @@ mod gauges;
 mod gone;
 mod graves;
 mod grpc;
+mod holders;
 mod ids;
 mod imports;
 #[cfg(test)]

@@ -12,16 +12,14 @@ use sea_orm::{
     ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter,
 };
 
-use crate::entity::store;
+use crate::entity::{STORE_ROW, store};
 use crate::migrations::Schema;
 use crate::receipts;
 
-/// The one row.
-pub(crate) const ROW: i64 = 1;
-
 /// Mints the life and the key of receipts of a new database. One that has them keeps them.
 pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
-    let fresh = store::ActiveModel { id: Set(ROW), life: Set(StoreLife::new().uuid()), ..Default::default() };
+    let fresh =
+        store::ActiveModel { id: Set(STORE_ROW), life: Set(StoreLife::new().uuid()), ..Default::default() };
     store::Entity::insert(fresh)
         .on_conflict_do_nothing_on([store::Column::Id])
         .exec_without_returning(txn)
@@ -31,7 +29,7 @@ pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
 
 /// The life of this database.
 pub(crate) async fn current(conn: &impl ConnectionTrait) -> Result<StoreLife, DbErr> {
-    let row = store::Entity::find_by_id(ROW).one(conn).await?;
+    let row = store::Entity::find_by_id(STORE_ROW).one(conn).await?;
     let row = row.ok_or_else(|| DbErr::RecordNotFound("the life of the store".to_owned()))?;
     Ok(StoreLife::from_uuid(row.life))
 }
@@ -40,7 +38,7 @@ pub(crate) async fn current(conn: &impl ConnectionTrait) -> Result<StoreLife, Db
 pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Result<StoreLife, DbErr> {
     store::Entity::update_many()
         .col_expr(store::Column::Life, Expr::value(StoreLife::new().uuid()))
-        .filter(store::Column::Id.eq(ROW))
+        .filter(store::Column::Id.eq(STORE_ROW))
         .filter(store::Column::Life.eq(old.uuid()))
         .exec(txn)
         .await?;
@@ -58,7 +56,7 @@ pub async fn restored(database: &db::Settings) -> anyhow::Result<StoreLife> {
     let db = db::Database::open::<Schema>(database).await?;
     let life = db
         .write(|txn| async move {
-            let Some(row) = store::Entity::find_by_id(ROW).one(&*txn).await? else { return Ok(None) };
+            let Some(row) = store::Entity::find_by_id(STORE_ROW).one(&*txn).await? else { return Ok(None) };
             let life = begin_after(&txn, StoreLife::from_uuid(row.life)).await?;
             Ok::<_, DbErr>(Some(life))
         })

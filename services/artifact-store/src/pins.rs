@@ -29,54 +29,9 @@ pub(crate) use self::settling::{SettleError, SettledOutput, Settlement, settle};
 pub(crate) use self::together::Pins;
 use crate::artifacts::{self, Located};
 use crate::caches::task;
-use crate::entity::{artifact, attempt, build, holder};
-use crate::ids;
+use crate::entity::{artifact, attempt, build};
+use crate::holders::{self, HolderError};
 use crate::owners::OwnerEnded;
-
-/// A holder belongs to another team than the one that acts.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum HolderError {
-    #[error("workload {0} belongs to another team")]
-    OtherTeam(WorkloadId),
-    #[error("database failed while looking for a workload")]
-    Database(#[from] DbErr),
-}
-
-/// Finds or makes a holder, and locks it.
-pub(crate) async fn lock_holder(
-    txn: &DatabaseTransaction,
-    id: WorkloadId,
-    team: &str,
-    now: Timestamp,
-) -> Result<holder::Model, HolderError> {
-    let row = lock_holders(txn, [id], team, now).await?.remove(&id);
-    row.ok_or_else(|| DbErr::RecordNotFound("a holder that was just made".to_owned()).into())
-}
-
-/// Finds or makes holders, and locks them in the order of their ids.
-async fn lock_holders(
-    txn: &DatabaseTransaction,
-    ids: impl IntoIterator<Item = WorkloadId>,
-    team: &str,
-    now: Timestamp,
-) -> Result<HashMap<WorkloadId, holder::Model>, HolderError> {
-    let ids: BTreeSet<_> = ids.into_iter().map(WorkloadId::uuid).collect();
-    let backend = txn.get_database_backend();
-    // Changing nothing locks a row, and lets it be answered whether it was there or not.
-    let sql = format!(
-        "INSERT INTO holders (holder_id, team, created_at, look_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
-         ON CONFLICT (holder_id) DO UPDATE SET holder_id = excluded.holder_id
-         RETURNING holder_id, team, created_at, settled_at, look_at",
-        ids::query(backend, 1)
-    );
-    let values = [ids::value(backend, ids), team.into(), now.0.into()];
-    let statement = Statement::from_sql_and_values(backend, sql, values);
-    let rows = holder::Entity::find().from_raw_sql(statement).all(txn).await?;
-    match rows.iter().find(|row| row.team != team) {
-        Some(other) => Err(HolderError::OtherTeam(WorkloadId::from_uuid(other.holder_id))),
-        None => Ok(rows.into_iter().map(|row| (WorkloadId::from_uuid(row.holder_id), row)).collect()),
-    }
-}
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PinError {
@@ -127,7 +82,7 @@ async fn pin_all(
     uses: &[Used],
     now: Timestamp,
 ) -> Result<Vec<Pinned>, PinError> {
-    let holders = lock_holders(txn, uses.iter().map(|used| used.holder), team, now).await?;
+    let holders = holders::lock_all(txn, uses.iter().map(|used| used.holder), team, now).await?;
     if let Some(settled) = holders.values().find(|holder| holder.settled_at.is_some()) {
         return Err(PinError::Settled(WorkloadId::from_uuid(settled.holder_id)));
     }

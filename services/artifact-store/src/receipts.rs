@@ -6,20 +6,25 @@
 //! Invariant: only the store makes receipts. A receipt is a keyed BLAKE3 of the report's worker, store life and sequence number. The key is
 //! made with the database and leaves it only in backups.
 
-use domain::WorkerId;
 use domain::worker::Receipt;
+use domain::{StoreLife, WorkerId};
 use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 
-use crate::entity::store;
-use crate::life::ROW;
-use crate::report::Token;
+use crate::entity::{STORE_ROW, store};
+
+/// Names a report, and when it began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Token {
+    pub(crate) sequence: i64,
+    pub(crate) life: StoreLife,
+}
 
 /// Mints the key, unless there is one.
 pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
     store::Entity::update_many()
         .col_expr(store::Column::ReceiptKey, Expr::value(rand::random::<[u8; 32]>().to_vec()))
-        .filter(store::Column::Id.eq(ROW))
+        .filter(store::Column::Id.eq(STORE_ROW))
         .filter(store::Column::ReceiptKey.is_null())
         .exec(txn)
         .await
@@ -47,7 +52,7 @@ pub(crate) async fn is_genuine(
 }
 
 async fn compute(conn: &impl ConnectionTrait, worker: WorkerId, token: Token) -> Result<blake3::Hash, DbErr> {
-    let row = store::Entity::find_by_id(ROW).one(conn).await?;
+    let row = store::Entity::find_by_id(STORE_ROW).one(conn).await?;
     let key = row.and_then(|row| row.receipt_key).and_then(|key| <[u8; 32]>::try_from(key).ok());
     let key = key.ok_or_else(|| DbErr::RecordNotFound("the key of receipts".to_owned()))?;
     let mut text = [0; 40];

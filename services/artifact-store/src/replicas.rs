@@ -21,6 +21,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
+use crate::access;
 use crate::artifacts::{self, Located};
 use crate::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::mark::Why;
@@ -266,7 +267,7 @@ pub(crate) async fn progress(
         .column(artifact::Column::ArtifactId)
         .filter(its_artifact)
         .filter(artifact::Column::State.ne(ArtifactState::Deleting))
-        .filter(artifacts::usable_by(team))
+        .filter(access::usable_by(team))
         .into_query();
     let holds = Condition::any()
         .add(volume::Column::ClaimedUntil.gt(now.0))
@@ -382,7 +383,7 @@ pub(crate) async fn abandon(
         return Ok(Vec::new());
     };
     let artifact =
-        artifact::Entity::find_by_id(id).filter(artifacts::usable_by(team)).lock_exclusive().one(txn).await?;
+        artifact::Entity::find_by_id(id).filter(access::usable_by(team)).lock_exclusive().one(txn).await?;
     match artifact.map(|artifact| (artifact.state, artifact.team == team)) {
         Some((ArtifactState::Open, true)) => {}
         Some((ArtifactState::Sealed, _)) => {

@@ -29,10 +29,11 @@ use uuid::Uuid;
 
 use crate::entity::{AsideKind, State, container, set_aside as aside, volume, worker};
 use crate::graves;
+use crate::receipts::{self, Token};
 use crate::sessions::{self, SessionError};
 use crate::store::Store;
 use crate::sweep::Sweepable;
-use crate::{life, mark, marks, receipts, set_aside};
+use crate::{life, mark, marks, set_aside};
 use forget::{Memory, forget};
 
 /// How many handles one report may have: 16 bytes of memory each.
@@ -49,13 +50,6 @@ const PAGE: usize = 5_000;
 
 /// How many rows are written by one statement.
 const ROWS: usize = 1_000;
-
-/// Names a report, and when it began.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Token {
-    pub(crate) sequence: i64,
-    pub(crate) life: StoreLife,
-}
 
 /// A report that was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,6 +19,10 @@ use domain::Timestamp;
 
 use crate::entity::{BuildStatus, build, resource_cache, task_cache};
 
+/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::report`],
+/// [`crate::gone`]): it can be forgotten then.
+pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
+
 /// When an owner lets go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LetsGo {

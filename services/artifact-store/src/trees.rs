@@ -9,7 +9,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts;
+use crate::access;
 use crate::entity::{ArtifactState, artifact, tree};
 
 /// Bytes that a caller handed over, and what they are.
@@ -43,7 +43,7 @@ pub(crate) async fn read(
 ) -> Result<Option<Vec<u8>>, ReadError> {
     let row = artifact::Entity::find_by_id(id.uuid())
         .filter(artifact::Column::State.ne(ArtifactState::Deleting))
-        .filter(artifacts::usable_by(team))
+        .filter(access::usable_by(team))
         .one(conn)
         .await?
         .ok_or(ReadError::NotFound(id))?;

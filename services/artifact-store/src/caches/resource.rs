@@ -15,9 +15,9 @@ use crate::artifacts::Located;
 use crate::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::facts;
 use crate::graves::{self, Epitaph};
+use crate::holders::{self, HolderError};
 use crate::ids;
 use crate::owners::{self, OwnerEnded};
-use crate::pins::{self, HolderError};
 use crate::rules::CacheWent;
 
 /// Who uses a cache.
@@ -59,7 +59,7 @@ async fn lock_user(
             owners::lock_live(txn, build, team).await?;
         }
         User::Workload(workload) => {
-            let holder = pins::lock_holder(txn, workload, team, now).await?;
+            let holder = holders::lock(txn, workload, team, now).await?;
             if holder.settled_at.is_some() {
                 return Err(UserError::Settled(workload));
             }

@@ -1,7 +1,6 @@
 //! Attempts that ended: what they made goes, and in the end their rows.
 
 use std::collections::{BTreeMap, HashSet};
-use std::time::Duration;
 
 use domain::Timestamp;
 use sea_orm::{
@@ -16,12 +15,9 @@ use crate::entity::{Purpose, attempt, container, volume};
 use crate::facts::{self, JudgedVolume};
 use crate::ids;
 use crate::mark::{self, ContainerFacts, Verdict};
+use crate::rules::FORGOTTEN_LATER;
 use crate::sweep::{self, Wait};
 use crate::units::size;
-
-/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::report`],
-/// [`crate::gone`]): it can be forgotten then.
-pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
 
 /// How many volumes are judged at a time: an attempt may have thousands.
 const VOLUMES: usize = 1000;

@@ -14,11 +14,12 @@ use crate::caches::resource::{ClaimError, DeleteError, FindError, UseError, User
 use crate::caches::task::{self, PublishError};
 use crate::dispose::{DisposeError, DropError};
 use crate::gone::ForgetError;
+use crate::holders::HolderError;
 use crate::imports::{self, EndError};
 use crate::inventory::{CompleteError, PrepareError, PreparedError, TouchError};
 use crate::losses::WatchError;
 use crate::owners::{DeleteBuildError, OwnError, OwnerEnded, PutBuildError};
-use crate::pins::{EndAttemptError, HolderError, PinError, SettleError};
+use crate::pins::{EndAttemptError, PinError, SettleError};
 use crate::replicas::{AuthorizeError, PlanError, ProgressError, SealError};
 use crate::report::ReportError;
 use crate::sessions::SessionError;

@@ -12,12 +12,12 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use super::{HolderError, lock_holder, lock_holders};
 use crate::caches::outputs::{self, Owned};
 use crate::due::make_due;
 use crate::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, task_cache_use, volume,
 };
+use crate::holders::{self, HolderError};
 use crate::ids;
 use crate::owners::{self, OwnerEnded};
 
@@ -75,7 +75,7 @@ pub(crate) async fn settle(
     resource_cache_ttl: Duration,
 ) -> Result<Vec<Owned>, SettleError> {
     let holder = settlement.holder;
-    let row = lock_holder(txn, holder, &settlement.team, now).await?;
+    let row = holders::lock(txn, holder, &settlement.team, now).await?;
     if row.settled_at.is_some() {
         return Ok(Vec::new());
     }
@@ -103,7 +103,7 @@ pub(super) async fn settle_plain(
     holders: &[WorkloadId],
     now: Timestamp,
 ) -> Result<HashSet<WorkloadId>, SettleError> {
-    let holders = lock_holders(txn, holders.iter().copied(), team, now).await?;
+    let holders = holders::lock_all(txn, holders.iter().copied(), team, now).await?;
     let going_on = holders.into_iter().filter(|(_, row)| row.settled_at.is_none()).map(|(id, _)| id.uuid());
     let mut going_on: Vec<_> = going_on.collect();
     if going_on.is_empty() {

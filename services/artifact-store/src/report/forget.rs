@@ -7,10 +7,10 @@ use domain::{Timestamp, WorkerId};
 use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, Statement, Value};
 use uuid::Uuid;
 
-use super::Token;
-use crate::collect::FORGOTTEN_LATER;
 use crate::ids;
 use crate::mark::Why;
+use crate::receipts::Token;
+use crate::rules::FORGOTTEN_LATER;
 use crate::sweep::Sweepable;
 
 /// How long what is forgotten is remembered, and from when on.

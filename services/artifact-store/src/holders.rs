@@ -1,0 +1,54 @@
+//! Holders: workloads as the store knows them, which pin artifacts and use caches until they are settled.
+
+use std::collections::{BTreeSet, HashMap};
+
+use domain::{Timestamp, WorkloadId};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, Statement};
+
+use crate::entity::holder;
+use crate::ids;
+
+/// A holder belongs to another team than the one that acts.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum HolderError {
+    #[error("workload {0} belongs to another team")]
+    OtherTeam(WorkloadId),
+    #[error("database failed while looking for a workload")]
+    Database(#[from] DbErr),
+}
+
+/// Finds or makes a holder, and locks it.
+pub(crate) async fn lock(
+    txn: &DatabaseTransaction,
+    id: WorkloadId,
+    team: &str,
+    now: Timestamp,
+) -> Result<holder::Model, HolderError> {
+    let row = lock_all(txn, [id], team, now).await?.remove(&id);
+    row.ok_or_else(|| DbErr::RecordNotFound("a holder that was just made".to_owned()).into())
+}
+
+/// Finds or makes holders, and locks them in the order of their ids.
+pub(crate) async fn lock_all(
+    txn: &DatabaseTransaction,
+    ids: impl IntoIterator<Item = WorkloadId>,
+    team: &str,
+    now: Timestamp,
+) -> Result<HashMap<WorkloadId, holder::Model>, HolderError> {
+    let ids: BTreeSet<_> = ids.into_iter().map(WorkloadId::uuid).collect();
+    let backend = txn.get_database_backend();
+    // Changing nothing locks a row, and lets it be answered whether it was there or not.
+    let sql = format!(
+        "INSERT INTO holders (holder_id, team, created_at, look_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
+         ON CONFLICT (holder_id) DO UPDATE SET holder_id = excluded.holder_id
+         RETURNING holder_id, team, created_at, settled_at, look_at",
+        ids::query(backend, 1)
+    );
+    let values = [ids::value(backend, ids), team.into(), now.0.into()];
+    let statement = Statement::from_sql_and_values(backend, sql, values);
+    let rows = holder::Entity::find().from_raw_sql(statement).all(txn).await?;
+    match rows.iter().find(|row| row.team != team) {
+        Some(other) => Err(HolderError::OtherTeam(WorkloadId::from_uuid(other.holder_id))),
+        None => Ok(rows.into_iter().map(|row| (WorkloadId::from_uuid(row.holder_id), row)).collect()),
+    }
+}
