@@ -180,7 +180,7 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) caches: Vec<CacheArg>,
-    /// Outputs take the place of their directories, rather than being merged into them. Not if the command failed, nor in place
+    /// Outputs take the place of their directories, rather than being merged into them. Ignored in place, and if the command fails
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
     #[command(flatten)]

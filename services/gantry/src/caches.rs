@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 
 use crate::args::ClearCacheArgs;
 use crate::connect::{Connection, repeat};
-use crate::list::{pages, table};
+use crate::queries::{pages, table};
 use crate::stdout::{print, print_json};
 use crate::table::{count, duration, plain};
 use crate::values::CacheArg;

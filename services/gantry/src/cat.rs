@@ -15,8 +15,9 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 use crate::args::CatArgs;
+use crate::connect::TRANSFER_TRIES;
 use crate::connect::{Connection, Pause};
-use crate::download::{TRIES, locate};
+use crate::download::locate;
 use crate::error::{Interrupted, Refused, is_transient};
 use crate::exit;
 use crate::stdout::write_all;
@@ -61,7 +62,7 @@ async fn print(
         Reading { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
     let mut pause = Pause::default();
     let mut read = reading.attempt().await;
-    for _ in 1..TRIES {
+    for _ in 1..TRANSFER_TRIES {
         if !read.as_ref().is_err_and(is_transient) {
             break;
         }

@@ -12,10 +12,9 @@ use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
 use rustix::fs::Access;
 
 use crate::args::{Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
+use crate::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
 use crate::rules;
-use crate::run::is_in_place;
 use crate::ui::Ui;
-use crate::upload::resolve;
 use crate::values::{InputArg, Source};
 
 /// For commands that are about the cluster on this machine, and no other.
@@ -208,34 +207,6 @@ pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> any
         }
         Err(error) => Err(error.into()),
     }
-}
-
-/// Refuses a path with a symbolic link in it, which an earlier result may have made.
-///
-/// The way to the current directory is the caller's own, by whichever name the shell knows it.
-pub(crate) fn refuse_links(directory: &Path) -> anyhow::Result<()> {
-    use std::os::unix::fs::MetadataExt;
-    let same = |a: &Path, b: &Path| {
-        let id = |path: &Path| path.metadata().map(|found| (found.dev(), found.ino())).ok();
-        id(a).is_some() && id(a) == id(b)
-    };
-    let logical = std::env::var_os("PWD").map(PathBuf::from).filter(|here| same(here, Path::new(".")));
-    let below = logical.and_then(|here| directory.strip_prefix(&here).ok().map(Path::to_owned));
-    let mut at = PathBuf::new();
-    for component in below.as_deref().unwrap_or(directory).components() {
-        at.push(component);
-        let Ok(target) = std::fs::read_link(&at) else { continue };
-        bail!(
-            "{at:?} is a symbolic link to {target:?}, which an earlier result may have made; name the directory that it leads to, \
-             or allow it with --follow-links"
-        );
-    }
-    Ok(())
-}
-
-/// Refuses a relative path with a symbolic link in it. Results are mostly below this directory, and links elsewhere are the machine's.
-pub(crate) fn refuse_links_here(path: &Path) -> anyhow::Result<()> {
-    if path.is_relative() { refuse_links(path) } else { Ok(()) }
 }
 
 /// Whether a file can be written, which need not exist. Its directory must.

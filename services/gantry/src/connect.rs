@@ -1,10 +1,9 @@
 //! How the command reaches a cluster: the one it was told, or the one on this machine, which it starts when none runs.
 
 use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use rpc::Peer;
 use rpc::client::{AddressError, Outgoing, listens, peer};
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
@@ -28,8 +27,11 @@ use crate::addresses::Addresses;
 use crate::args::Global;
 use crate::cluster::{self, Paths};
 use crate::error::{Refused, refused, without_number};
+use crate::token::{default_token, read_token};
 use crate::ui::Ui;
 
+/// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
+pub(crate) const TRANSFER_TRIES: usize = 12;
 /// How long a call that may be repeated is repeated.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long one try of a call may take.
@@ -291,32 +293,6 @@ impl Pause {
 /// Reads the token of --token-file, if that was given.
 pub(crate) fn named_token(global: &Global) -> anyhow::Result<Option<String>> {
     global.token_file.as_deref().map(read_token).transpose()
-}
-
-/// Reads the token of services on this machine that were told of no token file, and answers its path, too. `None` if an address is not on
-/// the loopback: it may be somebody else's.
-///
-/// # Errors
-///
-/// Another user may have made the file.
-pub(crate) fn default_token(addresses: &Addresses) -> anyhow::Result<Option<(PathBuf, String)>> {
-    if !addresses.are_on_loopback() {
-        return Ok(None);
-    }
-    match server::token::read_default() {
-        Err(error) if error.is::<server::token::UntrustedFile>() => Err(error),
-        // A file that this user may not read is of other services.
-        found => Ok(found.ok().flatten()),
-    }
-}
-
-pub(crate) fn read_token(file: &Path) -> anyhow::Result<String> {
-    let token =
-        std::fs::read_to_string(file).with_context(|| format!("cannot read the token in {file:?}"))?;
-    match token.trim() {
-        "" => bail!("{file:?} holds no token"),
-        token => Ok(token.to_owned()),
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! `gantry delete`, and what `gantry gc` lets go of where a disk is full.
+//! `gantry delete` and `gantry gc`: letting go of artifacts, and collecting what nothing keeps.
 
 use std::time::Duration;
 
@@ -6,20 +6,22 @@ use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
-    Artifact, ArtifactState, CollectRequest, CollectResponse, DeleteArtifactsRequest, DryRun, Thing,
+    Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
+    Thing,
 };
 use rpc::pb::scheduler::{Worker, WorkloadState};
 use serde_json::json;
 
-use crate::args::DeleteArgs;
+use crate::args::{DeleteArgs, GcArgs};
 use crate::connect::{Connection, repeat};
 use crate::error;
 use crate::json as shown;
-use crate::list;
+use crate::queries;
 use crate::stdout::{print, print_json};
-use crate::table::{bytes, count};
+use crate::table::{bytes, count, plain, render};
 use crate::ui::Ui;
 use crate::why;
+use crate::words;
 
 /// Most artifacts of one call.
 const AT_ONCE: usize = 1000;
@@ -43,13 +45,13 @@ pub(crate) async fn delete(
 ) -> anyhow::Result<()> {
     let mut artifacts = Vec::new();
     if args.all {
-        let mut all = Box::pin(list::artifacts(connection, ArtifactState::Sealed.into()));
+        let mut all = Box::pin(queries::artifacts(connection, ArtifactState::Sealed.into()));
         while let Some(artifact) = all.try_next().await? {
             artifacts.push(artifact.artifact_id);
         }
     }
     for id in &args.ids {
-        match list::workload(connection, "delete", id).await {
+        match queries::workload(connection, "delete", id).await {
             Ok(workload) if workload.state() != WorkloadState::Finished => {
                 bail!("workload {id} has not ended; cancel it first with `gantry cancel {id}`")
             }
@@ -59,7 +61,7 @@ pub(crate) async fn delete(
                 let outputs = workload.outputs.iter().map(|output| output.artifact_id.clone());
                 let mut known = Vec::new();
                 for artifact in inputs.chain(outputs) {
-                    match list::artifact(connection, &artifact).await {
+                    match queries::artifact(connection, &artifact).await {
                         Ok(found) if found.state() == ArtifactState::Sealed => known.push(artifact),
                         Ok(_) => {}
                         Err(error) if is_for(&error, Reason::ArtifactNotFound) => {}
@@ -90,7 +92,7 @@ pub(crate) async fn delete(
             kept.push(id);
         }
     }
-    let freed = list::freed(&collected);
+    let freed = queries::freed(&collected);
     if as_json {
         return print_json(
             &json!({ "deleted": artifacts.len() - kept.len(), "kept": kept, "size_bytes": freed }),
@@ -147,7 +149,7 @@ pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> a
     if full.is_empty() {
         return Ok(None);
     }
-    let all = list::artifacts(connection, ArtifactState::Sealed.into());
+    let all = queries::artifacts(connection, ArtifactState::Sealed.into());
     let mut all: Vec<Artifact> = Box::pin(all).try_collect().await?;
     all.sort_by_key(|artifact| artifact.created_at.map(|at| (at.seconds, at.nanos)));
     let mut artifacts = Vec::new();
@@ -173,7 +175,7 @@ pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> a
 /// The workers whose disks are full, and how much is to be made free.
 async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u64)>> {
     let mut full = Vec::new();
-    let mut workers = Box::pin(list::workers(connection));
+    let mut workers = Box::pin(queries::workers(connection));
     while let Some(worker) = workers.try_next().await? {
         if let Some(missing) = missing(&worker) {
             full.push((worker, missing));
@@ -200,6 +202,79 @@ async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result
         && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
 }
 
+/// `gantry gc`
+pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
+    let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: dry_run.into() };
+    let response =
+        repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
+    let freed_for_room = free_full_disks(connection, !args.dry_run).await?;
+    let mut response = response;
+    if let Some(freed) = &freed_for_room {
+        response.collected.extend(freed.collected.collected.iter().cloned());
+    }
+    if as_json {
+        let collected: Vec<_> = response.collected.iter().map(shown::collected).collect();
+        return print_json(&serde_json::json!({
+            "dry_run": args.dry_run,
+            "collected": collected,
+            "truncated": response.truncated,
+            "size_bytes": queries::freed(&response),
+            "full_disks": freed_for_room.as_ref().map(Freed::json),
+        }));
+    }
+    let mut text = match response.collected.is_empty() {
+        true => "nothing is garbage\n".to_owned(),
+        false => {
+            let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
+            let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
+            format!("{table}\n{}\n", summary(&response, args.dry_run))
+        }
+    };
+    if let Some(freed) = freed_for_room {
+        let (workers, artifacts) =
+            (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
+        let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
+        let verb = if args.dry_run { "would go" } else { "went" };
+        text.push_str(&match freed.artifacts.len() {
+            0 => format!(
+                "the disk of {workers} is full, and nothing is there that is only kept for a time; see `gantry list artifacts` and \
+                 `gantry delete`\n"
+            ),
+            _ => format!(
+                "the disk of {workers} is full, so {artifacts} of {} {verb} that was only kept for a time\n",
+                bytes(size)
+            ),
+        });
+    }
+    print(&text)
+}
+
+fn summary(response: &CollectResponse, dry_run: bool) -> String {
+    let number = |kind: &str| {
+        let number = response.collected.iter().filter(|collected| collected.kind == kind).count();
+        let number = u64::try_from(number).unwrap_or(u64::MAX);
+        (number > 0).then(|| count(number, kind))
+    };
+    let things: Vec<_> = ["artifact", "volume", "container"].into_iter().filter_map(number).collect();
+    let verb = if dry_run { "would be marked" } else { "marked" };
+    let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(queries::freed(response)));
+    if response.truncated {
+        text.push_str("; there is more than is listed here");
+    }
+    text
+}
+
+fn collected_row(collected: &Collected) -> Vec<String> {
+    vec![
+        collected.kind.clone(),
+        collected.id.clone(),
+        words::size(collected.size_bytes),
+        plain(&collected.why, 100),
+    ]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -218,5 +293,22 @@ mod tests {
         ] {
             assert_eq!(of_disk(capacity, free), missing, "{free} of {capacity}");
         }
+    }
+
+    #[test]
+    fn what_was_collected_is_summed_up() {
+        let collected =
+            |kind: &str| Collected { kind: kind.to_owned(), size_bytes: 512, ..Default::default() };
+        let mut response = CollectResponse {
+            collected: ["artifact", "volume", "volume"].map(collected).to_vec(),
+            truncated: false,
+        };
+        assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
+        response.truncated = true;
+        let said = summary(&response, false);
+        assert_eq!(
+            said,
+            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
+        );
     }
 }

@@ -30,20 +30,17 @@ use transfer::{
 };
 
 use crate::args::TakeArgs;
-use crate::check;
-use crate::connect::{Connection, Pause, repeat};
+use crate::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
+use crate::directories::refuse_links;
 use crate::error::{Refused, is_transient};
 use crate::progress::Progress;
 use crate::rules;
 use crate::table::{bytes, count, duration, plain};
 use crate::target::{Staging, Target, TargetLock, check_replace};
-use crate::tree::{self, Remembered};
+use crate::tree::{self, Remembered, StopOnDrop};
 use crate::ui::Ui;
-use crate::upload::StopOnDrop;
 use crate::why;
 
-/// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
-pub(crate) const TRIES: usize = 12;
 /// Longest time that a worker may send nothing: it may have to scan the volume.
 const SILENCE: Duration = Duration::from_secs(60 * 60);
 /// How many paths that were not written are named.
@@ -79,7 +76,7 @@ impl Downloader<'_> {
         for attempt in 1.. {
             self.progress.doing("downloading", name);
             match self.attempt(artifact, name, directory, base, &mut avoid).await {
-                Err(error) if is_transient(&error) && attempt < TRIES => {
+                Err(error) if is_transient(&error) && attempt < TRANSFER_TRIES => {
                     pause.wait().await;
                     // Whether that helps shows in the next try.
                     _ = self.connection.revive(self.ui).await;
@@ -105,7 +102,7 @@ impl Downloader<'_> {
     ) -> anyhow::Result<Downloaded> {
         let started = Instant::now();
         if !self.take.follow_links {
-            check::refuse_links(directory)?;
+            refuse_links(directory)?;
         }
         let replaces = self.replace && base.is_none();
         let target = Target::find(directory, replaces)?;

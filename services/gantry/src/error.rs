@@ -12,7 +12,7 @@ use rpc::{Reason, Refusal};
 use tonic::{Code, Status};
 
 use crate::addresses::Addresses;
-use crate::connect::default_token;
+use crate::token::default_token;
 
 /// Ends the command with this exit code, after a signal or a closed standard output.
 #[derive(Debug, Clone, Copy, thiserror::Error)]

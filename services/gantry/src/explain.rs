@@ -17,7 +17,7 @@ use crate::args::ExplainArgs;
 use crate::connect::{Connection, repeat};
 use crate::stdout::{print, print_json};
 use crate::table::{duration, fields, filled, plain, render};
-use crate::{error, json, lease, list, values, why, words};
+use crate::{error, json, lease, queries, values, why, words};
 
 /// How wide a cell is at most: what no sentence of ours comes to.
 const WIDTH: usize = 1000;
@@ -29,7 +29,7 @@ pub(crate) async fn whatever(
     as_json: bool,
 ) -> anyhow::Result<()> {
     let Ok(id) = values::any_id(&args.id) else {
-        let worker = list::worker(connection, "explain", &args.id).await?;
+        let worker = queries::worker(connection, "explain", &args.id).await?;
         return why::explain(connection, &worker.worker_id, as_json).await;
     };
     let id = id.as_str();
@@ -53,11 +53,11 @@ fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
 
 /// A workload that waits no more: where it runs, or how it ended.
 async fn placed(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
-    let workload = list::workload(connection, "explain", id).await?;
+    let workload = queries::workload(connection, "explain", id).await?;
     if as_json {
         return print_json(&json::workload(&workload));
     }
-    let standing = list::standing(connection, &workload).await?;
+    let standing = queries::standing(connection, &workload).await?;
     let attendance = attendance(connection, &workload).await;
     print(&waits_no_more(&workload, &standing, attendance.as_ref()))
 }
@@ -182,20 +182,11 @@ fn unknown<'t>(only: &'t [String], response: &ExplainResponse) -> Option<&'t Str
 /// Why it waits, in one line.
 pub(crate) fn short(response: &ExplainResponse) -> String {
     let why = plain(&response.summary, WIDTH);
-    let wait = match expected(response) {
+    let wait = match words::expected_wait(response) {
         Some(wait) => format!("; about {}", duration(wait)),
         None => String::new(),
     };
     format!("waiting, {} in the queue: {why}{wait}", ordinal(response.queue_position))
-}
-
-/// How long it may wait, in seconds.
-pub(crate) fn expected_seconds(response: &ExplainResponse) -> Option<f64> {
-    expected(response).map(|wait| wait.as_secs_f64())
-}
-
-fn expected(response: &ExplainResponse) -> Option<Duration> {
-    response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
 }
 
 fn ordinal(number: u64) -> String {
@@ -231,7 +222,7 @@ fn text(response: &ExplainResponse, waits: bool) -> String {
     };
     if response.verdict() == Verdict::NotNow {
         let basis = plain(&response.expected_wait_basis, WIDTH);
-        match expected(response) {
+        match words::expected_wait(response) {
             Some(wait) => text.push_str(&format!("it may take about {}: {basis}\n", duration(wait))),
             None if !basis.is_empty() => text.push_str(&format!("how long that may take is {basis}\n")),
             None => {}

@@ -7,7 +7,8 @@ use rpc::pb::artifacts::{
 };
 
 use crate::connect::{Connection, repeat};
-use crate::list::{Names, pages, table};
+use crate::names::Names;
+use crate::queries::{pages, table};
 use crate::table::plain;
 use crate::{json, words};
 

@@ -5,7 +5,7 @@
 use rpc::pb::{artifacts, scheduler};
 use serde_json::{Value, json};
 
-use crate::{explain, words};
+use crate::words;
 
 pub(crate) fn whereabouts(whereabouts: &scheduler::Whereabouts) -> Value {
     json!({
@@ -145,7 +145,7 @@ pub(crate) fn explanation(explanation: &scheduler::ExplainResponse) -> Value {
         "workers": explanation.workers.iter().map(worker).collect::<Vec<_>>(),
         "unblocked_by": explanation.unblocked_by,
         "summary": explanation.summary,
-        "expected_wait_seconds": explain::expected_seconds(explanation),
+        "expected_wait_seconds": words::expected_wait(explanation).map(|wait| wait.as_secs_f64()),
         "expected_wait_basis": some(&explanation.expected_wait_basis),
         "workers_known": explanation.workers_known,
         "workers_willing": explanation.workers_willing,

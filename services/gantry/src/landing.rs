@@ -13,10 +13,11 @@ use rpc::pb::scheduler::{
 use crate::args::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
 use crate::connect::{Connection, repeat};
 use crate::error::refusal;
-use crate::list::{command, pages, worker};
+use crate::queries::{pages, worker};
 use crate::stdout::{print, print_json};
 use crate::table::{count, plain};
 use crate::ui::Ui;
+use crate::words::command;
 use crate::{json, words};
 
 /// How often it is looked whether a worker has come down.

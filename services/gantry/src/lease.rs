@@ -14,7 +14,7 @@ use crate::error::refusal;
 use crate::json::{relation, requests, some};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, duration, fields, plain};
-use crate::{list, why, words};
+use crate::{queries, why, words};
 
 /// How wide a line is at most.
 const WIDTH: usize = 1000;
@@ -35,7 +35,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         Err(error) => return Err(error),
     };
     // Said besides, where it can be had.
-    let worker = list::worker(connection, "explain", &lease.worker_id).await.ok();
+    let worker = queries::worker(connection, "explain", &lease.worker_id).await.ok();
     let contact = worker.map(|worker| worker.state());
     if as_json {
         print_json(&explained(&lease, &held))?
@@ -52,7 +52,7 @@ pub(crate) async fn list(
     limit: usize,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let leases = list::pages(async |page_token| {
+    let leases = queries::pages(async |page_token| {
         let worker = worker.unwrap_or_default().to_owned();
         let request = ListLeasesRequest { worker, page_token, ..ListLeasesRequest::default() };
         let placements = connection.placements();
@@ -60,7 +60,7 @@ pub(crate) async fn list(
             repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
         page.await.map(|page| (page.leases, page.next_page_token))
     });
-    list::table(leases, limit, as_json, document, LEASES, row).await
+    queries::table(leases, limit, as_json, document, LEASES, row).await
 }
 
 const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "RESERVES"];

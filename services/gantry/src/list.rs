@@ -1,29 +1,20 @@
-//! `gantry list`, `gantry show`, `gantry gc`: what is in a cluster, as tables or as JSON.
-
-mod names;
+//! `gantry list`, `gantry show`: what is in a cluster, as tables or as JSON.
 
 use anyhow::bail;
-use futures::stream::{self, Stream, TryStreamExt};
-use rpc::Reason;
-use rpc::pb::artifacts::{
-    Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, Container, DryRun,
-    GetArtifactRequest, GetContainerRequest, GetVolumeRequest, ListArtifactsRequest, ListAtRiskRequest,
-    ListContainersRequest, ListVolumesRequest, Replica, Volume,
-};
+use rpc::pb::artifacts::{Artifact, ArtifactState, Container, Replica, Volume};
 use rpc::pb::scheduler::{
-    Access, GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, ResourceType, Usage,
-    Worker, WorkerDesire, WorkerLabels, WorkerState, Workload, WorkloadSpec, WorkloadState,
+    Access, Outcome, ResourceType, Usage, Worker, WorkerLabels, Workload, WorkloadSpec, WorkloadState,
 };
-use serde_json::Value;
 
-pub(crate) use self::names::Names;
-use crate::args::{GcArgs, Kind, ListArgs, ShowArgs};
-use crate::connect::{Connection, repeat};
-use crate::delete;
-use crate::error::refusal;
+use crate::args::{Kind, ListArgs, ShowArgs};
+use crate::connect::Connection;
 use crate::json;
-use crate::stdout::{print, print_json};
-use crate::table::{bytes, count, duration, fields, plain, render};
+use crate::names::Names;
+use crate::queries::{
+    artifact, artifacts, at_risk, container, containers, not_to_count_on, one, standing, table, volume,
+    volumes, worker, workers, workload, workloads,
+};
+use crate::table::{bytes, count, duration, plain};
 use crate::{caches, imports, lease, set_aside, why, words};
 
 /// `gantry list`
@@ -153,271 +144,6 @@ pub(crate) async fn show(connection: &Connection, args: &ShowArgs, as_json: bool
     }
 }
 
-/// `gantry gc`
-pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
-    let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
-    let collector = connection.collector();
-    let request = CollectRequest { dry_run: dry_run.into() };
-    let response =
-        repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
-    let freed_for_room = delete::free_full_disks(connection, !args.dry_run).await?;
-    let mut response = response;
-    if let Some(freed) = &freed_for_room {
-        response.collected.extend(freed.collected.collected.iter().cloned());
-    }
-    if as_json {
-        let collected: Vec<_> = response.collected.iter().map(json::collected).collect();
-        return print_json(&serde_json::json!({
-            "dry_run": args.dry_run,
-            "collected": collected,
-            "truncated": response.truncated,
-            "size_bytes": freed(&response),
-            "full_disks": freed_for_room.as_ref().map(delete::Freed::json),
-        }));
-    }
-    let mut text = match response.collected.is_empty() {
-        true => "nothing is garbage\n".to_owned(),
-        false => {
-            let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
-            let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
-            format!("{table}\n{}\n", summary(&response, args.dry_run))
-        }
-    };
-    if let Some(freed) = freed_for_room {
-        let (workers, artifacts) =
-            (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
-        let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
-        let verb = if args.dry_run { "would go" } else { "went" };
-        text.push_str(&match freed.artifacts.len() {
-            0 => format!(
-                "the disk of {workers} is full, and nothing is there that is only kept for a time; see `gantry list artifacts` and \
-                 `gantry delete`\n"
-            ),
-            _ => format!(
-                "the disk of {workers} is full, so {artifacts} of {} {verb} that was only kept for a time\n",
-                bytes(size)
-            ),
-        });
-    }
-    print(&text)
-}
-
-/// How many bytes go on workers: an artifact has none beside those of its volumes.
-pub(crate) fn freed(response: &CollectResponse) -> u64 {
-    let volumes = response.collected.iter().filter(|collected| collected.kind == "volume");
-    volumes.map(|volume| volume.size_bytes).sum()
-}
-
-fn summary(response: &CollectResponse, dry_run: bool) -> String {
-    let number = |kind: &str| {
-        let number = response.collected.iter().filter(|collected| collected.kind == kind).count();
-        let number = u64::try_from(number).unwrap_or(u64::MAX);
-        (number > 0).then(|| count(number, kind))
-    };
-    let things: Vec<_> = ["artifact", "volume", "container"].into_iter().filter_map(number).collect();
-    let verb = if dry_run { "would be marked" } else { "marked" };
-    let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(freed(response)));
-    if response.truncated {
-        text.push_str("; there is more than is listed here");
-    }
-    text
-}
-
-fn collected_row(collected: &Collected) -> Vec<String> {
-    vec![
-        collected.kind.clone(),
-        collected.id.clone(),
-        words::size(collected.size_bytes),
-        plain(&collected.why, 100),
-    ]
-}
-
-// How things are listed: page by page, as far as they are wanted.
-
-pub(crate) async fn table<T>(
-    items: impl Stream<Item = anyhow::Result<T>>,
-    limit: usize,
-    as_json: bool,
-    json: fn(&T) -> Value,
-    headers: &[&str],
-    row: impl Fn(&T) -> Vec<String>,
-) -> anyhow::Result<()> {
-    use futures::StreamExt;
-    let items: Vec<T> = items.take(limit).try_collect().await?;
-    if as_json {
-        return items.iter().try_for_each(|item| print_json(&json(item)));
-    }
-    print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
-}
-
-fn one<T>(
-    item: &T,
-    as_json: bool,
-    json: fn(&T) -> Value,
-    shown: impl FnOnce(&T) -> Vec<(&'static str, String)>,
-) -> anyhow::Result<()> {
-    if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
-}
-
-fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
-    match item {
-        Some(item) => Ok(item),
-        None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
-    }
-}
-
-/// All items of a list, page after page.
-pub(crate) fn pages<T>(
-    next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
-) -> impl Stream<Item = anyhow::Result<T>> {
-    stream::try_unfold((next, Some(String::new())), async |(next, token)| {
-        let Some(token) = token else { return Ok::<_, anyhow::Error>(None) };
-        let (items, token) = next(token).await?;
-        let page = stream::iter(items.into_iter().map(Ok::<_, anyhow::Error>));
-        Ok(Some((page, (next, (!token.is_empty()).then_some(token)))))
-    })
-    .try_flatten()
-}
-
-pub(crate) fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>> {
-    pages(async |page_token| {
-        let request = ListWorkersRequest { page_size: 0, page_token };
-        let client = connection.workers();
-        let page = repeat("cannot list workers", async || client.clone().list_workers(request.clone()).await);
-        page.await.map(|page| (page.workers, page.next_page_token))
-    })
-}
-
-fn workloads(
-    connection: &Connection,
-    (state, outcome): (WorkloadState, Outcome),
-) -> impl Stream<Item = anyhow::Result<Workload>> {
-    pages(async move |page_token| {
-        let (team, state, outcome) = (connection.team.clone(), state.into(), outcome.into());
-        let request = ListRequest { team, state, outcome, page_size: 0, page_token };
-        let client = connection.workloads();
-        let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
-        page.await.map(|page| (page.workloads, page.next_page_token))
-    })
-}
-
-pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
-    pages(async move |page_token| {
-        let request = ListArtifactsRequest { team: connection.team.clone(), state, page_size: 0, page_token };
-        let client = connection.artifacts();
-        let page =
-            repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
-        page.await.map(|page| (page.artifacts, page.next_page_token))
-    })
-}
-
-/// Workers that cannot be read from now, or that somebody takes out of service.
-async fn not_to_count_on(connection: &Connection) -> anyhow::Result<Vec<String>> {
-    let stays =
-        |worker: &Worker| worker.state() == WorkerState::Running && worker.desired() == WorkerDesire::Run;
-    let others = workers(connection)
-        .try_filter(|worker| std::future::ready(!stays(worker)))
-        .map_ok(|worker| worker.worker_id);
-    others.try_collect().await
-}
-
-/// Artifacts that have no replica on any other worker than these.
-fn at_risk(connection: &Connection, workers: Vec<String>) -> impl Stream<Item = anyhow::Result<Artifact>> {
-    pages(async move |page_token| {
-        let request = ListAtRiskRequest {
-            team: connection.team.clone(),
-            worker_ids: workers.clone(),
-            page_size: 0,
-            page_token,
-        };
-        let client = connection.inventory();
-        let doing = "cannot list what is at risk";
-        let page = repeat(doing, async || client.clone().list_at_risk(request.clone()).await);
-        page.await.map(|page| (page.artifacts, page.next_page_token))
-    })
-}
-
-fn volumes(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Volume>> {
-    pages(async move |page_token| {
-        let request = ListVolumesRequest { state, page_token, ..ListVolumesRequest::default() };
-        let client = connection.inventory();
-        let page = repeat("cannot list volumes", async || client.clone().list_volumes(request.clone()).await);
-        page.await.map(|page| (page.volumes, page.next_page_token))
-    })
-}
-
-fn containers(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Container>> {
-    pages(async move |page_token| {
-        let request = ListContainersRequest { state, page_token, ..ListContainersRequest::default() };
-        let client = connection.inventory();
-        let page =
-            repeat("cannot list containers", async || client.clone().list_containers(request.clone()).await);
-        page.await.map(|page| (page.containers, page.next_page_token))
-    })
-}
-
-/// One worker, for a command that does `doing` with it.
-pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -> anyhow::Result<Worker> {
-    let request = GetWorkerRequest { worker: worker.to_owned() };
-    let client = connection.workers();
-    let doing = format!("cannot {doing} worker {worker}");
-    let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
-    known(response.worker, "worker", worker)
-}
-
-/// One workload, for a command that does `doing` with it.
-pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> anyhow::Result<Workload> {
-    let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
-    let client = connection.workloads();
-    let doing = format!("cannot {doing} workload {id}");
-    let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
-    known(response.workload, "workload", id)
-}
-
-pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
-    let request = GetArtifactRequest { team: connection.team.clone(), artifact_id: id.to_owned() };
-    let client = connection.artifacts();
-    let doing = format!("cannot show artifact {id}");
-    let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
-    known(response.artifact, "artifact", id)
-}
-
-/// How it is with the worker that a workload is on. Empty: as it should be, or the workload is on none.
-pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
-    let Some(there) = of.whereabouts.as_ref().filter(|_| words::holds_lease(of.state())) else {
-        return Ok(String::new());
-    };
-    let worker = match worker(connection, "show", &there.worker_id).await {
-        Ok(worker) => worker,
-        // It has gone just now, and the workload goes on elsewhere.
-        Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
-            return Ok(String::new());
-        }
-        Err(error) => return Err(error),
-    };
-    Ok(match worker.state() {
-        WorkerState::Running if worker.desired() == WorkerDesire::Run => String::new(),
-        WorkerState::Running => words::standing(&worker),
-        _ => words::silent(&worker),
-    })
-}
-
-async fn volume(connection: &Connection, handle: &str) -> anyhow::Result<Volume> {
-    let request = GetVolumeRequest { volume_handle: handle.to_owned() };
-    let client = connection.inventory();
-    let doing = format!("cannot show volume {handle}");
-    let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
-    known(response.volume, "volume", handle)
-}
-
-async fn container(connection: &Connection, handle: &str) -> anyhow::Result<Container> {
-    let request = GetContainerRequest { container_handle: handle.to_owned() };
-    let client = connection.inventory();
-    let doing = format!("cannot show container {handle}");
-    let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
-    known(response.container, "container", handle)
-}
-
 // What is shown of them.
 
 const WORKERS: &[&str] =
@@ -448,11 +174,6 @@ fn resource_types(labels: &WorkerLabels) -> String {
     labels.resource_types.iter().map(word).collect::<Vec<_>>().join(", ")
 }
 
-/// Why a worker gets no work.
-pub(crate) fn no_work(worker: &Worker) -> String {
-    worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
-}
-
 fn failures(worker: &Worker) -> String {
     match worker.failures {
         0 => String::new(),
@@ -472,7 +193,7 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("id", worker.worker_id.clone()),
         ("state", words::standing(worker)),
         ("shall", words::desire(worker.desired()).to_owned()),
-        ("gets no work", plain(&no_work(worker), 1000)),
+        ("gets no work", plain(&words::no_work(worker), 1000)),
         ("landed", worker.landed_at.as_ref().map(words::instant).unwrap_or_default()),
         ("interrupted at", worker.interrupt_at.as_ref().map(words::instant).unwrap_or_default()),
         ("held up", plain(&worker.held_up_by, 1000)),
@@ -534,13 +255,8 @@ fn workload_row(workload: &Workload) -> Vec<String> {
         words::end(workload),
         workload.whereabouts.as_ref().map(|there| plain(&there.worker_name, 40)).unwrap_or_default(),
         words::ago(workload.submitted_at.as_ref()),
-        plain(&command(workload.spec.as_ref()), 60),
+        plain(&words::command(workload.spec.as_ref()), 60),
     ]
-}
-
-pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
-    let arguments = spec.into_iter().flat_map(|spec| &spec.command);
-    arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
 }
 
 /// Shown for a workload whose spec is abridged.
@@ -574,7 +290,7 @@ fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, St
         ("outcome", words::outcome(workload.outcome()).unwrap_or_default().to_owned()),
         ("end", words::end(workload)),
         ("failure", failure.map(|failure| plain(&failure.message, 1000)).unwrap_or_default()),
-        ("command", plain(&command(Some(&spec)), 1000)),
+        ("command", plain(&words::command(Some(&spec)), 1000)),
         ("spec", if workload.abridged { ABRIDGED.to_owned() } else { String::new() }),
         ("platform", plain(&spec.platform, 100)),
         ("tags", plain(&spec.tags.join(" "), 1000)),
@@ -747,18 +463,6 @@ fn container_fields(container: &Container) -> Vec<(&'static str, String)> {
 mod tests {
     use super::*;
 
-    #[tokio::test]
-    async fn lists_go_on_from_page_to_page() {
-        let all = pages(async |token: String| {
-            Ok(match token.as_str() {
-                "" => (vec![1, 2], "more".to_owned()),
-                "more" => (vec![], "last".to_owned()),
-                _ => (vec![3], String::new()),
-            })
-        });
-        assert_eq!(all.try_collect::<Vec<i32>>().await.expect("listed"), [1, 2, 3]);
-    }
-
     #[test]
     fn states_are_asked_for_by_the_words_that_lists_show() {
         let of = |wanted| state("artifacts", wanted, words::artifact_state);
@@ -768,23 +472,6 @@ mod tests {
         assert_eq!(
             refused.to_string(),
             "\"unknown\" is no state of artifacts; they are open, sealed, deleting"
-        );
-    }
-
-    #[test]
-    fn what_was_collected_is_summed_up() {
-        let collected =
-            |kind: &str| Collected { kind: kind.to_owned(), size_bytes: 512, ..Default::default() };
-        let mut response = CollectResponse {
-            collected: ["artifact", "volume", "volume"].map(collected).to_vec(),
-            truncated: false,
-        };
-        assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
-        response.truncated = true;
-        let said = summary(&response, false);
-        assert_eq!(
-            said,
-            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
         );
     }
 

@@ -18,6 +18,7 @@ mod cluster;
 mod connect;
 mod delete;
 mod demand;
+mod directories;
 mod download;
 mod error;
 mod exit;
@@ -30,10 +31,12 @@ mod landing;
 mod lease;
 mod list;
 mod logs;
+mod names;
 mod narrate;
 mod outage;
 mod output;
 mod progress;
+mod queries;
 mod rules;
 mod run;
 mod screen;
@@ -44,6 +47,7 @@ mod stdin;
 mod stdout;
 mod table;
 mod target;
+mod token;
 mod trace;
 mod tree;
 mod ui;
@@ -229,7 +233,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::List(args) => list::list(connection, args, as_json).await?,
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::ClearCache(args) => caches::clear(connection, args, as_json).await?,
-        Command::Gc(args) => list::gc(connection, args, as_json).await?,
+        Command::Gc(args) => delete::gc(connection, args, as_json).await?,
         Command::Adopt(args) => set_aside::adopt(connection, args, as_json).await?,
         Command::Purge(args) => set_aside::purge(connection, args, as_json).await?,
         Command::Land(args) => landing::land(connection, ui, args, as_json).await?,

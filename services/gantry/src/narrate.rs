@@ -10,7 +10,7 @@ use tokio::task::JoinSet;
 use crate::connect::Connection;
 use crate::json as shown;
 use crate::table::{bytes, plain};
-use crate::{exit, explain};
+use crate::{exit, explain, words};
 
 /// How long a line is at most.
 const WIDTH: usize = 1000;
@@ -128,7 +128,7 @@ impl Waiting {
                     let details = json!({
                         "queue_position": response.queue_position,
                         "why": response.summary,
-                        "expected_wait_seconds": explain::expected_seconds(&response),
+                        "expected_wait_seconds": words::expected_wait(&response).map(|wait| wait.as_secs_f64()),
                     });
                     Some(Why { details, text: explain::short(&response), why: response.summary })
                 }

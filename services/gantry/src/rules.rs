@@ -125,7 +125,11 @@ impl Rules {
             return false;
         }
         let tracked = self.tracked_from(path);
-        if is_directory && tracked.as_deref().is_some_and(|first| first != path) {
+        if is_directory && tracked.as_deref() == Some(path) {
+            // A submodule, unless a directory stands where a file is tracked.
+            return !self.root.join(path).join(".git").exists();
+        }
+        if is_directory && tracked.is_some() {
             self.opened.borrow_mut().insert(path.to_owned());
         }
         tracked.is_none()

@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,6 +24,7 @@ use transfer::Manifest;
 use crate::args::{NetworkArg, RunArgs};
 use crate::caches;
 use crate::connect::{Connection, repeat};
+use crate::directories::{inside, is_in_place};
 use crate::download::Downloader;
 use crate::error::{Interrupted, Refused, refusal};
 use crate::exit;
@@ -36,8 +36,8 @@ use crate::signals::Signals;
 use crate::stdin;
 use crate::stdout;
 use crate::ui::Ui;
-use crate::upload::{Directory, Uploader, inside, renew};
-use crate::values::{Copied, InputArg, OutputArg, Source};
+use crate::upload::{Directory, Uploader, renew};
+use crate::values::{Copied, InputArg, Source};
 use crate::why;
 
 /// Runs. Answers the exit code.
@@ -220,14 +220,6 @@ async fn prepare_inputs(
         }
     }
     Ok((inputs.into_iter().map(|(artifact, _)| artifact).collect(), sent, Some(build)))
-}
-
-/// Whether an output starts with the contents of a directory and comes back to it.
-pub(crate) fn is_in_place(input: &InputArg, output: &OutputArg) -> bool {
-    let (Source::Directory(from), Some(to)) = (&input.source, &output.directory) else { return false };
-    // One directory may have several paths.
-    let id = |path: &Path| path.metadata().map(|metadata| (metadata.dev(), metadata.ino())).ok();
-    input.name == output.name && id(from).is_some() && id(from) == id(to)
 }
 
 async fn upload(

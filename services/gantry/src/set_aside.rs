@@ -10,7 +10,8 @@ use rpc::pb::artifacts::{
 use crate::args::{AdoptArgs, Kind, PurgeArgs};
 use crate::connect::{Connection, repeat};
 use crate::error::{advised, refusal};
-use crate::list::{Names, pages, table, worker};
+use crate::names::Names;
+use crate::queries::{pages, table, worker};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, plain};
 use crate::{json, why, words};

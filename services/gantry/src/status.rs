@@ -2,6 +2,8 @@
 //!
 //! Each part is shown as far as it can be had: a service that does not answer is itself what there is to see.
 
+mod local;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -23,12 +25,13 @@ use tonic::{Code, Status};
 use crate::addresses::{Addresses, Range};
 use crate::args::{Global, StatusArgs};
 use crate::cluster;
-use crate::connect::{aliases, default_token, named_token};
+use crate::connect::{aliases, named_token};
 use crate::error::{Interrupted, Refused, describe};
 use crate::json as shown;
 use crate::signals::Signals;
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, filled, plain, render};
+use crate::token::default_token;
 use crate::words;
 
 /// How often a watched cluster is looked at.
@@ -123,7 +126,7 @@ fn lasting(document: &Value) -> Value {
 }
 
 async fn look(global: &Global) -> anyhow::Result<Seen> {
-    let Some(server) = &global.server else { return cluster::status().await };
+    let Some(server) = &global.server else { return local::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
     let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
     let token = match named_token(global)? {
@@ -187,7 +190,7 @@ impl Glance {
     pub(crate) fn fill(&self, document: &mut Value) {
         document["services"] = self.services.iter().map(Service::document).collect();
         document["workers"] = self.workers.iter().map(shown::worker).collect();
-        let states = cluster::states(&self.unfinished);
+        let states = local::states(&self.unfinished);
         document["workloads"] =
             states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
         document["queue"] = queue_document(&self.unfinished).into();
@@ -530,7 +533,7 @@ fn queue_document(unfinished: &[Workload]) -> Vec<Value> {
 
 /// How many workloads are in which state, and why those wait that wait.
 fn workloads_text(unfinished: &[Workload]) -> String {
-    let states = cluster::states(unfinished);
+    let states = local::states(unfinished);
     if states.is_empty() {
         return "no workload runs or waits\n".to_owned();
     }

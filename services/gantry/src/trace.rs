@@ -9,8 +9,8 @@ use rpc::pb::local::{GetTraceRequest, Span};
 use serde_json::{Value, json};
 use server::telemetry::{RecentSpan, RecentSpans};
 
-use crate::check::refuse_links_here;
 use crate::connect::{Connection, Pause};
+use crate::directories::refuse_links_here;
 use crate::error::{Refused, refused};
 use crate::ui::Ui;
 

@@ -1,6 +1,8 @@
 //! Trees on their way: what `rpc::tree` leaves to us, and what is remembered of directories from scan to scan.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Context;
 use domain::Digest;
@@ -59,4 +61,13 @@ fn blake3_of(what: &[u8], path: &[u8]) -> String {
     let mut hasher = blake3::Hasher::new();
     hasher.update(what).update(&[0]).update(path);
     hasher.finalize().to_hex().to_string()
+}
+
+/// Stops a scan that nobody waits for any more.
+pub(crate) struct StopOnDrop(pub(crate) Arc<AtomicBool>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use anyhow::{Context, bail};
@@ -35,14 +35,14 @@ use transfer::{
 
 use crate::args::ScanArgs;
 use crate::cluster::Paths;
-use crate::connect::{Connection, Pause, repeat};
-use crate::download;
+use crate::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
+use crate::directories::inside;
 use crate::error::{Refused, advised, is_transient, refusal, refused};
 use crate::progress::Progress;
 use crate::rules::Rules;
 use crate::table::{bytes, count, duration};
 use crate::target;
-use crate::tree::{self, Remembered};
+use crate::tree::{self, Remembered, StopOnDrop};
 use crate::ui::Ui;
 use crate::words;
 
@@ -115,7 +115,7 @@ impl Uploader<'_> {
                 Err(SendError::Changed(message)) => {
                     self.ui.warn(&format!("{name}: {message} while it was uploaded; once more"));
                 }
-                Err(SendError::Other(error)) if is_transient(&error) && attempt < download::TRIES => {
+                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
                     pause.wait().await;
                     // Whether that helps shows in the next try.
                     _ = self.connection.revive(self.ui).await;
@@ -503,41 +503,10 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
     }
 }
 
-/// Stops a scan that nobody waits for any more.
-pub(crate) struct StopOnDrop(pub(crate) Arc<AtomicBool>);
-
-impl Drop for StopOnDrop {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
-/// Where the targets of outputs lie inside of an input, relative to it. One that is the input itself is no part of it.
-pub(crate) fn inside<'a>(input: &Path, targets: impl IntoIterator<Item = &'a Path>) -> Vec<PathBuf> {
-    let Ok(input) = input.canonicalize() else { return Vec::new() };
-    let resolved = targets.into_iter().filter_map(resolve);
-    resolved
-        .filter_map(|target| target.strip_prefix(&input).ok().map(Path::to_owned))
-        .filter(|relative| !relative.as_os_str().is_empty())
-        .collect()
-}
-
 /// Where the cluster on this machine keeps its state inside of a directory: it is secret, and changes all the time.
 fn own_state(directory: &Path) -> Vec<PathBuf> {
     let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
     inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))
-}
-
-/// The path without symbolic links, also where its end does not exist yet.
-pub(crate) fn resolve(path: &Path) -> Option<PathBuf> {
-    let path = std::path::absolute(path).ok()?;
-    for (depth, ancestor) in path.ancestors().enumerate() {
-        if let Ok(resolved) = ancestor.canonicalize() {
-            let rest: PathBuf = path.components().skip(path.components().count() - depth).collect();
-            return Some(if depth == 0 { resolved } else { resolved.join(rest) });
-        }
-    }
-    None
 }
 
 /// `gantry upload`: uploads one directory and nothing else.
@@ -558,7 +527,7 @@ pub(crate) async fn command(
     let artifact = uploader.upload(&directory).await?.0;
     drop(uploader);
     if !args.label.is_empty() {
-        let label = crate::list::artifact(connection, &artifact.to_string()).await?.label;
+        let label = crate::queries::artifact(connection, &artifact.to_string()).await?.label;
         if label != args.label {
             ui.warn(&format!("these bytes are known as {label:?}, and keep that label"));
         }
@@ -579,29 +548,5 @@ pub(crate) async fn renew(
         {
             return refused("cannot keep what was uploaded")(status);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::fs;
-
-    use super::*;
-
-    #[test]
-    fn targets_inside_of_an_input_are_found_though_they_do_not_exist_yet() {
-        let root = tempfile::tempdir().expect("a directory");
-        let input = root.path().join("src");
-        fs::create_dir_all(input.join("a")).expect("made");
-        std::os::unix::fs::symlink(&input, root.path().join("link")).expect("made");
-        let targets = [
-            input.join("out"),
-            input.join("a/../new/deep"),
-            root.path().join("link/a"),
-            root.path().join("other"),
-            input.clone(),
-        ];
-        let found = inside(&input, targets.iter().map(PathBuf::as_path));
-        assert_eq!(found, ["out", "new/deep", "a"].map(PathBuf::from).to_vec());
     }
 }

@@ -13,8 +13,7 @@ use crate::connect::{Connection, repeat};
 use crate::error::{advised, refusal};
 use crate::stdout::{print, print_json};
 use crate::table::{bytes, count, duration, fields, plain};
-use crate::words;
-use crate::{json, list};
+use crate::{json, queries, words};
 
 /// How long a line is at most.
 const WIDTH: usize = 1000;
@@ -25,7 +24,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         Ok(explained) => explained,
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::UnknownId)) => {
             // One that never held anything, or was forgotten by the store.
-            if list::worker(connection, "explain", id).await.is_err() {
+            if queries::worker(connection, "explain", id).await.is_err() {
                 return Err(error);
             }
             ExplainResponse { thing: Thing::Worker.into(), id: id.to_owned(), ..Default::default() }
@@ -35,7 +34,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
     if explained.thing() != Thing::Worker {
         return if as_json { print_json(&json::explained(&explained)) } else { print(&text(&explained)) };
     }
-    let worker = list::worker(connection, "explain", id).await.ok();
+    let worker = queries::worker(connection, "explain", id).await.ok();
     if as_json {
         let mut document = json::explained(&explained);
         document["worker"] = worker.as_ref().map(json::worker).unwrap_or_default();
@@ -134,7 +133,7 @@ fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
         ("worker", explained.id.clone()),
         ("name", worker.map(|worker| plain(&worker.name, WIDTH)).unwrap_or_default()),
         ("state", state.unwrap_or_else(|| "unknown to the scheduler".to_owned())),
-        ("gets no work", worker.map(|worker| plain(&list::no_work(worker), WIDTH)).unwrap_or_default()),
+        ("gets no work", worker.map(|worker| plain(&words::no_work(worker), WIDTH)).unwrap_or_default()),
         ("contact", past(contact)),
         ("holds", holds),
         ("certs", certs.join("\n")),

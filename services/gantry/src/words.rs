@@ -6,7 +6,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use prost_types::Timestamp;
 use rpc::pb::artifacts::{ArtifactState, ImportState, InventoryState, Thing, VolumePurpose};
 use rpc::pb::scheduler::{
-    Outcome, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadState, exit::How,
+    ExplainResponse, Outcome, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec,
+    WorkloadState, exit::How,
 };
 
 use crate::table::{bytes, duration};
@@ -233,6 +234,22 @@ pub(crate) fn free_disk(worker: &Worker) -> String {
 /// A size, or nothing for 0.
 pub(crate) fn size(size: u64) -> String {
     if size == 0 { String::new() } else { bytes(size) }
+}
+
+/// Why a worker gets no work.
+pub(crate) fn no_work(worker: &Worker) -> String {
+    worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
+}
+
+/// The command of a workload, as one text.
+pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
+    let arguments = spec.into_iter().flat_map(|spec| &spec.command);
+    arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+/// How long a workload may wait.
+pub(crate) fn expected_wait(response: &ExplainResponse) -> Option<Duration> {
+    response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
 }
 
 #[cfg(test)]

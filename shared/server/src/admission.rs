@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::listener::Caller;
+use crate::caller::Caller;
 
 #[derive(Debug, Clone)]
 pub(crate) struct AdmissionLayer(Arc<Rules>);

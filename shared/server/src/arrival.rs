@@ -3,7 +3,6 @@
 //! tonic keeps what has arrived of a message until all of it is there. A service bounds the length of one message, and nothing else bounds how
 //! many there are.
 
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -11,33 +10,19 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body::{Body as _, Frame};
 use http_body_util::{BodyExt, StreamBody};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use crate::listener::Caller;
+use crate::caller::{Caller, PIECE, ROOM, Room};
 
 /// Longest time in which [`STEP`] bytes of a message arrive, or the rest of it.
 const WITHIN: Duration = Duration::from_secs(60);
 /// In bytes. What has arrived of a message counts from the second step on: the number of calls bounds the rest.
 const STEP: usize = 64 << 10;
-/// Most bytes that count on one connection.
-const ROOM: usize = 256 << 20;
-/// The room is counted in pieces of so many bytes.
-const PIECE: usize = 1 << 10;
-
-/// The room for messages that have arrived in part, of one connection.
-#[derive(Debug, Clone)]
-pub(crate) struct Room(Arc<Semaphore>);
-
-impl Default for Room {
-    fn default() -> Self {
-        Self(Arc::new(Semaphore::new(ROOM / PIECE)))
-    }
-}
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArrivalLayer;

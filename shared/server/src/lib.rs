@@ -7,6 +7,7 @@
 mod activity;
 mod admission;
 mod arrival;
+mod caller;
 mod capabilities;
 mod deadline;
 mod gate;
@@ -44,10 +45,11 @@ use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
 pub use activity::Activity;
+pub use caller::Caller;
 pub use capabilities::Service;
 pub use deadline::deadline;
 pub use listen_args::{ListenArgs, shutdown_signal};
-pub use listener::{Caller, Listener, bind};
+pub use listener::{Listener, bind};
 pub use program::{Program, Starting, command, run};
 pub use readiness::LIVENESS;
 

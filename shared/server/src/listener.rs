@@ -19,7 +19,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, UnixListener, UnixStream};
 use tokio::time::Sleep;
 use tonic::transport::server::Connected;
 
-use crate::arrival::Room;
+use crate::caller::{Caller, Reached};
 use crate::inherited;
 use crate::unauthenticated::{CloseSignal, Probation, Unauthenticated};
 
@@ -45,60 +45,6 @@ pub fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     socket.set_reuseaddr(true)?;
     socket.bind(address)?;
     socket.listen(WAITING)
-}
-
-/// How a caller reached the server. In the extensions of every request.
-#[derive(Debug, Clone)]
-pub struct Caller {
-    reached: Reached,
-    /// For messages on its connection.
-    room: Room,
-    has_hung_up: Arc<AtomicBool>,
-}
-
-#[derive(Debug, Clone)]
-enum Reached {
-    Tcp(Probation),
-    /// Over a Unix socket, as a user who may call.
-    Unix,
-}
-
-impl Caller {
-    /// Whether the caller needs no token, for it came over a Unix socket.
-    pub(crate) fn is_local(&self) -> bool {
-        matches!(self.reached, Reached::Unix)
-    }
-
-    pub(crate) fn room(&self) -> Room {
-        self.room.clone()
-    }
-
-    fn new(reached: Reached) -> Self {
-        Self { reached, room: Room::default(), has_hung_up: Arc::default() }
-    }
-
-    /// Whether the caller's end of the connection was closed. A caller that merely does not answer any more has not hung up.
-    #[must_use]
-    pub fn has_hung_up(&self) -> bool {
-        self.has_hung_up.load(Ordering::Relaxed)
-    }
-
-    /// Keeps the caller's connection open from now on. For a service that has verified a ticket of the caller.
-    pub fn authenticated(&self) {
-        if let Reached::Tcp(probation) = &self.reached {
-            probation.end();
-        }
-    }
-
-    #[cfg(test)]
-    pub(crate) fn over_tcp(probation: Probation) -> Self {
-        Self::new(Reached::Tcp(probation))
-    }
-
-    #[cfg(test)]
-    pub(crate) fn over_unix() -> Self {
-        Self::new(Reached::Unix)
-    }
 }
 
 impl Listener {
@@ -304,7 +250,7 @@ impl Connected for Connection {
             Io::Tcp(tcp) => tcp.caller(),
             Io::Unix(_) => Caller::new(Reached::Unix),
         };
-        Caller { has_hung_up: self.has_hung_up.clone(), ..caller }
+        caller.with_hang_up(self.has_hung_up.clone())
     }
 }
 

@@ -37,7 +37,8 @@ use tower_layer::Layer;
 use tower_service::Service;
 
 use crate::admission::presents;
-use crate::listener::{Caller, Tcp};
+use crate::caller::Caller;
+use crate::listener::Tcp;
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 

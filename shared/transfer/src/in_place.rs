@@ -34,8 +34,7 @@ use rustix::io::Errno;
 use crate::cache::Fingerprint;
 use crate::dirs::{Cursor, list};
 use crate::guard::{Allowed, Dropped, DroppedKind, There, protected};
-use crate::manifest::{Entry, EntryKind, InvalidManifest, Manifest, split};
-use crate::merge::Conflict;
+use crate::manifest::{Entry, EntryKind, InvalidManifest, Manifest, as_path, split};
 use crate::subtree::Subtree;
 
 /// The entries of `result` that the command made or changed, with the directories that lead to them.
@@ -82,6 +81,15 @@ fn file_of<'a>(manifest: &'a Manifest, entry: &'a Entry) -> Option<&'a Entry> {
         EntryKind::HardLink { to } => Some(&manifest.entries()[manifest.find(to)?]),
         _ => Some(entry),
     }
+}
+
+/// A result that was put beside what stands at its path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conflict {
+    /// What stands there, relative to the target.
+    pub path: PathBuf,
+    /// Where the result is, relative to the target. `None`: the result is not there, for the target had its content already.
+    pub result: Option<PathBuf>,
 }
 
 /// What stands in the target at the paths of a result.
@@ -213,9 +221,6 @@ impl Standing {
         for (index, entry) in base.entries().iter().enumerate().filter(|(_, entry)| is_gone(entry)) {
             let Some(found) = there.sent.stat(&entry.path) else { continue };
             let path = || entry.path().to_owned();
-            if self.mounted.is_none() && there.sent.is_mounted(&entry.path) {
-                self.mounted = Some(path());
-            }
             if protected.contains(entry.path.as_slice()) || not_written.may_be(base, entry) {
                 // Of a directory, what is in it is named.
                 if !entry.is_directory() {
@@ -224,7 +229,8 @@ impl Standing {
                 continue;
             }
             if let Some(git) = repository_of(base, &entry.path) {
-                let repository = repositories.entry(git).or_insert_with(|| there.repository(base, git));
+                let repository =
+                    repositories.entry(git).or_insert_with(|| there.repository(base, whole, git));
                 let is_in = |name: &[u8]| is_at_or_below(&entry.path[git.len()..], name);
                 if is_in(b"/objects") && !(repository.has_references && repository.has_index) {
                     // What it has beyond need does no harm.
@@ -246,6 +252,9 @@ impl Standing {
             if entry.is_directory() != is_there || !(is_there || there.sent.has(entry)) {
                 self.gone.changed.push(path());
                 continue;
+            }
+            if self.mounted.is_none() && there.sent.is_mounted(&entry.path) {
+                self.mounted = Some(path());
             }
             self.goes.push((index, (!is_there).then(|| Fingerprint::of(&found))));
         }
@@ -434,7 +443,7 @@ fn is_at_or_below(path: &[u8], directory: &[u8]) -> bool {
 struct Repository {
     /// Its references are those that were sent.
     has_references: bool,
-    /// Its file of packed references is the one that was sent, or that of the result: afterwards it is that of the result.
+    /// The command packed references; the target has packed no others, and checked none out.
     has_packed_references: bool,
     /// Its index is the one that was sent.
     has_index: bool,
@@ -451,7 +460,7 @@ fn repository_of<'a>(base: &Manifest, path: &'a [u8]) -> Option<&'a [u8]> {
 }
 
 impl Target<'_> {
-    fn repository(&mut self, base: &Manifest, git: &[u8]) -> Repository {
+    fn repository(&mut self, base: &Manifest, whole: &Manifest, git: &[u8]) -> Repository {
         let path = |name: &[u8]| [git, name].join(&b'/');
         let mut is_as_sent = |name: &[u8]| {
             let path = path(name);
@@ -473,7 +482,12 @@ impl Target<'_> {
         let references = [&b"HEAD"[..], b"packed-refs", b"refs", b"worktrees"];
         let has_references = references.into_iter().all(&mut is_as_sent);
         let has_index = is_as_sent(b"index");
-        let has_packed_references = is_as_sent(b"packed-refs") || self.result.has_at(&path(b"packed-refs"));
+        // A branch that is checked out meanwhile must not go.
+        let has_heads = [&b"HEAD"[..], b"worktrees"].into_iter().all(&mut is_as_sent);
+        let is_here = is_as_sent(b"packed-refs") || self.result.has_at(&path(b"packed-refs"));
+        let packed = whole.find(&path(b"packed-refs")).map(|index| &whole.entries()[index]);
+        let is_packed = packed.is_some_and(|packed| !is_in(base, whole, packed));
+        let has_packed_references = has_heads && is_here && is_packed;
         Repository { has_references, has_packed_references, has_index }
     }
 }
@@ -510,6 +524,18 @@ pub fn remove_gone(
     for (index, found) in standing.goes.iter().rev() {
         let entry = &base.entries()[*index];
         if !stays.is_empty() && entry.path().ancestors().any(|path| stays.contains(path)) {
+            continue;
+        }
+        // The references of the result were packed into a file that stands beside.
+        let packed = |git: &[u8]| as_path(&[git, b"packed-refs"].join(&b'/')).to_owned();
+        if !stays.is_empty()
+            && repository_of(base, &entry.path).is_some_and(|git| {
+                is_at_or_below(&entry.path[git.len()..], b"/refs") && stays.contains(packed(git).as_path())
+            })
+        {
+            if found.is_some() {
+                gone.changed.push(entry.path().to_owned());
+            }
             continue;
         }
         let (parent, name) = split(&entry.path);

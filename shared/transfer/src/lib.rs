@@ -81,15 +81,14 @@ mod xattrs;
 pub use budget::Budget;
 pub use cache::{CacheFault, Loaded, SaveError, StatCache};
 pub use guard::{Allowed, Dropped, DroppedKind, Guarded, guard};
-pub use in_place::{Gone, Standing, changes, remove_gone};
+pub use in_place::{Conflict, Gone, Standing, changes, remove_gone};
 pub use manifest::{
     DeviceKind, Entry, EntryFault, EntryKind, Extent, InvalidManifest, Limits, Located, MAX_EXTENT_BYTES,
     MAX_FILE_BYTES, MAX_NAME_BYTES, MAX_PATH_BYTES, MAX_SYMLINK_BYTES, MAX_XATTR_VALUE_BYTES,
     MAX_XATTRS_BYTES, Manifest, ManifestBuilder, Xattr, compare_paths,
 };
 pub use merge::{
-    Conflict, Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember,
-    replace,
+    Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
 };
 pub use outstanding::Outstanding;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};

@@ -32,7 +32,7 @@ use rustix::io::Errno;
 
 use crate::cache::{Content, Fingerprint, StatCache};
 use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_workable, type_of};
-use crate::in_place::{Standing, Verdict};
+use crate::in_place::{Conflict, Standing, Verdict};
 use crate::manifest::{Entry, EntryKind, Extent, MAX_NAME_BYTES, Manifest, as_path, split};
 use crate::remove::{RemoveError, remove_tree};
 use crate::rights;
@@ -267,15 +267,6 @@ pub struct MergeOptions<'a> {
     /// What stands in a target that the tree was sent from: what was changed there since then stays. `None`: the tree
     /// takes the place of what stands at its paths.
     pub standing: Option<&'a Standing>,
-}
-
-/// A result that was put beside what stands at its path.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Conflict {
-    /// What stands there, relative to the target.
-    pub path: PathBuf,
-    /// Where the result is, relative to the target. `None`: the result is not there, for the target had its content already.
-    pub result: Option<PathBuf>,
 }
 
 /// A tree that was merged.

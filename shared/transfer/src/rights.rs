@@ -3,8 +3,10 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{
-    FileType, Gid, Mode, OFlags, Uid, XattrFlags, fchmod, fchown, fgetxattr, fsetxattr, fstat, openat,
+    FileType, Gid, Mode, OFlags, Uid, XattrFlags, fchmod, fchown, fgetxattr, fremovexattr, fsetxattr, fstat,
+    openat,
 };
+use rustix::io::Errno;
 
 /// The attribute that holds the access list.
 const ACCESS_LIST: &str = "system.posix_acl_access";
@@ -29,7 +31,17 @@ pub(crate) fn take_over(directory: &OwnedFd, staged: &OwnedFd, name: &[u8]) {
         }
     }
     let mut list = vec![0; ACCESS_LIST_BYTES];
-    let Ok(length) = fgetxattr(&old, ACCESS_LIST, list.as_mut_slice()) else { return };
+    let length = match fgetxattr(&old, ACCESS_LIST, list.as_mut_slice()) {
+        Ok(length) => length,
+        Err(Errno::NODATA) => {
+            // It may have the default one of the directory.
+            if fremovexattr(&new, ACCESS_LIST).is_ok() {
+                _ = fchmod(&new, mode);
+            }
+            return;
+        }
+        Err(_) => return,
+    };
     if fsetxattr(&new, ACCESS_LIST, &list[..length], XattrFlags::empty()).is_ok()
         && mode != Mode::from_raw_mode(before.st_mode)
     {

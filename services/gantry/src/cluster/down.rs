@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use rpc::client::{Outgoing, peer};
-use rpc::pb::local::ShutdownRequest;
 use rpc::pb::local::cluster_client::ClusterClient;
+use rpc::pb::local::{GetStatusRequest, ShutdownRequest};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -21,8 +21,8 @@ use crate::ui::Ui;
 
 /// How long the cluster may take to stop what runs.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// How long it may take if it shall not wait for what runs. Then it hangs, and is killed.
-const FORCED_DEADLINE: Duration = Duration::from_secs(15);
+/// How long it may take to say that it is there. One that does not hangs, and is killed if that is forced.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 /// How long it may take to end after that.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -45,9 +45,14 @@ pub(crate) async fn down(args: &DownArgs, ui: &Ui, as_json: bool) -> anyhow::Res
 
     let process = Process::of(&paths)?;
     let mut cluster = ClusterClient::new(peer(&endpoint, Outgoing::internal())?);
+    if args.force
+        && let Some(process) = &process
+        && tokio::time::timeout(SIGN_OF_LIFE, cluster.get_status(GetStatusRequest {})).await.is_err()
+    {
+        return kill(process, ui, as_json).await;
+    }
     let asked = cluster.shutdown(ShutdownRequest { force: args.force });
-    let deadline = if args.force { FORCED_DEADLINE } else { DEADLINE };
-    let response = match (tokio::time::timeout(deadline, asked).await, process.as_ref()) {
+    let response = match (tokio::time::timeout(DEADLINE, asked).await, process.as_ref()) {
         (Ok(response), _) => response.map_err(refused("cannot stop the cluster"))?.into_inner(),
         (Err(_), Some(process)) if args.force => return kill(process, ui, as_json).await,
         (Err(_), _) => bail!("the cluster does not stop; `gantry down --force` kills what runs"),

@@ -10,20 +10,18 @@
 
 mod down;
 mod idle;
-mod lock;
+pub(crate) mod lock;
 mod paths;
 mod reach;
 mod service;
 mod services;
-mod start;
-mod status;
+pub(crate) mod start;
 mod up;
 
 pub(crate) use down::down;
 pub(crate) use idle::unfinished;
 pub(crate) use paths::Paths;
 pub(crate) use start::ensure;
-pub(crate) use status::{states, status};
 pub(crate) use up::up;
 
 /// What is said aloud where destruction is held.

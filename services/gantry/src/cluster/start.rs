@@ -53,7 +53,7 @@ async fn lost_its_state(paths: &Paths, endpoint: &str) -> bool {
     }
     let Ok(peer) = peer(endpoint, Outgoing::internal()) else { return false };
     let mut cluster = ClusterClient::new(peer);
-    // One that hangs is told of where it is asked for something.
+    // The next call reports a cluster that hangs.
     let status = tokio::time::timeout(PATIENCE, cluster.get_status(GetStatusRequest {})).await;
     let status = status.ok().and_then(Result::ok);
     status.is_some_and(|status| status.into_inner().state_directory == paths.state.display().to_string())

@@ -41,8 +41,9 @@ pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
         return Ok(BTreeSet::new());
     }
     let mut git = git(directory);
-    // A repository of somebody else may be read, but runs no program of its own.
+    // A repository of another user may be read. It may name programs, and what it lacks is fetched by one: none is run.
     git.args(["-c", "safe.directory=*", "-c", "core.fsmonitor=false"]);
+    git.env("GIT_ALLOW_PROTOCOL", "none").env("GIT_NO_LAZY_FETCH", "1");
     git.args(["ls-files", "-z", "--cached"]);
     let answer = git
         .output()
@@ -65,7 +66,14 @@ pub(super) fn tracked(directory: &Path) -> anyhow::Result<BTreeSet<PathBuf>> {
 pub(super) fn git(directory: &Path) -> Command {
     let mut git = Command::new("git");
     git.arg("-C").arg(directory).env("LC_ALL", "C").stdin(Stdio::null());
-    for variable in ["GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX"] {
+    for variable in [
+        "GIT_DIR",
+        "GIT_WORK_TREE",
+        "GIT_INDEX_FILE",
+        "GIT_COMMON_DIR",
+        "GIT_PREFIX",
+        "GIT_CEILING_DIRECTORIES",
+    ] {
         git.env_remove(variable);
     }
     git

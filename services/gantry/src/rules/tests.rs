@@ -93,7 +93,7 @@ fn gitignore_above_the_root_counts_within_repository() {
 #[test]
 fn tracked_files_are_not_ignored() {
     let root = tree(&[
-        (GIT, "build/\n*.log\n/module/\n"),
+        (GIT, "build/\n*.log\n/module/\n/was-file/\n"),
         ("build/kept/file", ""),
         ("build/junk", ""),
         ("kept.log", ""),
@@ -102,6 +102,7 @@ fn tracked_files_are_not_ignored() {
         ("sub/deep/kept.log", ""),
         ("module/made.log", ""),
         ("module/kept.log", ""),
+        ("was-file/secret", ""),
     ]);
     let git = |directory: &str, arguments: &[&str]| {
         let mut git = super::git::git(&root.path().join(directory));
@@ -114,6 +115,12 @@ fn tracked_files_are_not_ignored() {
     }
     git("module", &["add", "--force", "kept.log"]);
     git("module", &["commit", "--quiet", "--message=m"]);
+    let was_file = root.path().join("was-file");
+    fs::rename(&was_file, root.path().join("aside")).expect("moved");
+    fs::write(&was_file, "").expect("written");
+    git("", &["add", "was-file"]);
+    fs::remove_file(&was_file).expect("removed");
+    fs::rename(root.path().join("aside"), &was_file).expect("moved");
     git("", &["add", "--force", "build/kept/file", "kept.log", "secret.log", "sub/deep/kept.log", "module"]);
     let all = [
         ("build", true),
@@ -128,8 +135,9 @@ fn tracked_files_are_not_ignored() {
         ("module", true),
         ("module/kept.log", false),
         ("module/made.log", false),
+        ("was-file", true),
     ];
-    let left_out = [false, false, false, true, true, true, false, true, true, false, false, true];
+    let left_out = [false, false, false, true, true, true, false, true, true, false, false, true, true];
     let whole = rules(root.path(), true);
     assert_eq!(excluded(&whole, &all), left_out);
     whole.finish().expect("understood");

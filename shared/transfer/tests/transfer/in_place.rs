@@ -242,6 +242,14 @@ fn loose_reference_goes_when_it_was_packed() {
     mine.insert(".git/packed-refs".to_owned(), "a 22".to_owned());
     mine.remove(".git/refs/heads/a");
     assert_eq!(fixture.target(), mine);
+
+    // One that the command deleted, and that was checked out meanwhile, stays.
+    let (mut result, mut mine) = (base.clone(), base.clone());
+    result.remove(".git/refs/heads/a");
+    mine.insert(".git/HEAD".to_owned(), "a".repeat(7));
+    let fixture = Fixture::new(&base, &result, &mine);
+    assert_eq!(fixture.bring(true).gone.changed, [PathBuf::from(".git/refs/heads/a")]);
+    assert_eq!(fixture.target(), mine);
 }
 
 #[test]

@@ -15,12 +15,12 @@ use serde_json::json;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{Paths, lock, start};
+use super::{Glance, Seen};
 use crate::addresses::Addresses;
-use crate::connect::read_token;
+use crate::cluster::{Paths, lock, start};
 use crate::error::refused;
-use crate::status::{Glance, Seen};
 use crate::table::{bytes, duration, fields};
+use crate::token::read_token;
 use crate::words;
 
 /// How long a cluster that starts or ends is waited for, and how often it is looked for.

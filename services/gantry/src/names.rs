@@ -6,8 +6,8 @@ use std::time::Duration;
 use futures::stream::TryStreamExt;
 use rpc::pb::scheduler::ListWorkersRequest;
 
-use super::pages;
 use crate::connect::Connection;
+use crate::queries::pages;
 use crate::table::plain;
 
 /// The names of workers, by their ids.
