@@ -3,7 +3,7 @@
 #
 # usage: unless-passed.sh NAME PATH… -- COMMAND…
 #
-# With GANTRY_FULL=1 it always runs, and writes the digest down when it has passed: `make full`.
+# It is left out where CI is set alone. With GANTRY_FULL=1 it always runs, and writes the digest down when it has passed: `make full`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=$1
@@ -16,8 +16,9 @@ done
 shift
 
 passed=integration-tests/passed.txt
+git ls-files --error-unmatch -- "${paths[@]}" >/dev/null
 digest=$(git ls-files -z -- "${paths[@]}" | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1)
-if [ -z "${GANTRY_FULL:-}" ] && grep -qsxF "$name $digest" "$passed"; then
+if [ -n "${CI:-}" ] && [ -z "${GANTRY_FULL:-}" ] && grep -qsxF "$name $digest" "$passed"; then
     echo "$name: has passed with these files: ${paths[*]:1}"
     exit 0
 fi

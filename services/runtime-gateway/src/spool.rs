@@ -285,7 +285,22 @@ impl Reader {
     }
 
     pub(crate) fn read(&self, offset: u64) -> io::Result<Found> {
-        let Header { marks, spare, ring, .. } = header(&self.file)?;
+        loop {
+            let header = header(&self.file)?;
+            let (spare, found) = (header.spare.clone(), self.read_with(header, offset)?);
+            let Header { marks, spare: spare_now, .. } = self::header(&self.file)?;
+            if offset < marks.tail {
+                return Ok(Found::Gone(marks.tail));
+            }
+            // Marks are not read in one piece: the ring may have a hole there.
+            if spare.contains(&offset) == spare_now.contains(&offset) {
+                return Ok(found);
+            }
+        }
+    }
+
+    fn read_with(&self, header: Header, offset: u64) -> io::Result<Found> {
+        let Header { marks, spare, ring, .. } = header;
         if offset < marks.tail {
             return Ok(Found::Gone(marks.tail));
         }
@@ -314,8 +329,7 @@ impl Reader {
             // SAFETY: `pread` has just written these bytes of the spare capacity.
             unsafe { buffer.set_len(buffer.len() + filled) };
         }
-        let tail = header(&self.file)?.marks.tail;
-        Ok(if offset < tail { Found::Gone(tail) } else { Found::Data(buffer.freeze()) })
+        Ok(Found::Data(buffer.freeze()))
     }
 }
 

@@ -182,14 +182,15 @@ impl Running {
             let held = self.held_back;
             self.outputs.iter_mut().try_for_each(|output| output.take(held, FILLS))?;
             self.init_has_ended |= ready.init_ended;
-            if self.init_has_ended && !self.has_output_for_reader() {
-                break;
-            }
             if ready.connecting {
                 self.accept(&listener)?;
             }
             self.receive(&ready.clients)?;
             self.answer()?;
+            // After what was asked for: a stop does not wait for a reader.
+            if self.init_has_ended && !self.has_output_for_reader() {
+                break;
+            }
         }
         self.finish(&listener)
     }
@@ -207,8 +208,12 @@ impl Running {
             PollFd::new(&self.init_watch, ends),
             PollFd::new(listener, PollFlags::IN),
             PollFd::new(&self.timer, PollFlags::IN),
-            PollFd::new(&self.reports, if self.report_due() { PollFlags::IN } else { PollFlags::empty() }),
         ];
+        // Without init they are hung up, which is reported whatever is asked for.
+        if !self.init_has_ended {
+            let events = if self.report_due() { PollFlags::IN } else { PollFlags::empty() };
+            polled.push(PollFd::new(&self.reports, events));
+        }
         let fixed = polled.len();
         let events =
             |client: &Client| if client.waiting.is_none() { PollFlags::IN } else { PollFlags::empty() };
@@ -231,7 +236,7 @@ impl Running {
             init_ended: ready(0),
             connecting: ready(1),
             // Its hang-up comes with the end of init, which is looked at anyway.
-            reported: polled[3].revents().contains(PollFlags::IN),
+            reported: !self.init_has_ended && polled[3].revents().contains(PollFlags::IN),
             clients: (fixed..fixed + self.clients.len()).map(ready).collect(),
         })
     }
@@ -302,7 +307,8 @@ impl Running {
             let term = u8::try_from(libc::SIGTERM).unwrap_or(15);
             init::signal(self.reports.as_fd(), term)?;
         }
-        self.stopped = true;
+        // What has ended before was not stopped.
+        self.stopped |= !self.init_has_ended;
         self.kill_at = Some(self.kill_at.map_or(kill_at, |earlier| earlier.min(kill_at)));
         Ok(())
     }
