@@ -210,7 +210,7 @@ impl Cluster {
         });
     }
 
-    /// Stops the cluster's process where it is. It goes on to listen, and answers nobody.
+    /// Suspends the cluster's process: its socket accepts connections, and no call is answered.
     pub fn freeze(&self) {
         let pid = self.pid().expect("a running cluster");
         // SAFETY: kill has no memory to be unsafe about.

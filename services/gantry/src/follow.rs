@@ -60,7 +60,7 @@ pub(crate) struct Followed {
     pub(crate) finished: Finished,
     /// The exit code of whatever made us cancel it.
     pub(crate) asked: Option<u8>,
-    /// The exit code for output that nobody took, although the workload may have ended before.
+    /// The exit code if standard output was closed before all output was written, even if the workload had ended.
     pub(crate) unread: Option<u8>,
     /// Some of its output is missing.
     pub(crate) output_lost: bool,
@@ -164,7 +164,7 @@ impl Follow<'_> {
         }
         let code = if failure.is_some() { exit::OURS } else { exit::PIPE };
         match (attached, self.on_signal) {
-            // Who comes later may come too late for the beginning.
+            // An attach that starts late may miss the first output.
             (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Leave) => Ok(false),
             (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Cancel) => {
                 Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)

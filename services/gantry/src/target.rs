@@ -53,7 +53,7 @@ impl Target {
     }
 }
 
-/// The directory around `path`, when something that is made there can be put in its place. Nothing is renamed across a mount, also not
+/// The directory around `path`, when something that is made there can be put in its place. No rename crosses a mount, not even
 /// within one file system.
 fn beside<'a>(path: &'a Path, metadata: &std::fs::Metadata) -> Option<&'a Path> {
     use std::os::unix::fs::MetadataExt;

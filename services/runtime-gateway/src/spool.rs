@@ -21,11 +21,11 @@ use std::path::Path;
 use bytes::{Bytes, BytesMut};
 use rustix::pipe::SpliceFlags;
 
-/// Where the spare begins.
+/// Offset of the spare in the file, in bytes.
 const SPARE: u64 = 4096;
 /// Bytes in the spare.
 const SPARE_BYTES: u64 = 64 << 10;
-/// Where the ring begins.
+/// Offset of the ring in the file, in bytes.
 const RING: u64 = SPARE + SPARE_BYTES;
 const MAGIC: u64 = u64::from_le_bytes(*b"gantryS2");
 /// Most that one read returns.

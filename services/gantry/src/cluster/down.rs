@@ -21,7 +21,7 @@ use crate::ui::Ui;
 
 /// How long the cluster may take to stop what runs.
 const DEADLINE: Duration = Duration::from_secs(60);
-/// How long it may take to say that it is there. One that does not hangs, and is killed if that is forced.
+/// How long the cluster may take to answer before `--force` kills its process.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(5);
 /// How long it may take to end after that.
 const PATIENCE: Duration = Duration::from_secs(30);

@@ -17,7 +17,7 @@
 //! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
 //! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
 //!
-//! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, four together. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (each time anew), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
+//! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, four together. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (new each time), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
 //! a soak), and printed as code for `cases.rs`. The seed is said as soon as it fails.
 
 mod cases;

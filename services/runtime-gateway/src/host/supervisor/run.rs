@@ -32,7 +32,7 @@ const LAST_GRACE: Duration = Duration::from_secs(10);
 
 /// How often an output is emptied before the others are looked at.
 const FILLS: usize = 4;
-/// Pause before a connection is accepted again for which no file could be opened. The loop would turn without a rest.
+/// Pause after a connection for which no file could be opened. Without it the loop would spin.
 const SHORT_OF_FILES: Duration = Duration::from_millis(20);
 
 /// An output of the process.
@@ -333,7 +333,7 @@ impl Running {
                 }
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
-                // Whoever it is waits in the queue, and is there again at once.
+                // The connection stays in the queue: poll reports it again at once.
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
                     std::thread::sleep(SHORT_OF_FILES);
                     return Ok(());
