@@ -446,11 +446,13 @@ async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing(
         let Some(mut subject) = HostSubject::new() else { return };
         subject.close().await;
         let dir = subject.dir.path();
+        let said = dir.join("said");
         let is_unfinished = || names_of_processes(dir).iter().any(|name| name.starts_with('.'));
         let child = std::process::Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", STARTS, "--nocapture"])
             .env(KILLED, dir)
-            .stdout(std::process::Stdio::null())
+            .stdout(fs::File::options().create(true).append(true).open(&said).expect("open"))
+            .stderr(fs::File::options().append(true).open(&said).expect("open"))
             .spawn();
         let mut killed = Killed(child.expect("it starts"));
         // When there is something of its first process, its second, its third; of every other one once it has its name.
@@ -459,7 +461,9 @@ async fn a_runtime_killed_while_it_starts_a_process_leaves_all_of_it_or_nothing(
         while seen <= round / 2 % 3 {
             let names = names_of_processes(dir);
             seen = names.iter().filter(|name| round % 2 == 0 || !name.starts_with('.')).count() as u64;
-            assert!(killed.0.try_wait().expect("asked").is_none(), "it ended");
+            if let Some(status) = killed.0.try_wait().expect("asked") {
+                panic!("it ended, {status}: {}", fs::read_to_string(&said).expect("read"));
+            }
             assert!(std::time::Instant::now() < deadline, "it starts nothing");
         }
         std::thread::sleep(Duration::from_micros(50 * (round / 6)));

@@ -54,7 +54,7 @@ impl Outside {
     fn new(number: u8) -> Self {
         let ((tell, told), (dial, to_dial), (tell_dialed, dialed)) =
             (mpsc::sync_channel(1), mpsc::sync_channel::<SocketAddr>(1), mpsc::sync_channel(1));
-        let (go, gone) = mpsc::sync_channel(1);
+        let ((join, to_join), (go, gone)) = (mpsc::sync_channel(1), mpsc::sync_channel(1));
         let (near, far) =
             (format!("198.51.100.{}", number * 4 + 1), format!("198.51.100.{}", number * 4 + 2));
         let (address, router) = (far.clone(), near.clone());
@@ -62,13 +62,13 @@ impl Outside {
             // SAFETY: of all threads only this one is in the new namespace, and it ends with the test.
             unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
                 .expect("a network of its own");
-            tell.send(None).expect("the test waits");
+            join.send(rustix::thread::gettid().as_raw_nonzero()).expect("the test waits");
             gone.recv().expect("a cable");
             ip(&format!("addr add {address}/30 dev far{number}"));
             ip(&format!("link set far{number} up"));
             ip(&format!("route add default via {router}"));
             let listener = TcpListener::bind((address.as_str(), 0)).expect("listen");
-            tell.send(Some(listener.local_addr().expect("an address"))).expect("the test waits");
+            tell.send(listener.local_addr().expect("an address")).expect("the test waits");
             // A thread is made in the network of the one that makes it.
             tell_addresses(listener);
             for to in to_dial {
@@ -78,20 +78,12 @@ impl Outside {
                 }
             }
         });
-        told.recv().expect("a network");
-        let thread = fs::read_dir("/proc/self/task").expect("threads").filter_map(|entry| {
-            let name = entry.ok()?.file_name().into_string().ok()?;
-            let network = |path: String| fs::read_link(path).ok();
-            let own = network("/proc/self/ns/net".to_owned());
-            (network(format!("/proc/self/task/{name}/ns/net")) != own).then_some(name)
-        });
-        // The newest: other tests may have some, too.
-        let thread = thread.max_by_key(|name| name.parse::<u64>().ok()).expect("a thread elsewhere");
+        let thread = to_join.recv().expect("a network");
         ip(&format!("link add near{number} type veth peer name far{number} netns {thread}"));
         ip(&format!("addr add {near}/30 dev near{number}"));
         ip(&format!("link set near{number} up"));
         go.send(()).expect("the other machine waits");
-        let far = told.recv().expect("an address").expect("an address");
+        let far = told.recv().expect("an address");
         Self { near, far, dial, dialed }
     }
 
