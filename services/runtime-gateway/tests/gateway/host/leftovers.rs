@@ -11,7 +11,7 @@ use runtime::{ContainerSpec, Ended, ProcessSpec, Runtime, RuntimeError, VolumeSo
 use runtime_gateway::host::{HostConfig, HostRuntime};
 use testing::conformance::{self, RuntimeExt, Subject, container, in_time, mount, process, programs, until};
 
-use super::subject::{HostSubject, config};
+use super::subject::{self, HostSubject, config};
 
 /// What there is of a runtime outside of its memory.
 #[derive(Debug, PartialEq, Eq)]
@@ -415,7 +415,8 @@ impl Drop for Killed {
 
 /// Starts one process after the other, until it is killed.
 async fn start_for_ever(dir: &Path) {
-    let runtime: std::sync::Arc<dyn Runtime> = HostRuntime::open(config(dir)).expect("open the runtime");
+    // A child that another test starts has a copy of the lock for a moment.
+    let runtime: std::sync::Arc<dyn Runtime> = subject::open(dir).await;
     // Much, so that what is written of it is not written in a moment.
     let much = |number| EnvironmentVariable {
         name: format!("MUCH_{number}").into_bytes(),

@@ -29,6 +29,19 @@ pub(crate) fn config(dir: &Path) -> HostConfig {
     }
 }
 
+/// Opens the runtime over the directories in `dir`, also when the one before it ends only now.
+pub(crate) async fn open(dir: &Path) -> Arc<HostRuntime> {
+    let mut runtime = HostRuntime::open(config(dir));
+    for _ in 0..200 {
+        if runtime.is_ok() {
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+        runtime = HostRuntime::open(config(dir));
+    }
+    runtime.expect("open the runtime")
+}
+
 impl HostSubject {
     /// `None` where this machine cannot run containers.
     pub(crate) fn new() -> Option<Self> {
@@ -73,17 +86,7 @@ impl Subject for HostSubject {
 
     async fn reopen(&mut self) {
         self.close().await;
-        let path = self.dir.path().to_owned();
-        // What is still open inside it is let go of a moment later.
-        let mut runtime = HostRuntime::open(config(&path));
-        for _ in 0..200 {
-            if runtime.is_ok() {
-                break;
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(5)).await;
-            runtime = HostRuntime::open(config(&path));
-        }
-        self.runtime = Some(runtime.expect("open the runtime again"));
+        self.runtime = Some(open(self.dir.path()).await);
     }
 }
 

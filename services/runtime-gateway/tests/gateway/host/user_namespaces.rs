@@ -343,7 +343,10 @@ async fn container_dies_with_its_supervisor() {
     let runtime = subject.runtime();
     let handle = runtime.made(container()).await;
     let id = runtime.started(handle, shell("sleep 60")).await;
-    until("its processes", || processes(id).len() >= 2).await;
+    let has_name = |pid: &String, name| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|said| said.trim() == name)
+    };
+    until("its program", || processes(id).iter().any(|pid| has_name(pid, "sleep"))).await;
     let found = processes(id);
     let mut parents = found.iter().map(|pid| field(pid, "PPid"));
     let supervisor = parents.find(|parent| !found.contains(parent)).expect("a supervisor");
