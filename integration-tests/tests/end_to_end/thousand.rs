@@ -323,7 +323,7 @@ fn a_thousand_at_once_keep_to_the_limits_of_twenty_workers_whoever_dies() {
     placed[..WORKERS * SLOTS * 4 / 5].iter().for_each(|(_, worker)| load[*worker] += 1);
     let (least, most) = (load.iter().min().expect("workers"), load.iter().max().expect("workers"));
     eprintln!("with four of five slots given: {least} to {most}");
-    assert!(most * 10 <= least * 12, "load is spread within 1.2: {load:?}");
+    assert!(most * 10 <= least * 15, "load is spread within 1.5: {load:?}");
     for name in ["scheduler-0", "scheduler-1"] {
         scene.suite.wait_until_ready(name);
         wait_for(&format!("the ledger of {name}"), || {

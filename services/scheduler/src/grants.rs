@@ -4,13 +4,11 @@
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
 //! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
-//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]). A few that are
-//! granted or given back are one statement, which compares rows with what was judged before ([`at_once`]).
+//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::registry::changed`]).
 //!
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
 //! each kind by id.
 
-mod at_once;
 mod counts;
 mod given_back;
 mod owners;
@@ -41,12 +39,6 @@ use crate::outbox::Parcel;
 use crate::placement::{self, DecidedBy, Demand};
 use crate::workers;
 
-/// Where there are fewer tasks on each worker, [`A_LITTLE`] more are let be: who comes next makes up for that, and decisions cost more than it is worth.
-const FEW_TASKS: u32 = 8;
-
-/// How many tasks more are let be where that is worth more than how they are spread.
-const A_LITTLE: u32 = 2;
-
 /// What shall be done in one transaction.
 #[derive(Debug, Default)]
 pub(crate) struct Plan {
@@ -59,9 +51,6 @@ pub(crate) struct Plan {
     /// Whether a lease of these ids may be there already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
-    /// Whether grants are left out that can be spread and whose worker has more than [`Plan::most_tasks`]: others have placed so much there that
-    /// these would have been planned elsewhere, had it been known. One statement lets [`A_LITTLE`] more be.
-    pub(crate) may_be_spread_anew: bool,
 }
 
 /// A workload whose inputs are pinned now.
@@ -84,12 +73,8 @@ pub(crate) struct Grant {
     pub(crate) demand: Arc<Demand>,
     pub(crate) worker: WorkerId,
     pub(crate) incarnation: Incarnation,
-    /// How many tasks there were on its worker before it, as far as was known, with those that were planned.
-    pub(crate) believed_tasks: u32,
     pub(crate) holder: Holder,
     pub(crate) decided_by: DecidedBy,
-    /// Whether another worker would have been chosen had this one been busier.
-    pub(crate) is_by_load: bool,
 }
 
 /// Who holds a lease.
@@ -114,8 +99,6 @@ pub(crate) enum Holder {
 pub(crate) struct Done {
     /// The workers of the plan as they are now, as far as they were looked at.
     pub(crate) workers: Vec<worker::Model>,
-    /// How many tasks were on them before.
-    pub(crate) found: HashMap<WorkerId, i64>,
     /// Those that were looked at and are not there any more.
     pub(crate) gone: HashSet<WorkerId>,
     /// Grants that did not hold on their workers.
@@ -141,8 +124,6 @@ pub(crate) struct Done {
     pub(crate) transaction: Option<TransactionId>,
     /// The workers of workloads that were placed: what they shall do has changed.
     placed: HashMap<LeaseId, WorkerId>,
-    /// Why no more was done than one statement did, where more was left. Of the rest nothing was done.
-    pub(crate) failed: Option<DbErr>,
 }
 
 /// What is known of a workload that is submitted again.
@@ -200,15 +181,12 @@ pub(crate) async fn carry_out(
     }
     done.parcels = leases::let_go(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;
-    let most_tasks = plan.may_be_spread_anew.then(|| plan.most_tasks());
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
         let mut taken = Vec::with_capacity(together.len());
         let all = together.iter().all(|grant| {
             let Some(worker) = present.get_mut(&grant.worker.uuid()) else { return false };
-            let is_crowded = grant.may_be_spread() && most_tasks.is_some_and(|most| worker.load.tasks > most);
             let holds = worker.incarnation == grant.incarnation
-                && !is_crowded
                 && placement::refusals(&grant.demand, worker).is_empty();
             if holds {
                 taken.push((grant.worker.uuid(), worker.load));
@@ -227,7 +205,6 @@ pub(crate) async fn carry_out(
     }
     let held = owners::keep_to_workers(txn, held, &mut done, now).await?;
     held.iter().for_each(|grant| changes.take(grant));
-    done.found = locked.iter().map(|row| (WorkerId::from_uuid(row.id), row.active_tasks)).collect();
     done.workers = locked;
     changes.note(&mut done.workers);
 
@@ -256,42 +233,12 @@ fn as_placed(
 impl Plan {
     /// Whether it would change nothing.
     pub(crate) fn is_empty(&self) -> bool {
-        let Self { releases, submitted, pinned, leases_may_exist: _, grants, may_be_spread_anew: _ } = self;
+        let Self { releases, submitted, pinned, leases_may_exist: _, grants } = self;
         releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
-    }
-
-    /// How many tasks there may be on a worker that takes one more of what can be spread: as many as were believed to be on the busiest for which
-    /// something of that was planned, whoever may use that one, and some more where they are few or many.
-    fn most_tasks(&self) -> u32 {
-        let spread = self.grants.iter().filter(|grant| grant.may_be_spread());
-        let most = spread.map(|grant| grant.believed_tasks).max().unwrap_or(0);
-        let beyond_few = most.saturating_add(1).saturating_sub(FEW_TASKS);
-        most.saturating_add(A_LITTLE.saturating_sub(beyond_few).max(most / 16))
-    }
-}
-
-impl Grant {
-    /// Whether it takes a slot of a worker that was chosen by how busy it is: with more tasks than was known it would not have been.
-    fn may_be_spread(&self) -> bool {
-        self.kind.takes_a_slot() && self.is_by_load
     }
 }
 
 impl Done {
-    /// This, and what was done of the same plan later, in another transaction. What this one wrote is read again as what others did.
-    pub(crate) fn and(self, mut later: Self) -> Self {
-        let later_rows: HashSet<_> = later.workers.iter().map(|row| row.id).collect();
-        later.workers.extend(self.workers.into_iter().filter(|row| !later_rows.contains(&row.id)));
-        later.found.extend(self.found);
-        later.freed.extend(self.freed);
-        later
-    }
-
-    /// The same, where what was to be done later failed.
-    pub(crate) fn and_failed(self, error: DbErr) -> Self {
-        Self { failed: Some(error), ..self }
-    }
-
     /// Where a workload was placed under a lease.
     pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
         self.placed.get(&lease?).copied()

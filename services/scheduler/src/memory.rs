@@ -271,14 +271,6 @@ impl Memory {
         Ok(better)
     }
 
-    /// Whether more tasks were found on any of these workers than is known here.
-    pub(crate) fn is_behind(&self, found: &HashMap<WorkerId, i64>) -> bool {
-        let facts = self.facts.lock();
-        let is_more =
-            |id: &WorkerId, tasks: i64| facts.row(id.uuid()).is_some_and(|known| tasks > known.active_tasks);
-        found.iter().any(|(id, tasks)| is_more(id, *tasks))
-    }
-
     /// All rows that this transaction wrote were noted.
     pub(crate) fn wrote(&mut self, transaction: Option<TransactionId>) {
         self.wrote.extend(transaction);

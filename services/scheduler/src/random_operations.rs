@@ -654,7 +654,7 @@ impl World {
             }
             // What one that was killed kept free is so until its term is over.
             let mut kept_free = kept_free::Entity::find().all(self.db.read()).await.expect("workers");
-            kept_free.retain(|row| dispatcher.chose(row));
+            kept_free.retain(|row| dispatcher.reserved(row));
             assert!(kept_free.is_empty(), "nobody waits: {kept_free:?}");
             dispatcher.done();
         }

@@ -2,10 +2,9 @@
 //!
 //! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
 //! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
-//! favour of another; [`Database::write_at_once`] is the same for what PostgreSQL does in one statement, and [`Together`] has many
-//! calls share one. [`Database::read`] is for what changes nothing.
+//! favour of another; [`Together`] has many calls share one. [`Database::read`] is for what changes nothing.
 //!
-//! Invariant: what [`Database::write`] and [`Database::write_at_once`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
+//! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
 pub mod hints;
 mod migrate;
@@ -22,7 +21,7 @@ use rand::RngExt;
 use sea_orm::sqlx::{self, Connection, Executor, PgConnection, SqliteConnection};
 use sea_orm::{
     ConnAcquireErr, ConnectOptions, ConnectionTrait, DatabaseConnection, DatabaseTransaction, DbBackend,
-    DbErr, QueryResult, RuntimeErr, SqliteTransactionMode, Statement, TransactionOptions, TransactionTrait,
+    DbErr, RuntimeErr, SqliteTransactionMode, TransactionOptions, TransactionTrait,
 };
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::task::TaskTracker;
@@ -347,13 +346,6 @@ impl Database {
         E: Error + From<DbErr> + Send + 'static,
     {
         again(|| self.write_once(&change)).await
-    }
-
-    /// Runs a statement that is a transaction by itself, and answers its rows. For PostgreSQL, where [`Database::write`] takes two round trips
-    /// more; what it gave up in favour of another is tried again as there.
-    pub async fn write_at_once(&self, statement: &Statement) -> Result<Vec<QueryResult>, DbErr> {
-        debug_assert!(!self.is_sqlite(), "whoever writes to SQLite waits for his turn");
-        again(|| self.writing.query_all_raw(statement.clone())).await
     }
 
     async fn write_once<T, E, F>(&self, change: &(impl Fn(Transaction) -> F + Send + Sync)) -> Result<T, E>

@@ -291,7 +291,7 @@ impl Dispatcher {
             let Choice::Placed(placement) = workers.choose(&demand, &[]) else {
                 left.undo(before, &mut workers);
                 self.elsewhere.left_to.remove(&id);
-                self.kept_free.keep_as_told(id, &mut workers);
+                self.reservations.apply_to_turn(id, &mut workers);
                 return;
             };
             let kind = if demand.shape.process.is_some() { Kind::Task } else { Kind::Transfer };

@@ -35,7 +35,7 @@ use crate::calls::call;
 use crate::config::Config;
 use crate::dispatch::asking::Asking;
 use crate::dispatch::elsewhere::Elsewhere;
-use crate::dispatch::keep_free::KeptFree;
+use crate::dispatch::keep_free::Reservations;
 pub(crate) use crate::dispatch::rounds::Caller;
 use crate::effects::Effects;
 use crate::entity::lease::Kind;
@@ -50,17 +50,11 @@ use crate::store::Inputs;
 use crate::waiting_limits::TooManyWaiting;
 use crate::workloads::Submission;
 
-/// How often something is decided anew because what was decided on had changed in the meantime, or to spread it.
-const DECISIONS: usize = 8 + SPREADS;
+/// How often something is decided anew because what was decided on had changed in the meantime.
+const DECISIONS: usize = 8;
 
 /// How many requests are taken into a round, and how many of the queue are placed by one transaction.
 const BATCH: usize = 512;
-
-/// How many grants at a time are spread anew by what others have placed: see [`Plan::may_be_spread_anew`].
-const SOME: usize = 4;
-
-/// How often grants are spread anew at most: each time is another decision.
-const SPREADS: usize = 3;
 
 /// How many requests may wait for a round. Further callers wait until there is room.
 const REQUESTS: usize = 4096;
@@ -225,11 +219,10 @@ pub(crate) struct Dispatcher {
     /// The calls that wait at other replicas.
     elsewhere: Elsewhere,
     /// The workers that are kept free for those that wait here.
-    kept_free: KeptFree,
+    reservations: Reservations,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
     /// Whether rows said that others had placed something of which nothing is known here, since the last look at what others changed.
-    others_place: bool,
     /// Where slots came free of which others are told once those that wait here have had their turns.
     freed: HashSet<WorkerId>,
     /// When all that waits was read last.
@@ -263,9 +256,8 @@ impl Dispatcher {
             requests,
             asking: Asking::default(),
             elsewhere: Elsewhere::new(),
-            kept_free: KeptFree::new(Timestamp::now()),
+            reservations: Reservations::new(Timestamp::now()),
             look: true,
-            others_place: false,
             freed: HashSet::new(),
             whole_at: None,
             held_at: None,
@@ -311,11 +303,7 @@ impl Dispatcher {
     /// Has a plan granted, and notes what is known of the workers then.
     async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
         let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
-        let mut done = self.note(plan, done)?;
-        if let Some(error) = done.failed.take() {
-            self.freed.extend(done.freed);
-            return Err(error);
-        }
+        let done = self.note(plan, done)?;
         self.see(&done.kept_to.values().copied().collect()).await?;
         Ok(done)
     }
@@ -326,7 +314,6 @@ impl Dispatcher {
         let mut done = done?;
         placed(plan, &done).for_each(gauges::placed);
         self.look |= !done.freed.is_empty();
-        self.others_place |= self.memory.is_behind(&done.found);
         self.memory.forget(std::mem::take(&mut done.gone));
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
         self.memory.wrote(done.transaction);
@@ -336,7 +323,6 @@ impl Dispatcher {
     /// Looks at what others have changed of workers.
     async fn look_at_workers(&mut self) -> Result<(), DbErr> {
         self.look |= self.memory.catch_up(&self.db).await?;
-        self.others_place = false;
         Ok(())
     }
 
@@ -397,28 +383,8 @@ impl Why {
     }
 }
 
-/// Has `plan` granted: by one statement if it may be, and nothing else is granted here meanwhile then. `locked`: is told when its workers are
-/// locked.
+/// Has `plan` granted in one transaction. `locked`: is told when its workers are locked.
 async fn granted(
-    db: &Database,
-    plan: &Plan,
-    facts: &SharedFacts,
-    now: Timestamp,
-    locked: &(dyn Fn() + Sync),
-) -> Result<Done, DbErr> {
-    let Some(at_once) = plan.at_once(db, facts) else {
-        return granted_by_steps(db, plan, facts, now, locked).await;
-    };
-    let (done, left) = at_once.carry_out(db, plan, facts, now).await?;
-    let Some(left) = left else { return Ok(done) };
-    Ok(match granted_by_steps(db, &left, facts, now, locked).await {
-        Ok(later) => done.and(later),
-        Err(error) => done.and_failed(error),
-    })
-}
-
-/// The same, in a transaction of several statements.
-async fn granted_by_steps(
     db: &Database,
     plan: &Plan,
     facts: &SharedFacts,
@@ -573,12 +539,10 @@ mod tests {
             group: None,
             lease,
             decided_by,
-            is_by_load: false,
             kind: Kind::Task,
             demand: Arc::new(shape.clone().asked_by(lease.uuid())),
             worker,
             incarnation: Incarnation(1),
-            believed_tasks: 0,
             holder,
         };
         let driven = |lease, by| {

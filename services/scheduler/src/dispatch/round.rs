@@ -253,7 +253,6 @@ impl Dispatcher {
             gateway_endpoint: worker.endpoint.clone(),
             attempt,
         };
-        let believed_tasks = worker.load.tasks;
         workers.plan(placement.worker, Kind::Task, &demand.shape.requests);
         Some(Grant {
             group: None,
@@ -262,10 +261,8 @@ impl Dispatcher {
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
-            believed_tasks,
             holder: Holder::Workload { id, attempt, whereabouts, reason: placement.reason },
             decided_by: placement.decided_by,
-            is_by_load: placement.is_by_load,
         })
     }
 
@@ -292,7 +289,6 @@ impl Dispatcher {
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
         let mut workers = self.memory.workers.lock();
         let worker = workers.get(placement.worker);
-        let believed_tasks = worker.map_or(0, |worker| worker.load.tasks);
         member.granted = worker.map(|worker| Granted {
             claims,
             worker_name: worker.name.clone(),
@@ -307,7 +303,6 @@ impl Dispatcher {
             demand: demand.clone(),
             worker: placement.worker,
             incarnation: placement.incarnation,
-            believed_tasks,
             holder: Holder::Driven {
                 expires_at: now + self.config.lease_term,
                 request: member.ask.request.clone(),
@@ -315,7 +310,6 @@ impl Dispatcher {
                 settles: !inputs.is_empty(),
             },
             decided_by: placement.decided_by,
-            is_by_load: placement.is_by_load,
         })
     }
 

@@ -4,8 +4,7 @@
 //! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on
 //! what becomes of that: the rows judge all of it. Who waits in the queue, and what others have changed, is before whoever comes: nothing is
 //! decided ahead of that. The transaction that ends a lease gives its slot to whoever waits for it here, as far as that can be known before. The
-//! next one begins when the last has locked its workers, or when it is over; no more than two are under way. One that may be a
-//! single statement ([`Plan::may_be_at_once`]) begins when the last is over.
+//! next one begins when the last has locked its workers, or when it is over; no more than two are under way.
 //!
 //! Invariant: what the transactions of a dispatcher read of workers is noted in the order in which they locked them, and no workers are read
 //! in any other way until all is noted ([`Dispatcher::rounds`]). Where one is tried again, and another has passed it, a worker is remembered as
@@ -26,7 +25,7 @@ use uuid::Uuid;
 use super::asking::Leases;
 use super::round::{Open, Refused, Unit};
 use super::turns::Planned;
-use super::{BATCH, DECISIONS, Dispatcher, Request, SOME, SPREADS, granted};
+use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
 use crate::effects::Effects;
 use crate::gauges;
 use crate::grants::{Done, Plan};
@@ -151,7 +150,7 @@ impl Dispatcher {
                     writing[0].is_locked = true;
                     let may_begin = writing.len() == 1;
                     begins = ahead.take_if(|(_, step)| {
-                        may_begin && !step.plan.may_be_at_once(&self.db) && writing[0].may_be_overtaken_by(step)
+                        may_begin && writing[0].may_be_overtaken_by(step)
                     });
                 }
                 count = self.requests.recv_many(&mut asked, BATCH), if is_open && !is_full => {
@@ -232,10 +231,7 @@ impl Dispatcher {
 
     /// Begins to write what was decided.
     fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
-        let Step { mut plan, planned, ids, turns, asked, spans } = step;
-        // Who had his turn keeps what he got.
-        let may_be = round.decisions < SPREADS && turns.is_empty() && asked.is_empty();
-        plan.may_be_spread_anew = may_be && plan.grants.len() >= SOME;
+        let Step { plan, planned, ids, turns, asked, spans } = step;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
             let (db, plan, facts) = (self.db.clone(), plan.clone(), self.memory.facts());
@@ -254,16 +250,6 @@ impl Dispatcher {
     ) -> Option<Round> {
         let Writing { mut round, plan, planned, turns, asked, .. } = written;
         round.decisions += 1;
-        let done = match done {
-            // It came free, whatever became of the rest.
-            Some(Ok(Done { failed: Some(error), freed, .. })) => {
-                let mut effects = Effects::default();
-                self.hand_out(&freed, &mut effects);
-                (caller.tell)(effects);
-                Some(Err(error))
-            }
-            done => done,
-        };
         match done {
             None => {}
             Some(Ok(done)) => {
@@ -349,7 +335,7 @@ impl Dispatcher {
         round.leases_may_exist |= !round.repeats.is_empty();
         round.open.units.append(&mut round.repeats);
         // What did not hold twice is decided on what is true.
-        if !round.doubted.is_empty() || self.others_place || round.decisions > 1 {
+        if !round.doubted.is_empty() || round.decisions > 1 {
             round.caught_up = true;
             self.look_at_workers().await?;
             round.open.units.append(&mut round.doubted);

@@ -153,7 +153,7 @@ impl Dispatcher {
     pub(super) fn plan_turns(&mut self, mut plan: Plan, now: Timestamp) -> Planned {
         let (mut turns, mut asked, mut hopeless) = (HashMap::new(), Vec::new(), Vec::new());
         let mut round = self.queue().round(now);
-        self.look_again_at_kept_free(now);
+        self.begin_reservations(now);
         let mut left = LeftAlone::default();
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
@@ -183,7 +183,7 @@ impl Dispatcher {
                     drop(queue);
                     self.asked_in_vain(&leases);
                 } else {
-                    self.keep_free(&turn.waiting, &parts, now);
+                    self.reserve(&turn.waiting, &parts, now);
                 }
                 continue;
             }
@@ -198,11 +198,11 @@ impl Dispatcher {
                 }
                 Choice::NotNow => {
                     let part = Part { demand: demand.clone(), owner: String::new() };
-                    self.keep_free(&turn.waiting, &[part], now);
+                    self.reserve(&turn.waiting, &[part], now);
                     continue;
                 }
                 Choice::Never => {
-                    self.keep_nothing_free(&turn.waiting);
+                    self.cancel_reservation(&turn.waiting);
                     continue;
                 }
             };
@@ -218,7 +218,7 @@ impl Dispatcher {
             plan.grants.push(grant);
         }
         left.end(&mut self.memory.workers.lock());
-        self.keep_free_as_before();
+        self.end_reservations();
         Planned { plan, turns, asked, hopeless }
     }
 
@@ -292,7 +292,7 @@ impl Dispatcher {
             self.whole_at = Some(now);
         }
         if tell {
-            self.tend_kept_free(now).await?;
+            self.exchange_reservations(now).await?;
         }
         self.reasons.clear();
         if self.queue().len() > 0 {

@@ -68,11 +68,6 @@ pub(super) struct Locked {
 }
 
 impl Counts {
-    /// The worker, and how many tasks are on it.
-    pub(super) fn found(&self) -> (WorkerId, i64) {
-        (WorkerId::from_uuid(self.id), self.active_tasks)
-    }
-
     /// The row that is `known`, if nothing but these has changed since.
     fn applied_to(self, known: &worker::Model) -> Option<worker::Model> {
         let Self { id, revision, generation, active_tasks, active_checks, .. } = self;
@@ -194,11 +189,6 @@ impl Changes {
         change.disk_bytes -= lease.disk_bytes;
         change.ended += 1;
         change.generations |= i64::from(lease.workload_id.is_some());
-    }
-
-    /// By how much what is on one of them changes.
-    pub(super) fn of(&self, worker: Uuid) -> Change {
-        self.0.get(&worker).copied().unwrap_or_default()
     }
 
     pub(super) fn take(&mut self, grant: &Grant) {

@@ -30,7 +30,7 @@ pub(super) async fn end_and_lock(
     let leases = rows::ids(releases.iter().map(|(lease, _)| lease.uuid()))?;
     let values = [leases, now.0.into(), EndedBy::Reported.to_value().into()];
     if backend != DbBackend::Postgres {
-        let ending = Statement::from_sql_and_values(backend, ending(backend, ""), values);
+        let ending = Statement::from_sql_and_values(backend, ending(backend), values);
         let ended = Left::find_by_statement(ending).all(txn).await?;
         return Ok((ended, lock_counts(txn, workers).await?));
     }
@@ -39,7 +39,7 @@ pub(super) async fn end_and_lock(
     let query = format!(
         "WITH ended AS ({}), locked AS ({})
          SELECT ended.*, {} FROM ended UNION ALL SELECT {}, locked.* FROM locked",
-        ending(backend, ""),
+        ending(backend),
         locking(backend, &counts(backend), values.len() + 1),
         COUNTS.map(|name| format!("NULL AS {name}")).join(", "),
         LEFT.map(|_| "NULL").join(", "),
@@ -55,11 +55,11 @@ pub(super) async fn end_and_lock(
     Ok((ended, locked))
 }
 
-/// Ends the driven leases among the ids `$1` that have not ended, and of which `which` is true.
-pub(super) fn ending(backend: DbBackend, which: &str) -> String {
+/// Ends the driven leases among the ids `$1` that have not ended.
+fn ending(backend: DbBackend) -> String {
     format!(
         "UPDATE leases SET state = 'ended', ended_at = $2, ended_by = $3
-         WHERE id IN (SELECT id FROM leases WHERE id {} AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL {which} ORDER BY id {})
+         WHERE id IN (SELECT id FROM leases WHERE id {} AND {STATE_OF_NAMED} <> 'ended' AND workload_id IS NULL ORDER BY id {})
          RETURNING {}",
         rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE"),

@@ -180,7 +180,6 @@ mod tests {
             demand: Arc::new(shape.asked_by(lease.uuid())),
             worker: session.worker,
             incarnation: session.incarnation,
-            believed_tasks: 0,
             holder: Holder::Driven {
                 expires_at: Timestamp::now(),
                 request: String::new(),
@@ -188,7 +187,6 @@ mod tests {
                 settles: false,
             },
             decided_by: DecidedBy::Only,
-            is_by_load: false,
         }
     }
 

@@ -81,8 +81,6 @@ pub(crate) struct Placement {
     pub(crate) reason: String,
     /// What made the difference.
     pub(crate) decided_by: DecidedBy,
-    /// Whether another would have been chosen had this one been busier, as far as those that come after it would do.
-    pub(crate) is_by_load: bool,
 }
 
 /// What made the difference between the worker that was chosen and the next best.
@@ -474,8 +472,7 @@ impl Index {
                 let reason = self.reason(demand, &best, willing);
                 let Worker { id, incarnation, .. } = *worker;
                 let decided_by = if demand.only.is_some() { DecidedBy::AskedFor } else { best.decided_by };
-                let is_by_load = self.is_by_load(demand, &best);
-                return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by, is_by_load });
+                return Choice::Placed(Placement { worker: id, incarnation, reason, decided_by });
             }
         }
         if self.is_hopeless(demand) { Choice::Never } else { Choice::NotNow }
@@ -702,16 +699,6 @@ impl Index {
         let willing: Vec<_> = places().filter(would_do).collect();
         let place = willing.get(draw(demand.asked_by, 0, willing.len()))?;
         Some((*place, willing.len()))
-    }
-
-    /// Whether another would have been chosen had the `best` been busier: one that is as good, or the next where that is what makes the difference.
-    fn is_by_load(&self, demand: &Demand, best: &Best) -> bool {
-        let chain = self.chains.of(demand.shape.purpose);
-        match best.decided_by {
-            _ if best.equal > 1 => chain.is_by_load(None),
-            DecidedBy::Strategy(strategy) => chain.is_by_load(Some(strategy)),
-            _ => false,
-        }
     }
 
     /// Why the `best` and no other of those that are `willing`.

@@ -46,17 +46,6 @@ impl Strategy {
         NAMES.into_iter().map(|(strategy, _)| strategy)
     }
 
-    /// Whether a task more makes a worker worse by it.
-    pub(crate) fn is_by_load(self) -> bool {
-        match self {
-            Self::FewestBuildContainers
-            | Self::LimitActiveTasks
-            | Self::LimitActiveContainers
-            | Self::LimitActiveVolumes => true,
-            Self::VolumeLocality | Self::Random => false,
-        }
-    }
-
     pub(crate) fn name(self) -> &'static str {
         NAMES.iter().find(|(strategy, _)| *strategy == self).map_or("", |(_, name)| name)
     }
@@ -191,12 +180,6 @@ impl Chain {
             };
         }
         cost
-    }
-
-    /// Whether it compares how busy workers are, by one of its strategies as far as `last`. `None`: by any.
-    pub(crate) fn is_by_load(&self, last: Option<Strategy>) -> bool {
-        let last = self.0.iter().position(|strategy| Some(*strategy) == last);
-        self.0.iter().take(last.map_or(usize::MAX, |last| last + 1)).any(|strategy| strategy.is_by_load())
     }
 
     /// Whether it asks where bytes are.

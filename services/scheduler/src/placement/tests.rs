@@ -307,26 +307,6 @@ fn what_was_on_a_worker_that_is_lost_is_not_told() {
     assert_eq!(index([small]).choose(&large, &[]), Choice::Never);
 }
 
-/// What [`crate::grants`] rests on where it tells the database how much may be on a worker.
-#[test]
-fn what_is_taken_with_more_is_taken_with_less() {
-    let seed = testing::seeds::seed();
-    eprintln!("GANTRY_SEED={seed}");
-    let mut dice = Dice(StdRng::seed_from_u64(seed));
-    let mut taken = 0;
-    for _ in 0..20_000 {
-        let one = dice.worker(0);
-        let demand = dice.demand(std::slice::from_ref(&one));
-        let with = |load: Load| refusals(&demand, &Worker { load, ..one.clone() }).is_empty();
-        let more = one.load.and(&Load { kept_containers: 0, kept_volumes: 0, ..dice.load() });
-        if with(more) {
-            taken += 1;
-            assert!(with(one.load), "{demand:?} on {one:?}, and not with {more:?}");
-        }
-    }
-    assert!(taken > 100, "{taken} were taken");
-}
-
 #[test]
 fn moving_bytes_takes_no_slot_and_needs_no_tag() {
     let full = busy(2, with_labels("w", |labels| labels.tags = vec!["gpu".to_owned()]));
@@ -358,35 +338,6 @@ fn a_burst_is_spread_evenly() {
         random.workers().all(|worker| worker.load.tasks.abs_diff(1000) < 200),
         "by lot they differ by little"
     );
-}
-
-/// Whoever was chosen by load would have lost to another with more on it: to one that is as good, or to the next.
-#[test]
-fn what_is_by_load_would_be_elsewhere_with_more() {
-    let [one, two] = [busy(1, worker("one")), busy(1, worker("two"))];
-    let (less, there) = (worker("less"), [at(1, &[&one]), at(1, &[&one, &two])]);
-    let only = Demand { only: Some(one.id), ..demand() };
-    let preferred = Demand { prefer: [one.id, two.id].into(), ..demand() };
-    let first = Demand { prefer: [one.id].into(), ..demand() };
-    for (chain, workers, demand, locations, expected) in [
-        ("volume-locality,limit-active-tasks", vec![&one, &two], &demand(), &[][..], true),
-        ("limit-active-tasks", vec![&one, &less], &demand(), &[], true),
-        ("limit-active-tasks,volume-locality", vec![&one, &two], &demand(), &there[..1], true),
-        ("volume-locality,limit-active-tasks", vec![&one, &two], &demand(), &there[..1], false),
-        ("volume-locality,limit-active-tasks", vec![&one, &two, &less], &demand(), &there[1..], true),
-        ("limit-active-tasks", vec![&one, &two, &less], &preferred, &[], true),
-        ("limit-active-tasks", vec![&one, &two, &less], &first, &[], false),
-        ("limit-active-tasks", vec![&one, &two], &only, &[], false),
-        ("limit-active-tasks", vec![&one], &demand(), &[], false),
-        ("random", vec![&one, &two], &demand(), &[], false),
-        ("volume-locality", vec![&one, &two], &demand(), &there[1..], false),
-    ] {
-        let chains = Chains { builds: chain.parse().expect("a chain"), ..Chains::default() };
-        let mut index = Index::new(chains, BTreeSet::new());
-        workers.iter().for_each(|worker| index.put((*worker).clone()));
-        let Choice::Placed(placement) = index.choose(demand, locations) else { panic!("placed") };
-        assert_eq!(placement.is_by_load, expected, "{chain}: {placement:?}");
-    }
 }
 
 /// Those that come after one another and cannot take it leave nothing to the next.
@@ -648,7 +599,6 @@ fn the_worker_on_which_least_has_to_end_is_kept_free() {
     assert_eq!(index.choose_to_keep_free(&large, &[much].into(), None), [much].into());
     index.keep_free(much, Some(Uuid::from_u128(1)));
     assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
-    assert_eq!(index.tasks_on(&[little, much]), 3);
 }
 
 #[test]

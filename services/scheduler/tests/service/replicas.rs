@@ -340,7 +340,7 @@ async fn a_burst_is_spread_over_all_workers() {
     }
     assert_eq!(load.iter().sum::<u32>(), 1000, "there is room for all: {load:?}");
     let (least, most) = (load.iter().min().expect("some"), load.iter().max().expect("some"));
-    assert!(*most * 10 <= *least * 12, "{load:?}");
+    assert!(*most * 10 <= *least * 15, "{load:?}");
     for replica in replicas {
         replica.stop().await;
     }

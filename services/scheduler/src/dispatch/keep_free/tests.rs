@@ -2,32 +2,27 @@ use testing::databases::TestDatabase;
 
 use super::*;
 use crate::placement::tests::{asking, index, parts, with_memory};
+use crate::queue::Queue;
 
 const FULL: Timestamp = Timestamp(1_000_000_000_000);
 
 /// Replicas that look at workers of their own, all of which are full.
 struct Replica {
-    kept_free: KeptFree,
+    reservations: Reservations,
     queue: Queue,
     workers: Index,
 }
 
 impl Replica {
     fn new(id: u128, workers: usize) -> Self {
-        let mut kept_free = KeptFree::new(FULL);
-        kept_free.told = Told::new(Uuid::from_u128(id));
+        let replica = Uuid::from_u128(id);
+        let reservations = Reservations { replica, ..Reservations::new(FULL) };
         let names = (0..workers).map(|n| with_memory(&format!("{n}"), 4, 100));
-        Self { kept_free, queue: Queue::new(PATIENCE, HashMap::new()), workers: index(names) }
+        Self { reservations, queue: Queue::new(AGAIN, HashMap::new()), workers: index(names) }
     }
 
     /// One that asks for 80 of the 100 bytes of a worker has its turn, and finds nothing.
     fn turn(&mut self, id: Uuid, now: Timestamp) -> Vec<String> {
-        let large = self.wait(id);
-        self.kept_free.keep(id, true, &large, &mut self.workers, now);
-        self.kept(id)
-    }
-
-    fn wait(&mut self, id: Uuid) -> Vec<Part> {
         let large = parts(&[(asking(80), "")]);
         self.queue.put(Waiting {
             id,
@@ -43,7 +38,8 @@ impl Replica {
             traceparent: String::new(),
             spec_bytes: None,
         });
-        large
+        self.reservations.reserve(id, &large, &mut self.workers, now);
+        self.kept(id)
     }
 
     fn kept(&self, id: Uuid) -> Vec<String> {
@@ -54,7 +50,7 @@ impl Replica {
 
     /// As before [`Replica::turn`]s.
     fn look(&mut self, now: Timestamp) {
-        self.kept_free.begin(now);
+        self.reservations.begin_pass(now);
         let kept: Vec<_> = self.workers.kept_free().collect();
         kept.into_iter().for_each(|(worker, _)| self.workers.keep_free(worker, None));
     }
@@ -67,7 +63,7 @@ impl Replica {
 }
 
 #[test]
-fn where_nothing_ends_another_is_kept_free_and_in_the_end_none_for_a_time() {
+fn reservation_ends_and_another_worker_is_tried() {
     let mut replica = Replica::new(1, 2);
     let large = Uuid::from_u128(7);
     let mut at = FULL;
@@ -79,106 +75,54 @@ fn where_nothing_ends_another_is_kept_free_and_in_the_end_none_for_a_time() {
     let first = after(&mut replica, Duration::ZERO);
     assert_eq!(first.len(), 1);
     let little = Duration::from_secs(1);
-    assert_eq!(after(&mut replica, PATIENCE - little), first);
-    replica.set_tasks(&first[0], 3);
-    assert_eq!(after(&mut replica, Duration::ZERO), first, "something has ended there");
-    assert_eq!(after(&mut replica, PATIENCE - little), first, "so it has as much time again");
-    // What comes and ends is not an end of what was there.
-    replica.set_tasks(&first[0], 4);
-    assert_eq!(after(&mut replica, Duration::ZERO), first);
-    replica.set_tasks(&first[0], 3);
+    assert_eq!(after(&mut replica, HELD - little), first);
+    assert!(replica.reservations.is_due(replica.reservations.pass_at + little));
     let second = after(&mut replica, little);
     assert!(second.len() == 1 && second != first, "{second:?} after {first:?}");
-    assert_eq!(after(&mut replica, PATIENCE * 2 - little), second, "the next has twice as long");
+    assert_eq!(after(&mut replica, HELD - little), second);
     assert_eq!(after(&mut replica, little), [""; 0], "both were tried");
-    let looked_at = replica.kept_free.looked_at;
-    assert!(!replica.kept_free.is_due(looked_at + PATIENCE - little));
-    assert!(replica.kept_free.is_due(looked_at + PATIENCE));
-    assert_eq!(after(&mut replica, PATIENCE - little), [""; 0], "others have their turns");
-    let again = after(&mut replica, little);
-    assert_eq!(again.len(), 1, "it begins again");
-    assert_eq!(after(&mut replica, PATIENCE * 4 - little), again);
-    assert_ne!(after(&mut replica, little), again);
+    assert_eq!(after(&mut replica, HELD - little), [""; 0], "others have their turns");
+    assert_eq!(after(&mut replica, little).len(), 1, "it begins again");
 }
 
 #[test]
-fn nothing_is_kept_free_for_one_that_has_not_waited_long_or_could_never_have_it() {
+fn nothing_is_reserved_on_worker_that_became_too_small() {
     let mut replica = Replica::new(1, 1);
     let (large, now) = (Uuid::from_u128(7), FULL);
-    let much = parts(&[(asking(80), "")]);
-    replica.kept_free.keep(large, false, &much, &mut replica.workers, now);
-    assert_eq!(replica.kept(large), [""; 0]);
     assert_eq!(replica.turn(large, now), ["0"]);
-    // Its worker has less from now on.
     replica.look(now);
     let mut worker = replica.workers.workers().next().expect("one").clone();
     worker.capacity.memory_bytes = Some(60);
     replica.workers.put(worker);
     assert_eq!(replica.turn(large, now), [""; 0]);
-    assert!(replica.kept_free.is_due(now + AGAIN), "it may have more again");
-    assert_eq!(replica.kept_free.here[&large].workers, BTreeSet::new());
-    // Or nobody could ever take it.
-    replica.kept_free.let_go(large);
-    assert!(replica.kept_free.here.is_empty());
+    assert!(replica.reservations.is_due(now + AGAIN), "it may have more again");
+    assert_eq!(replica.reservations.own[&large].workers, BTreeSet::new());
 }
 
 #[test]
-fn with_one_look_workers_are_looked_for_for_some() {
+fn one_pass_makes_few_reservations_and_one_in_ten_workers_has_one() {
     let mut replica = Replica::new(1, 300);
     let waiting: Vec<_> = (0..CHOICES as u128 + 5).map(Uuid::from_u128).collect();
     let kept = |replica: &Replica| waiting.iter().filter(|id| !replica.kept(**id).is_empty()).count();
     waiting.iter().for_each(|id| _ = replica.turn(*id, FULL));
     assert_eq!(kept(&replica), CHOICES);
-    assert!(replica.kept_free.is_due(FULL), "there are more");
+    assert!(replica.reservations.is_due(FULL), "there are more");
     replica.look(FULL);
     waiting.iter().for_each(|id| _ = replica.turn(*id, FULL));
     assert_eq!(kept(&replica), waiting.len(), "which have each its own");
-    assert_eq!(replica.workers.kept_free().count(), waiting.len());
-    assert!(!replica.kept_free.is_due(FULL));
+    assert!(!replica.reservations.is_due(FULL));
     let more: Vec<_> = (100..110).map(Uuid::from_u128).collect();
     replica.look(FULL);
     waiting.iter().chain(&more).for_each(|id| _ = replica.turn(*id, FULL));
-    let kept_for_more: Vec<_> = more.iter().filter(|id| !replica.kept(**id).is_empty()).collect();
-    assert_eq!(kept_for_more.len(), 5, "thirty of three hundred, whoever has them");
+    assert_eq!(replica.workers.kept_free().count(), 30, "of three hundred");
 }
 
-#[test]
-fn who_comes_before_another_in_its_line_has_what_is_kept_free_for_it() {
-    let mut replica = Replica::new(1, 2);
-    let (first, before) = (Uuid::from_u128(7), Uuid::from_u128(8));
-    let kept = replica.turn(first, FULL);
-    replica.wait(before);
-    replica.kept_free.inherit(before, &replica.queue);
-    // From when it was kept free for the other.
-    let later = FULL + PATIENCE;
-    replica.look(later - Duration::from_secs(1));
-    assert_eq!(replica.turn(before, later - Duration::from_secs(1)), kept);
-    replica.look(later);
-    let other = replica.turn(before, later);
-    assert!(other.len() == 1 && other != kept, "{other:?} after {kept:?}");
-    assert_eq!(replica.kept(first), [""; 0]);
-}
-
-#[test]
-fn who_is_behind_gives_way() {
-    let mut replica = Replica::new(1, 2);
-    let (behind, before) = (Uuid::from_u128(7), Uuid::from_u128(8));
-    assert_eq!(replica.turn(behind, FULL).len(), 1);
-    replica.look(FULL);
-    assert_eq!(replica.turn(before, FULL).len(), 1, "it has its turn first");
-    assert_eq!(replica.turn(behind, FULL), [""; 0]);
-    replica.look(FULL);
-    assert_eq!(replica.turn(before, FULL).len(), 1);
-    assert_eq!(replica.turn(behind, FULL), [""; 0]);
-}
-
-/// Reads the table, and writes what is news.
+/// Reads the table, and writes what it lacks.
 async fn tend(replica: &mut Replica, db: &db::Database, now: Timestamp) {
     let rows = kept_free::Entity::find().all(db.read()).await.expect("rows");
-    let KeptFree { here, told, .. } = &mut replica.kept_free;
-    told.hear(&rows, here, now);
-    told.news(&rows, here, now).write(db, now).await.expect("written");
-    replica.kept_free.apply(&replica.queue, &mut replica.workers);
+    replica.reservations.read(&rows, now);
+    Difference::of(&replica.reservations, &rows, now).write(db, now).await.expect("written");
+    replica.reservations.apply(&mut replica.workers);
 }
 
 async fn replicas_agree(database: TestDatabase) {
@@ -194,8 +138,7 @@ async fn replicas_agree(database: TestDatabase) {
     let other = two.turn(first, now);
     assert_ne!(chosen, other);
     for replica in [&one, &two] {
-        let KeptFree { here, told, .. } = &replica.kept_free;
-        told.news(&[], here, now).write(&db, now).await.expect("written");
+        Difference::of(&replica.reservations, &[], now).write(&db, now).await.expect("written");
     }
     tend(&mut two, &db, now).await;
     tend(&mut one, &db, now).await;
@@ -234,23 +177,23 @@ async fn replicas_agree(database: TestDatabase) {
 
     // Where others were tried in vain nobody chooses for a time.
     let third = Uuid::from_u128(10);
-    let mut effort = Effort::new();
-    (effort.moves, effort.rests_until) = (1, later + PATIENCE);
-    one.kept_free.here.insert(third, effort);
+    let mut resting = Reservation::new(later + HELD);
+    (resting.rests, resting.tried) = (true, one.workers.workers().map(|worker| worker.id).collect());
+    one.reservations.own.insert(third, resting);
     one.look(later);
     assert_eq!(one.turn(third, later), [""; 0]);
     tend(&mut one, &db, later).await;
     tend(&mut two, &db, later).await;
     two.look(later);
     assert_eq!(two.turn(third, later), [""; 0]);
-    assert!(!two.kept_free.here.contains_key(&third));
+    assert!(!two.reservations.own.contains_key(&third));
     let told = kept_free::all(db.read(), later).await.expect("rows");
     assert!(told.values().all(|whom| *whom != third), "no worker is kept free: {told:?}");
-    one.kept_free.let_go(third);
+    one.reservations.own.remove(&third);
 
     // And what one lets go is so for all.
-    one.kept_free.let_go(first);
-    one.kept_free.let_go(second);
+    one.reservations.own.remove(&first);
+    one.reservations.own.remove(&second);
     tend(&mut one, &db, later).await;
     tend(&mut two, &db, later).await;
     assert_eq!(two.kept(first), [""; 0]);

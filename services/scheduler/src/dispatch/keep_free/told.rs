@@ -1,13 +1,14 @@
-//! What replicas tell each other of workers that are kept free: the table `kept_free`, which each reads with every poll.
+//! The table of reservations, which each replica reads and writes with every poll.
 //!
-//! A row is of a worker and of whom it is kept free for; one whose worker is whom it is for says that nothing is kept free for that one for a
-//! time, after others were tried. It belongs to the replica that chose, for a term which that one prolongs as long as whom it is for waits. No
-//! other changes it until the term is over, so what a replica leaves that ends, ends as well.
+//! A row names a worker and the request that it is reserved for. A row whose worker is the request
+//! itself says that the request has no reservation for a time, after all workers were tried. It
+//! belongs to the replica that made it, for a [`TERM`] that this replica prolongs. No other replica
+//! changes the row until the term is over, so the reservations of a replica that ends do so as well.
 //!
-//! Invariant: of two replicas that chose for the same one, or the same worker for two, one gives way as soon as it reads the other's row. The row
-//! of a worker is its first; where two chose for one before either could know, the replica with the lower id goes on.
+//! Invariant: a worker is reserved for one request, because a row is a worker. Of two replicas that
+//! reserved for the same request before either could know, the one with the lower id keeps it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use db::{Database, rows};
@@ -16,139 +17,72 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::Effort;
+use super::Reservations;
 use crate::entity::kept_free::Model;
-use crate::queue::Queue;
 
-/// For how long a worker is kept free unless the replica that chose it says so again.
+/// How long a row counts unless its replica prolongs it.
 const TERM: Duration = Duration::from_secs(30);
 
-/// What others chose.
-#[derive(Debug)]
-pub(super) struct Told {
-    /// What rows of this process are marked with.
-    replica: Uuid,
-    elsewhere: HashMap<Uuid, Chosen>,
-}
-
-/// The workers that another replica keeps free for one.
-#[derive(Debug, Default)]
-struct Chosen {
-    workers: BTreeSet<WorkerId>,
-    by: Option<Uuid>,
-    /// Whether it waited here as well. Then it is known here when it waits no more.
-    has_waited_here: bool,
-    waits_here: bool,
-}
-
-impl Chosen {
-    fn is_over(&self) -> bool {
-        self.has_waited_here && !self.waits_here
-    }
-}
-
-impl Told {
-    pub(super) fn new(replica: Uuid) -> Self {
-        Self { replica, elsewhere: HashMap::new() }
-    }
-
-    /// The workers that another replica keeps free for this one.
-    pub(super) fn chosen_for(&self, id: Uuid) -> Option<&BTreeSet<WorkerId>> {
-        self.elsewhere.get(&id).map(|chosen| &chosen.workers)
-    }
-
-    /// What other replicas keep free, and for whom, but for those that are known to wait no more.
-    pub(super) fn all(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
-        let others = self.elsewhere.iter().filter(|(_, chosen)| !chosen.is_over());
-        others.flat_map(|(whom, chosen)| chosen.workers.iter().map(|worker| (*worker, *whom)))
-    }
-
-    /// Notes who of those for whom others chose waits here.
-    pub(super) fn see_who_waits(&mut self, queue: &Queue) {
-        for (whom, chosen) in &mut self.elsewhere {
-            chosen.waits_here = queue.contains(*whom);
-            chosen.has_waited_here |= chosen.waits_here;
-        }
-    }
-
-    /// These are the `rows` of the table `now`. What was chosen `here` gives way where another's goes on.
-    pub(super) fn hear(&mut self, rows: &[Model], here: &mut HashMap<Uuid, Effort>, now: Timestamp) {
-        let live = rows.iter().filter(|row| Timestamp(row.expires_at) > now);
-        let (own, others): (Vec<_>, Vec<_>) = live.partition(|row| self.is_own(row));
-        let told: BTreeSet<_> = own.iter().map(|row| row.waits_as).collect();
-        let mut before = std::mem::take(&mut self.elsewhere);
-        for row in others {
-            let (worker, whom) = (WorkerId::from_uuid(row.worker_id), row.waits_as);
-            here.values_mut().for_each(|effort| _ = effort.workers.remove(&worker));
-            // One of an older version says nobody, and does not give way.
-            let goes_on = row.chosen_by.is_none_or(|other| other < self.replica);
-            if told.contains(&whom) && here.contains_key(&whom) && !goes_on {
+impl Reservations {
+    /// Notes what other replicas reserved. What was reserved here gives way where theirs stays.
+    pub(super) fn read(&mut self, rows: &[Model], now: Timestamp) {
+        self.others.clear();
+        for row in rows.iter().filter(|row| Timestamp(row.expires_at) > now) {
+            let (worker, request) = (WorkerId::from_uuid(row.worker_id), row.waits_as);
+            if row.chosen_by == Some(self.replica) {
                 continue;
             }
-            here.remove(&whom);
-            let chosen = self.elsewhere.entry(whom).or_insert_with(|| {
-                let known = before.remove(&whom).unwrap_or_default();
-                Chosen { workers: BTreeSet::new(), by: row.chosen_by, ..known }
-            });
-            // Of two others the one that goes on.
-            if row.chosen_by < chosen.by {
-                (chosen.workers, chosen.by) = (BTreeSet::new(), row.chosen_by);
+            self.own.values_mut().for_each(|of| of.lose(worker, now));
+            let stays = self.own.get(&request).is_some_and(|own| !own.workers.is_empty() || own.rests);
+            if stays && Some(self.replica) < row.chosen_by {
+                continue;
             }
-            if row.chosen_by == chosen.by && worker.uuid() != whom {
-                chosen.workers.insert(worker);
-            }
+            self.own.remove(&request);
+            let workers = self.others.entry(request).or_default();
+            workers.extend((worker.uuid() != request).then_some(worker));
         }
-    }
-
-    /// What the table, which holds these `rows`, shall say of what was chosen `here`.
-    pub(super) fn news(&self, rows: &[Model], here: &HashMap<Uuid, Effort>, now: Timestamp) -> News {
-        let chosen = here.iter().flat_map(|(whom, effort)| {
-            let rests = effort.rests_from_trying().then(|| WorkerId::from_uuid(*whom));
-            effort.workers.iter().copied().chain(rests).map(|id| (id, *whom))
-        });
-        let chosen: BTreeMap<_, _> = chosen.collect();
-        let own = rows.iter().filter(|row| self.is_own(row));
-        let own: BTreeMap<_, _> = own.map(|row| (WorkerId::from_uuid(row.worker_id), row)).collect();
-        let is_said = |worker: &WorkerId, whom: Uuid| {
-            own.get(worker)
-                .is_some_and(|row| row.waits_as == whom && Timestamp(row.expires_at) > now + TERM / 2)
-        };
-        let is_over = |row: &&Model| {
-            let worker = WorkerId::from_uuid(row.worker_id);
-            !chosen.contains_key(&worker) && (self.is_own(row) || Timestamp(row.expires_at) <= now)
-        };
-        News {
-            replica: self.replica,
-            over: rows.iter().filter(is_over).map(|row| row.worker_id).collect(),
-            tell: chosen
-                .iter()
-                .filter(|(id, whom)| !is_said(id, **whom))
-                .map(|(id, of)| (*id, *of))
-                .collect(),
-        }
-    }
-
-    pub(super) fn is_own(&self, row: &Model) -> bool {
-        row.chosen_by == Some(self.replica)
     }
 }
 
-/// In what the table and what was chosen here are different.
+/// What has to change in the table.
 #[derive(Debug)]
-pub(super) struct News {
+pub(super) struct Difference {
     replica: Uuid,
-    /// The workers of which it shall not say anything.
+    /// The workers whose rows go.
     over: Vec<Uuid>,
-    /// What it shall say.
-    tell: BTreeMap<WorkerId, Uuid>,
+    /// What is to be said, by worker.
+    new: BTreeMap<WorkerId, Uuid>,
 }
 
-impl News {
+impl Difference {
+    /// What the table, which holds these `rows`, lacks of what is reserved here.
+    pub(super) fn of(reservations: &Reservations, rows: &[Model], now: Timestamp) -> Self {
+        let replica = reservations.replica;
+        let own = reservations.own.iter().flat_map(|(request, of)| {
+            let rests = of.rests.then(|| WorkerId::from_uuid(*request));
+            of.workers.iter().copied().chain(rests).map(|worker| (worker, *request))
+        });
+        let mut new: BTreeMap<_, _> = own.collect();
+        let mut over = Vec::new();
+        for row in rows {
+            let worker = WorkerId::from_uuid(row.worker_id);
+            let (is_own, ends_at) = (row.chosen_by == Some(replica), Timestamp(row.expires_at));
+            match new.get(&worker) {
+                Some(request) if is_own && *request == row.waits_as && ends_at > now + TERM / 2 => {
+                    new.remove(&worker);
+                }
+                None if is_own || ends_at <= now => over.push(row.worker_id),
+                _ => {}
+            }
+        }
+        Self { replica, over, new }
+    }
+
     pub(super) async fn write(&self, db: &Database, now: Timestamp) -> Result<(), DbErr> {
-        // What is new first: who reads in between must not think that nobody chooses. And each in a transaction of its own: replicas lock rows of
-        // each other only one statement at a time.
-        if !self.tell.is_empty() {
-            db.write(async |txn| self.tell(&txn, now).await).await?;
+        // New rows come first: a replica that reads in between must not find none. Each in a
+        // transaction of its own, because replicas lock rows of each other one statement at a time.
+        if !self.new.is_empty() {
+            db.write(async |txn| self.insert(&txn, now).await).await?;
         }
         if !self.over.is_empty() {
             db.write(async |txn| self.delete(&txn, now).await).await?;
@@ -167,8 +101,8 @@ impl News {
         Ok(())
     }
 
-    /// What another replica said of a worker stays until its term is over.
-    async fn tell(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+    /// Leaves rows of other replicas whose term is not over.
+    async fn insert(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
         #[derive(Serialize)]
         struct Row {
             worker_id: Uuid,
@@ -185,9 +119,10 @@ impl News {
              WHERE kept_free.chosen_by = excluded.chosen_by OR kept_free.expires_at <= $4",
             rows::query(backend, 1, &ROW)
         );
-        let told: Vec<_> =
-            self.tell.iter().map(|(id, whom)| Row { worker_id: id.uuid(), waits_as: *whom }).collect();
-        let values = [rows::value(&told)?, (now + TERM).0.into(), self.replica.into(), now.0.into()];
+        let row =
+            |(worker, request): (&WorkerId, &Uuid)| Row { worker_id: worker.uuid(), waits_as: *request };
+        let new: Vec<_> = self.new.iter().map(row).collect();
+        let values = [rows::value(&new)?, (now + TERM).0.into(), self.replica.into(), now.0.into()];
         txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
         Ok(())
     }

@@ -1,12 +1,8 @@
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use db::Database;
 use domain::LeaseId;
-use sea_orm::{
-    ConnectionTrait, DatabaseConnection, DatabaseTransaction, EntityTrait, QueryOrder, Statement,
-    TransactionTrait,
-};
+use sea_orm::{ConnectionTrait, DatabaseConnection, DatabaseTransaction, Statement, TransactionTrait};
 use testing::databases::{self, TestDatabase};
 use tokio::sync::{Semaphore, oneshot};
 
@@ -14,7 +10,6 @@ use super::*;
 use crate::config::Config;
 use crate::dispatch::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
 use crate::entity::lease::Kind;
-use crate::entity::worker;
 use crate::placement::{Process, Purpose, Resources, Shape, Tell};
 use crate::workers;
 use crate::workers::for_tests::hello;
@@ -128,11 +123,6 @@ pub(in crate::dispatch) fn place_within(
     asking_for(Ask { wait, ..ask(lease) })
 }
 
-/// Asks for what takes more than one statement: where the containers of its owner are is looked up.
-fn place_by_steps(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<Placed>>) {
-    asking_for(Ask { owner: lease.to_string(), ..ask(lease) })
-}
-
 fn ask(lease: LeaseId) -> Ask {
     Ask {
         lease,
@@ -237,72 +227,6 @@ async fn what_found_nothing_beside_one_that_exists_is_decided_again() {
         assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
     }
     assert_eq!(tasks(&replica.dispatch, replica.worker), (2, 2));
-}
-
-impl Replica {
-    /// Has so many leases asked for together, all of which are granted.
-    async fn place_many(&mut self, count: usize, now: &(dyn Fn() -> Timestamp + Sync)) {
-        let caller = Caller { now, nothing_is_before: &|| true, tell: &drop };
-        let (requests, answers): (Vec<_>, Vec<_>) = (0..count).map(|_| place(LeaseId::new())).unzip();
-        assert!(self.dispatcher.rounds(requests, &caller).await.is_empty());
-        for answer in answers {
-            let placed = answer.await.expect("an answer");
-            assert!(matches!(placed[..], [Ok(_)]), "{placed:?}");
-        }
-    }
-
-    /// How many tasks there are on each worker, in the order of their names.
-    async fn tasks_of_all(&self) -> Vec<i64> {
-        let rows = worker::Entity::find().order_by_asc(worker::Column::Name).all(self.db.read()).await;
-        rows.expect("the workers").iter().map(|row| row.active_tasks).collect()
-    }
-}
-
-/// Another replica places so much more on a worker.
-async fn others_place(db: &Database, name: &str, tasks: usize) {
-    let sql = format!("UPDATE workers SET active_tasks = active_tasks + {tasks} WHERE name = '{name}'");
-    db.write(async |txn| txn.execute_unprepared(&sql).await).await.expect("placed");
-}
-
-/// Another replica has placed something on one of two workers, which is not known here yet: much, or one more than any is believed to have. What makes
-/// no difference is let be.
-#[tokio::test]
-async fn many_are_spread_by_what_others_have_placed() {
-    for (own, of_others, expected) in [(0, 8, [8, 4]), (16, 2, [11, 11]), (0, 2, [4, 2])] {
-        let mut replica = replica_with(databases::sqlite(), Some(100)).await;
-        let_in(&replica.db, "two", Some(100)).await;
-        replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("both workers");
-        replica.place_many(own, &Timestamp::now).await;
-        others_place(&replica.db, "one", of_others).await;
-        replica.place_many(SOME, &Timestamp::now).await;
-        assert_eq!(replica.tasks_of_all().await, expected, "{own} and {of_others}");
-    }
-}
-
-/// What has come to nothing is spread by what others have placed until then, too: each decision of these is made just before they place again.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_decided_anew_is_spread_by_what_others_have_placed_meanwhile() {
-    let mut replica = replica_with(databases::sqlite(), Some(1000)).await;
-    for name in ["three", "two"] {
-        let_in(&replica.db, name, Some(1000)).await;
-    }
-    replica.dispatcher.catch_up(false, &mut Effects::default()).await.expect("all workers");
-    let db = replica.db.clone();
-    let (runtime, asked) = (tokio::runtime::Handle::current(), AtomicUsize::new(0));
-    let now = || {
-        // Asked first when it is decided, and the fourth time when some of it is decided anew.
-        let name = match asked.fetch_add(1, Ordering::Relaxed) {
-            0 => "one",
-            3 => "two",
-            _ => return Timestamp::now(),
-        };
-        std::thread::scope(|scope| {
-            scope.spawn(|| runtime.block_on(others_place(&db, name, 100))).join().expect("placed");
-        });
-        Timestamp::now()
-    };
-    replica.place_many(9 * SOME, &now).await;
-    assert_eq!(replica.tasks_of_all().await, [100, 24, 112]);
 }
 
 /// Whoever calls again while he waits has one lease, and both calls hear of it.
@@ -431,8 +355,7 @@ async fn the_next_round_is_written_once_the_last_has_its_workers() {
     let mut replica = replica(databases::postgres().await).await;
     let other = InTheWay::of(&replica).await;
     let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
-    let ((first, granted), (second, granted_too)) =
-        (place_by_steps(LeaseId::new()), place_by_steps(LeaseId::new()));
+    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
     let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
     let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
     let rounds = replica.dispatcher.rounds(vec![first], &caller);
@@ -461,7 +384,7 @@ async fn what_may_be_one_statement_is_written_alone() {
     let mut replica = replica(databases::postgres().await).await;
     let other = InTheWay::of(&replica).await;
     let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
-    let ((first, granted), (second, granted_too)) = (place_by_steps(LeaseId::new()), place(LeaseId::new()));
+    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
     let (third, granted_last) = place(LeaseId::new());
     let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
     let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };

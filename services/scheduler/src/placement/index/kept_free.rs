@@ -56,11 +56,6 @@ impl Index {
         kept.filter_map(|(id, _)| Some(self.get(*id)?.name.clone())).collect()
     }
 
-    /// How many tasks are on these together.
-    pub(crate) fn tasks_on<'a>(&self, ids: impl IntoIterator<Item = &'a WorkerId>) -> u32 {
-        ids.into_iter().filter_map(|id| self.get(*id)).map(|worker| worker.load.tasks).sum()
-    }
-
     /// The workers to keep free for what is asked for in these `parts` at once, of which none has room for all now: where that is possible
     /// those that were `kept` until now, and else none of those that are `taken`, which is not asked before. Without `taken` none but those that
     /// were kept. None: each part asks for a slot alone, and so gets the next that comes free; or they could never all be had.
