@@ -165,7 +165,7 @@ def sizes(root):
         sums.setdefault(kind, [0, 0])
         for path in directory.rglob("*.rs"):
             parts = path.relative_to(directory).parts
-            if name == "integration-tests" or name == "testing" or parts[0] in ("tests", "benches", "examples"):
+            if name == "integration-tests" or name == "testing" or parts[0] in ("tests", "testing", "benches", "examples"):
                 sums[kind][1] += lines(path)
                 continue
             if parts[0] == "src" and is_test(path, directory / "src"):

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use anyhow::ensure;
 
-use crate::memory::Limits;
 use crate::placement::Chains;
+use crate::workers::cache::Limits;
 
 /// Settings of the scheduler. [`Config::new`] has the defaults.
 #[derive(Debug, Clone)]

@@ -11,50 +11,31 @@
 //! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks workers alone, and then their
 //! contacts; what it makes of leases is done afterwards.
 
-mod attended;
-mod calls;
+mod api;
+mod app;
+mod commit;
 mod config;
-mod contacts;
-mod demand;
-mod dispatch;
-mod drift;
-mod effects;
-mod entity;
-mod events;
-mod expire;
-mod explain;
-mod gauges;
-mod gossip;
-mod grants;
-mod grpc;
-mod hellos;
-mod hints;
+mod db;
+mod insight;
 mod leases;
-mod memory;
-#[cfg(test)]
-mod model;
+mod lifecycle;
+mod notify;
 mod outbox;
-mod outcome;
 mod placement;
 mod queue;
+mod scheduling;
+mod store_client;
 #[cfg(test)]
-mod random_operations;
-mod reconcile;
-mod refused;
-mod registry;
-mod service;
-mod set_aside;
-mod store;
-mod waiting_limits;
-mod watched;
+#[path = "../testing/mod.rs"]
+mod testing;
 mod workers;
 mod workloads;
 
 use std::future::Future;
 use std::sync::Arc;
 
+use ::db::{Database, Migrations, SqlMigration};
 use anyhow::Context;
-use db::{Database, Migrations, SqlMigration};
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::scheduler::placements_server::PlacementsServer;
@@ -66,12 +47,12 @@ use server::{Host, Listener};
 use tokio::sync::Semaphore;
 
 pub use config::Config;
-pub use memory::Limits;
 pub use placement::{Chain, Chains, ParseChainError, Strategy};
+pub use workers::cache::Limits;
 
-use crate::dispatch::Dispatcher;
-use crate::entity::signing_key;
-use crate::service::Scheduler;
+use crate::app::Scheduler;
+use crate::db::entity::signing_key;
+use crate::scheduling::Dispatcher;
 
 /// The longest message that is taken: a spec with large arguments and environment.
 const MESSAGE_LIMIT: usize = 16 << 20;
@@ -80,20 +61,26 @@ struct Schema;
 
 impl Migrations for Schema {
     const ALL: &'static [SqlMigration] = &[
-        SqlMigration { name: "0001_scheduler", sql: include_str!("migrations/0001_scheduler.sql") },
-        SqlMigration { name: "0002_registry", sql: include_str!("migrations/0002_registry.sql") },
-        SqlMigration { name: "0003_grants", sql: include_str!("migrations/0003_grants.sql") },
-        SqlMigration { name: "0004_places", sql: include_str!("migrations/0004_places.sql") },
-        SqlMigration { name: "0005_retries", sql: include_str!("migrations/0005_retries.sql") },
-        SqlMigration { name: "0006_room", sql: include_str!("migrations/0006_room.sql") },
-        SqlMigration { name: "0007_kept_free", sql: include_str!("migrations/0007_kept_free.sql") },
-        SqlMigration { name: "0008_chosen_by", sql: include_str!("migrations/0008_chosen_by.sql") },
-        SqlMigration { name: "0009_lost_for_good", sql: include_str!("migrations/0009_lost_for_good.sql") },
-        SqlMigration { name: "0010_waiting_calls", sql: include_str!("migrations/0010_waiting_calls.sql") },
-        SqlMigration { name: "0011_ended_tasks", sql: include_str!("migrations/0011_ended_tasks.sql") },
-        SqlMigration { name: "0012_outcomes", sql: include_str!("migrations/0012_outcomes.sql") },
-        SqlMigration { name: "0013_failed_team", sql: include_str!("migrations/0013_failed_team.sql") },
-        SqlMigration { name: "0014_abridged", sql: include_str!("migrations/0014_abridged.sql") },
+        SqlMigration { name: "0001_scheduler", sql: include_str!("db/migrations/0001_scheduler.sql") },
+        SqlMigration { name: "0002_registry", sql: include_str!("db/migrations/0002_registry.sql") },
+        SqlMigration { name: "0003_grants", sql: include_str!("db/migrations/0003_grants.sql") },
+        SqlMigration { name: "0004_places", sql: include_str!("db/migrations/0004_places.sql") },
+        SqlMigration { name: "0005_retries", sql: include_str!("db/migrations/0005_retries.sql") },
+        SqlMigration { name: "0006_room", sql: include_str!("db/migrations/0006_room.sql") },
+        SqlMigration { name: "0007_kept_free", sql: include_str!("db/migrations/0007_kept_free.sql") },
+        SqlMigration { name: "0008_chosen_by", sql: include_str!("db/migrations/0008_chosen_by.sql") },
+        SqlMigration {
+            name: "0009_lost_for_good",
+            sql: include_str!("db/migrations/0009_lost_for_good.sql"),
+        },
+        SqlMigration {
+            name: "0010_waiting_calls",
+            sql: include_str!("db/migrations/0010_waiting_calls.sql"),
+        },
+        SqlMigration { name: "0011_ended_tasks", sql: include_str!("db/migrations/0011_ended_tasks.sql") },
+        SqlMigration { name: "0012_outcomes", sql: include_str!("db/migrations/0012_outcomes.sql") },
+        SqlMigration { name: "0013_failed_team", sql: include_str!("db/migrations/0013_failed_team.sql") },
+        SqlMigration { name: "0014_abridged", sql: include_str!("db/migrations/0014_abridged.sql") },
     ];
 
     const BY_INDEX: bool = true;
@@ -106,7 +93,7 @@ const GRANTING: u32 = 2;
 const SHARED_BELOW: u32 = 6;
 
 /// Brings a database to the schema of this version.
-pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
+pub async fn migrate(database: &::db::Settings) -> Result<(), ::db::ConnectError> {
     Database::open::<Schema>(database).await.map(drop)
 }
 
@@ -119,14 +106,14 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
 async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
-    let store = store::Store::new(peer(&config.artifact_store, outgoing)?);
+    let store = store_client::Store::new(peer(&config.artifact_store, outgoing)?);
     let own = if config.database.connections < SHARED_BELOW { 0 } else { GRANTING };
-    let shared = db::Settings { connections: config.database.connections - own, ..config.database.clone() };
+    let shared = ::db::Settings { connections: config.database.connections - own, ..config.database.clone() };
     let db = Database::open::<Schema>(&shared).await.context("cannot open the scheduler's database")?;
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let alone = db.is_sqlite();
     let taken_up = async {
-        expire::be_patient(&db, &config, alone).await?;
+        lifecycle::timeouts::be_patient(&db, &config, alone).await?;
         if alone {
             db.write(async |txn| outbox::release_claims(&txn, Timestamp::now()).await).await?;
         }
@@ -141,49 +128,49 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
         host.at_last(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
-    let (contacts, said) = contacts::channel();
-    let (hellos, asked) = hellos::channel();
+    let (contacts, said) = lifecycle::heartbeats::channel();
+    let (hellos, asked) = lifecycle::registration::channel();
     let scheduler = Scheduler {
         delivered: outbox::delivered(db.clone(), host.tasks()),
         db,
-        admissions: waiting_limits::Admissions::new(config.most_waiting, config.most_waiting_bytes),
+        admissions: queue::limits::Admissions::new(config.most_waiting, config.most_waiting_bytes),
         config,
         signer,
         store,
         deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
-        hints: hints::Hints::default(),
+        hints: notify::local::Hints::default(),
         attended: dispatch.workers.attended.clone(),
         contacts,
         hellos,
         dispatch,
-        gossip: gossip::Gossip::new(),
-        drift: drift::Drift::default(),
+        gossip: notify::cluster::Gossip::new(),
+        drift: leases::drift::Drift::default(),
         orphans_ended: Arc::default(),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
-    host.spawn(dispatch::dispatch_forever(dispatcher, scheduler.clone()));
-    host.spawn(attended::look_forever(scheduler.clone()));
-    host.spawn(watched::look_forever(scheduler.clone()));
-    host.spawn(contacts::note_forever(scheduler.clone(), said));
-    host.spawn(hellos::let_in_forever(scheduler.clone(), asked));
+    host.spawn(scheduling::dispatch_forever(dispatcher, scheduler.clone()));
+    host.spawn(workers::desired_state::look_forever(scheduler.clone()));
+    host.spawn(workloads::watch_poll::look_forever(scheduler.clone()));
+    host.spawn(lifecycle::heartbeats::note_forever(scheduler.clone(), said));
+    host.spawn(lifecycle::registration::let_in_forever(scheduler.clone(), asked));
     if scheduler.config.share_hints {
-        host.spawn(gossip::tell_forever(scheduler.clone()));
-        host.spawn(gossip::hear_forever(scheduler.clone()));
+        host.spawn(notify::cluster::tell_forever(scheduler.clone()));
+        host.spawn(notify::cluster::hear_forever(scheduler.clone()));
     }
-    host.spawn(expire::expire_forever(scheduler.clone()));
+    host.spawn(lifecycle::timeouts::expire_forever(scheduler.clone()));
     host.spawn(outbox::redeliver_forever(scheduler.clone()));
-    host.spawn(reconcile::reconcile_forever(scheduler.clone()));
-    host.spawn(registry::see_off_forever(scheduler.clone()));
+    host.spawn(store_client::reconcile::reconcile_forever(scheduler.clone()));
+    host.spawn(lifecycle::departure::see_off_forever(scheduler.clone()));
     host.add_service(
-        WorkloadsServer::new(grpc::WorkloadsService(scheduler.clone()))
+        WorkloadsServer::new(api::WorkloadsService(scheduler.clone()))
             .max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(
-        WorkersServer::new(grpc::WorkersService(Arc::new(scheduler.clone())))
+        WorkersServer::new(api::WorkersService(Arc::new(scheduler.clone())))
             .max_decoding_message_size(MESSAGE_LIMIT),
     );
-    host.add_service(PlacementsServer::new(grpc::PlacementsService(scheduler.clone())));
+    host.add_service(PlacementsServer::new(api::PlacementsService(scheduler.clone())));
     host.describe(server::Service {
         name: "scheduler",
         version: env!("CARGO_PKG_VERSION"),
@@ -196,8 +183,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
         let db = db.clone();
         async move { db.answers().await }
     });
-    attended::describe();
-    gauges::add(scheduler.clone(), host);
+    workers::desired_state::describe();
+    insight::metrics::add(scheduler.clone(), host);
     Ok(scheduler)
 }
 

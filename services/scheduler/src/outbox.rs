@@ -22,9 +22,9 @@ use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 use uuid::Uuid;
 
-use crate::effects::Effects;
-use crate::entity::{from_json, outbox, to_json};
-use crate::service::Scheduler;
+use crate::app::Scheduler;
+use crate::db::entity::{from_json, outbox, to_json};
+use crate::notify::changes::Effects;
 use crate::workloads;
 
 /// For how long whoever wrote or claimed a parcel has it to itself.

@@ -2,17 +2,17 @@
 //!
 //! Nothing else filters or compares workers. What speaks against a worker is said by [`refusals`], how those that would do compare by a
 //! [`Chain`] of strategies, and [`Index::choose`] picks one of the best, by lot where several are equal. All of it is pure: whoever grants
-//! the lease asks [`refusals`] again of the worker's row, which it has locked ([`crate::grants`]).
+//! the lease asks [`refusals`] again of the worker's row, which it has locked ([`crate::commit`]).
 //!
 //! The [`Index`] answers without a look at each worker: workers that differ in nothing but their load are a class, which is judged once,
 //! and lie in it sorted by what they cost. Its tests compare it with a plain restatement that looks at everyone.
 
+mod feasibility;
 mod index;
-mod pace;
-mod refusal;
-mod strategy;
+mod scoring;
 #[cfg(test)]
 pub(crate) mod tests;
+mod throughput;
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -25,17 +25,17 @@ use sea_orm::DbErr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::entity::from_json;
-use crate::entity::lease::Kind;
-use crate::entity::worker::{Desired, State};
+use crate::db::entity::from_json;
+use crate::db::entity::lease::Kind;
+use crate::db::entity::worker::{Desired, State};
 
-pub(crate) use index::kept_free::Part;
-pub(crate) use index::outlook::{Group, Opinion, Outlook, Says, Standing, Tell};
+pub(crate) use feasibility::{CODES, Refusal, Refusals, Resource, Shortage};
+pub(crate) use index::explain::{Group, Opinion, Outlook, Says, Standing, Tell};
+pub(crate) use index::reservations::Part;
 pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
-pub(crate) use pace::Pace;
-pub(crate) use refusal::{CODES, Refusal, Refusals, Resource, Shortage};
-pub(crate) use strategy::Purpose;
-pub use strategy::{Chain, Chains, ParseChainError, Strategy};
+pub(crate) use scoring::Purpose;
+pub use scoring::{Chain, Chains, ParseChainError, Strategy};
+pub(crate) use throughput::Pace;
 
 /// A worker, as placement sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]

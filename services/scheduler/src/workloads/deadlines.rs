@@ -14,12 +14,12 @@ use sea_orm::{
 use uuid::Uuid;
 
 use super::{PENDING, Write, conclude, lock, save, stop};
-use crate::effects::Effects;
-use crate::entity::from_json;
-use crate::entity::lease::{self, StopReason};
-use crate::entity::workload::{self, State};
+use crate::db::entity::from_json;
+use crate::db::entity::lease::{self, StopReason};
+use crate::db::entity::workload::{self, State};
 use crate::leases;
-use crate::outcome::Ending;
+use crate::notify::changes::Effects;
+use crate::workloads::outcome::Ending;
 
 /// Workloads that are assigned and must start in time, each with its lease.
 const STARTING: &str = "FROM workloads JOIN leases ON leases.id = workloads.lease_id

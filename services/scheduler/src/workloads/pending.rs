@@ -7,7 +7,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use super::PENDING;
-use crate::entity::workload;
+use crate::db::entity::workload;
 
 /// A workload that waits for a worker.
 #[derive(Debug, FromQueryResult)]

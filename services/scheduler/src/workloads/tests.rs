@@ -4,7 +4,7 @@ use domain::workload::{Image, Outcome, Output};
 use testing::databases::TestDatabase;
 
 use super::*;
-use crate::entity::{event, outbox as parcels};
+use crate::db::entity::{event, outbox as parcels};
 
 /// A workload from an image that is an artifact, so that something is pinned for it.
 fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
@@ -16,7 +16,7 @@ fn of_an_image(outputs: &[&str]) -> WorkloadSpec {
     WorkloadSpec {
         image: Image::Artifact(ArtifactId::new()),
         outputs: outputs.collect(),
-        ..for_tests::spec()
+        ..test_support::spec()
     }
 }
 
@@ -121,7 +121,7 @@ async fn what_finished_long_ago_is_forgotten_on_postgresql() {
 
 #[tokio::test]
 async fn what_had_finished_before_is_listed_by_how_it_ended() {
-    let migration = include_str!("../migrations/0012_outcomes.sql");
+    let migration = include_str!("../db/migrations/0012_outcomes.sql");
     let fills = migration.find("UPDATE").map(|at| &migration[at..]).expect("it fills what is there");
     let fills = fills.split(';').next().expect("a statement");
     let (sqlite, postgres) = (testing::databases::sqlite(), testing::databases::postgres().await);
@@ -130,7 +130,7 @@ async fn what_had_finished_before_is_listed_by_how_it_ended() {
         let ways = [Outcome::Succeeded, Outcome::Failed, Outcome::Errored, Outcome::Aborted];
         let mut ended = Vec::new();
         for outcome in ways {
-            let submission = Submission::new(WorkloadId::new(), for_tests::spec(), None);
+            let submission = Submission::new(WorkloadId::new(), test_support::spec(), None);
             let (row, now) = (submission.row(State::Running, Timestamp::now()), Timestamp::now());
             let ending = Ending { outcome, ..Ending::aborted() };
             db.write(async |txn| {

@@ -10,12 +10,12 @@ use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, Que
 use uuid::Uuid;
 
 use super::{ending, spec, whereabouts};
-use crate::entity::from_json;
-use crate::entity::lease::StopReason;
-use crate::entity::workload::{self, Model, Outcome, State};
-use crate::events::Whereabouts;
+use crate::db::entity::from_json;
+use crate::db::entity::lease::StopReason;
+use crate::db::entity::workload::{self, Model, Outcome, State};
 use crate::leases;
-use crate::outcome::Ending;
+use crate::workloads::events::Whereabouts;
+use crate::workloads::outcome::Ending;
 
 /// A workload as it is now.
 #[derive(Debug, Clone)]

@@ -1,0 +1,545 @@
+//! Between what the scheduler knows and what its callers see.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::{Capacity, Labels, ResourceType};
+use domain::workload::FailureReason;
+use domain::{Timestamp, WorkloadId};
+use rpc::pb::scheduler as pb;
+use rpc::{Message, invalid_field, timestamp};
+use tonic::Status;
+
+use crate::db::entity::lease::{Kind, StopReason};
+use crate::db::entity::removed_worker::{self, WorkerEnd};
+use crate::db::entity::{worker, workload};
+use crate::insight::capacity;
+use crate::insight::explain::{Explanation, Verdict};
+use crate::leases::{Lease, LeaseEnd, LeaseState};
+use crate::lifecycle::departure::Unended;
+use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
+use crate::workers::Worker;
+use crate::workloads::Workload;
+use crate::workloads::events::{Event, InputProgress, Revision, Whereabouts};
+use crate::workloads::outcome::Ending;
+
+pub(super) fn whereabouts(whereabouts: Whereabouts) -> pb::Whereabouts {
+    pb::Whereabouts {
+        worker_id: whereabouts.worker.to_string(),
+        worker_name: whereabouts.worker_name,
+        gateway_endpoint: whereabouts.gateway_endpoint,
+        attempt_id: whereabouts.attempt.to_string(),
+    }
+}
+
+pub(super) fn revision(revision: Revision) -> pb::WatchResponse {
+    use pb::watch_response::Event as Pb;
+    let event = match revision.event {
+        Event::Queued { reasons } => Pb::Queued(pb::Queued { reasons }),
+        Event::Placed { whereabouts: at, reason } => {
+            Pb::Placed(pb::Placed { whereabouts: Some(whereabouts(at)), reason })
+        }
+        Event::Preparing => Pb::Preparing(pb::Preparing {}),
+        Event::Materializing { inputs } => {
+            let inputs = inputs.into_iter().map(|input| {
+                let InputProgress { name, bytes_done, bytes_total, waits_for } = input;
+                pb::InputProgress { name, bytes_done, bytes_total, waits_for }
+            });
+            Pb::Materializing(pb::Materializing { inputs: inputs.collect() })
+        }
+        Event::Running { whereabouts: at } => Pb::Running(pb::Running { whereabouts: Some(whereabouts(at)) }),
+        Event::Publishing => Pb::Publishing(pb::Publishing {}),
+        Event::Finished { ending, whereabouts: at } => {
+            let Ending { outcome, exit, failure, outputs, caches: _, usage, notes } = ending;
+            Pb::Finished(pb::Finished {
+                outcome: rpc::outcome(outcome).into(),
+                exit: exit.map(rpc::exit),
+                failure: failure.as_ref().map(rpc::failure),
+                outputs: outputs.iter().map(rpc::published_output).collect(),
+                whereabouts: at.map(whereabouts),
+                usage: usage.as_ref().map(rpc::usage),
+                notes,
+            })
+        }
+    };
+    pb::WatchResponse { revision: revision.revision, at: Some(timestamp(revision.at)), event: Some(event) }
+}
+
+pub(super) fn workload_state(state: workload::State) -> pb::WorkloadState {
+    match state {
+        workload::State::Accepted => pb::WorkloadState::Accepted,
+        workload::State::Pending => pb::WorkloadState::Pending,
+        workload::State::Assigned => pb::WorkloadState::Assigned,
+        workload::State::Starting => pb::WorkloadState::Starting,
+        workload::State::Running => pb::WorkloadState::Running,
+        workload::State::Settling => pb::WorkloadState::Settling,
+        workload::State::Finished => pb::WorkloadState::Finished,
+    }
+}
+
+/// A filter: 0 is any.
+pub(super) fn parse_workload_state(field: &str, state: i32) -> Result<Option<workload::State>, Status> {
+    let state = pb::WorkloadState::try_from(state)
+        .map_err(|_| invalid_field(field, format!("{state} is not a value of this enum")))?;
+    Ok(match state {
+        pb::WorkloadState::Unspecified => None,
+        pb::WorkloadState::Accepted => Some(workload::State::Accepted),
+        pb::WorkloadState::Pending => Some(workload::State::Pending),
+        pb::WorkloadState::Assigned => Some(workload::State::Assigned),
+        pb::WorkloadState::Starting => Some(workload::State::Starting),
+        pb::WorkloadState::Running => Some(workload::State::Running),
+        pb::WorkloadState::Settling => Some(workload::State::Settling),
+        pb::WorkloadState::Finished => Some(workload::State::Finished),
+    })
+}
+
+/// A filter: 0 is any.
+pub(super) fn parse_outcome(field: &str, outcome: i32) -> Result<Option<workload::Outcome>, Status> {
+    let outcome = pb::Outcome::try_from(outcome)
+        .map_err(|_| invalid_field(field, format!("{outcome} is not a value of this enum")))?;
+    Ok(match outcome {
+        pb::Outcome::Unspecified => None,
+        pb::Outcome::Succeeded => Some(workload::Outcome::Succeeded),
+        pb::Outcome::Failed => Some(workload::Outcome::Failed),
+        pb::Outcome::Errored => Some(workload::Outcome::Errored),
+        pb::Outcome::Aborted => Some(workload::Outcome::Aborted),
+    })
+}
+
+pub(super) fn workload(workload: Workload) -> pb::Workload {
+    let ending = workload.ending;
+    let outcome = ending.as_ref().map_or(pb::Outcome::Unspecified, |ending| rpc::outcome(ending.outcome));
+    pb::Workload {
+        workload_id: workload.id.to_string(),
+        spec: Some(rpc::spec::without_secrets(rpc::spec::to_proto(&workload.spec))),
+        state: workload_state(workload.state).into(),
+        submitted_at: Some(timestamp(workload.submitted_at)),
+        started_at: workload.started_at.map(timestamp),
+        finished_at: workload.finished_at.map(timestamp),
+        whereabouts: workload.whereabouts.map(whereabouts),
+        outcome: outcome.into(),
+        exit: ending.as_ref().and_then(|ending| ending.exit).map(rpc::exit),
+        failure: ending.as_ref().and_then(|ending| ending.failure.as_ref()).map(rpc::failure),
+        outputs: ending.iter().flat_map(|ending| &ending.outputs).map(rpc::published_output).collect(),
+        waiting_for: workload.waiting_for,
+        usage: ending.as_ref().and_then(|ending| ending.usage.as_ref()).map(rpc::usage),
+        retried: workload.retried,
+        stopping: workload.stopping.map(stop_reason).unwrap_or_default(),
+        abridged: workload.abridged,
+    }
+}
+
+fn labels(labels: Labels, ephemeral: bool) -> pb::WorkerLabels {
+    pb::WorkerLabels {
+        platform: labels.platform,
+        tags: labels.tags,
+        team: labels.team.unwrap_or_default(),
+        image_kinds: labels.image_kinds,
+        capabilities: labels.capabilities,
+        resource_types: labels.resource_types.into_iter().map(resource_type).collect(),
+        ephemeral,
+    }
+}
+
+/// `ttl`: for how long one that is awaited may come back.
+pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worker {
+    let refusals = placement::standing_refusals(&worker.placed).iter().map(refusal).collect();
+    let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
+    let desired = match placed.desired {
+        worker::Desired::Run => pb::WorkerDesire::Run,
+        worker::Desired::Land => pb::WorkerDesire::Land,
+        worker::Desired::Retire => pb::WorkerDesire::Retire,
+    };
+    let state = match placed.state {
+        worker::State::Running => pb::WorkerState::Running,
+        worker::State::Stalled => pb::WorkerState::Stalled,
+        worker::State::Lost => pb::WorkerState::Lost,
+    };
+    pb::Worker {
+        worker_id: placed.id.to_string(),
+        name: placed.name,
+        state: state.into(),
+        incarnation: placed.incarnation.0,
+        session: session.0,
+        gateway_endpoint: placed.endpoint,
+        labels: Some(labels(Arc::unwrap_or_clone(placed.labels), worker.ephemeral)),
+        capacity: Some(pb::Capacity {
+            max_tasks: placed.capacity.max_tasks.unwrap_or(0),
+            disk_bytes: placed.capacity.disk_bytes,
+            max_containers: placed.capacity.max_containers.unwrap_or(0),
+            max_volumes: placed.capacity.max_volumes.unwrap_or(0),
+            cpu_millis: placed.capacity.cpu_millis.unwrap_or(0),
+            memory_bytes: placed.capacity.memory_bytes.unwrap_or(0),
+        }),
+        active_tasks: placed.load.tasks,
+        containers: kept.containers,
+        volumes: kept.volumes,
+        disk_free_bytes: kept.disk_free_bytes,
+        last_contact_at: Some(timestamp(last_contact_at)),
+        awaited: awaited_since.is_some_and(|since| now.since(since) < ttl),
+        desired: desired.into(),
+        landed_at: worker.landed_at.map(timestamp),
+        interrupt_at: worker.interrupt_at.map(timestamp),
+        leases: worker.load.leases,
+        uninterruptible_leases: worker.load.uninterruptible,
+        held_up_by: worker.held_up_by,
+        refusals,
+        failures: worker.failures,
+        last_failure: worker.last_failure,
+        set_aside_until: worker.set_aside_until.map(timestamp),
+        failed_team: worker.failed_team.unwrap_or_default(),
+        unsupported_versions: worker.unsupported_versions,
+        reserved: requests(placed.load.reserved),
+    }
+}
+
+pub(super) fn gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
+    let how = match gone.how {
+        WorkerEnd::Retired => pb::WorkerEnd::Retired,
+        WorkerEnd::Pruned => pb::WorkerEnd::Pruned,
+        WorkerEnd::Expired => pb::WorkerEnd::Expired,
+    };
+    pb::GoneWorker {
+        worker_id: gone.id.to_string(),
+        name: gone.name,
+        how: how.into(),
+        at: Some(timestamp(Timestamp(gone.gone_at))),
+    }
+}
+
+/// How many workers an explanation tells one by one.
+const TOLD: usize = 20;
+
+/// How many at most.
+const TOLD_AT_MOST: u32 = 10_000;
+
+/// How many may be asked for by name.
+const NAMED: usize = 1000;
+
+pub(super) fn parse_tell(max_workers: u32, workers: Vec<String>) -> Result<Tell, Status> {
+    if max_workers > TOLD_AT_MOST {
+        return Err(invalid_field("max_workers", format!("must be 0 to {TOLD_AT_MOST}")));
+    }
+    if workers.len() > NAMED {
+        return Err(invalid_field("workers", format!("must be at most {NAMED}")));
+    }
+    let most = match (usize::try_from(max_workers).unwrap_or(0), workers.len()) {
+        (0, named) => named.max(TOLD),
+        (most, _) => most,
+    };
+    let only = (!workers.is_empty()).then(|| {
+        let ids = workers.iter().filter_map(|worker| worker.parse().ok()).collect();
+        (ids, workers.into_iter().collect())
+    });
+    Ok(Tell { most, only })
+}
+
+pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
+    let verdict = match explanation.verdict {
+        Verdict::Placed => pb::Verdict::Placed,
+        Verdict::NotNow => pb::Verdict::NotNow,
+        Verdict::Never => pb::Verdict::Never,
+    };
+    let Outlook { known, gone, willing, opinions, groups, pace: _ } = explanation.outlook;
+    pb::ExplainResponse {
+        verdict: verdict.into(),
+        queue_position: explanation.position,
+        workers: opinions.into_iter().map(opinion).collect(),
+        unblocked_by: explanation.unblocked_by,
+        summary: explanation.summary,
+        expected_wait: explanation.expected_wait.map(rpc::duration),
+        expected_wait_basis: explanation.expected_wait_basis,
+        workers_known: known as u64,
+        workers_willing: willing as u64,
+        groups: groups.into_iter().map(group).collect(),
+        workers_gone: gone as u64,
+    }
+}
+
+fn opinion(opinion: Opinion) -> pb::WorkerExplanation {
+    let (refusals, standing) = match opinion.says {
+        Says::Would(standing) => (Vec::new(), Some(standing)),
+        Says::WouldNot(refusals) => (refusals.iter().map(refusal).collect(), None),
+    };
+    let (standing, scores) = standing.map_or_else(Default::default, |Standing { words, scores }| {
+        let score =
+            |(strategy, value): (Strategy, u64)| pb::StrategyScore { strategy: strategy.to_string(), value };
+        (words, scores.into_iter().map(score).collect())
+    });
+    pb::WorkerExplanation {
+        worker_id: opinion.worker.to_string(),
+        worker_name: opinion.name,
+        refusals,
+        standing,
+        scores,
+    }
+}
+
+fn group(group: Group) -> pb::RefusingWorkers {
+    let of_many = |one: &Refusal| match group.count {
+        1 => refusal(one),
+        _ => pb::PlacementRefusal {
+            message: one.of_many(),
+            ended_by: one.ended_by_of_many(),
+            limit: None,
+            ..refusal(one)
+        },
+    };
+    let refusals = group.refusals.iter().map(of_many).collect();
+    pb::RefusingWorkers { refusals, count: group.count as u64, names: group.names }
+}
+
+fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
+    let duration = if refusal.passes() { pb::RefusalDuration::Passing } else { pb::RefusalDuration::Lasting };
+    pb::PlacementRefusal {
+        reason: refusal.code().to_owned(),
+        message: refusal.to_string(),
+        duration: duration.into(),
+        ended_by: refusal.ended_by(),
+        limit: refusal.limit().map(|(of, limit, amount)| pb::ReachedLimit {
+            of: of.to_owned(),
+            limit,
+            amount,
+        }),
+        labels: refusal.labels(),
+    }
+}
+
+pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::Ask, Status> {
+    let bounded = |field: &str, count: u32, default: usize| match usize::try_from(count) {
+        Ok(0) => Ok(default),
+        Ok(count) if count <= NAMED => Ok(count),
+        _ => Err(invalid_field(field, format!("must be at most {NAMED}"))),
+    };
+    let replicas = pb::ReplicaCheck::try_from(request.replica_check).map_err(|_| {
+        invalid_field("replica_check", format!("{} is not a value of this enum", request.replica_check))
+    })?;
+    Ok(capacity::Ask {
+        shapes: bounded("max_shapes", request.max_shapes, 100)?,
+        removable: bounded("max_removable", request.max_removable, 10)?,
+        replicas: replicas == pb::ReplicaCheck::Each,
+    })
+}
+
+/// Why an attempt shall stop, as its gateway and whoever asks are told.
+pub(super) fn stop_reason(reason: StopReason) -> String {
+    let reason = match reason {
+        StopReason::Cancelled => FailureReason::Cancelled,
+        StopReason::StartTimeout => FailureReason::StartTimeout,
+        StopReason::RunTimeout => FailureReason::RunTimeout,
+        StopReason::Interrupted => FailureReason::Interrupted,
+        StopReason::WorkerLost => FailureReason::WorkerLost,
+    };
+    reason.to_string()
+}
+
+pub(super) fn lease(lease: Lease) -> pb::Lease {
+    let kind = match lease.kind {
+        Kind::Transfer => pb::PlacementKind::Transfer,
+        Kind::Task => pb::PlacementKind::Task,
+        Kind::Get => pb::PlacementKind::Get,
+        Kind::Put => pb::PlacementKind::Put,
+        Kind::Check => pb::PlacementKind::Check,
+        Kind::Service => pb::PlacementKind::Service,
+    };
+    let (state, ended_at, end) = match lease.state {
+        LeaseState::Granted => (pb::LeaseState::Granted, None, pb::LeaseEnd::Unspecified),
+        LeaseState::Ending => (pb::LeaseState::Ending, None, pb::LeaseEnd::Unspecified),
+        LeaseState::Ended(at, end) => {
+            let end = match end {
+                LeaseEnd::Released => pb::LeaseEnd::Released,
+                LeaseEnd::Reported => pb::LeaseEnd::Reported,
+                LeaseEnd::Expired => pb::LeaseEnd::Expired,
+                LeaseEnd::Lost => pb::LeaseEnd::Lost,
+                LeaseEnd::Stopped => pb::LeaseEnd::Stopped,
+            };
+            (pb::LeaseState::Ended, Some(at), end)
+        }
+    };
+    let (workload_id, attempt_id) = match lease.claims.attempt {
+        Some((workload, attempt)) => (workload.to_string(), attempt.to_string()),
+        None => Default::default(),
+    };
+    pb::Lease {
+        lease_id: lease.claims.lease.to_string(),
+        team: lease.claims.team,
+        kind: kind.into(),
+        state: state.into(),
+        worker_id: lease.claims.worker.to_string(),
+        worker_name: lease.worker_name,
+        incarnation: lease.claims.incarnation.0,
+        workload_id,
+        attempt_id,
+        owner: lease.owner,
+        requests: requests(lease.reserved),
+        granted_at: Some(timestamp(lease.granted_at)),
+        expires_at: lease.expires_at.map(timestamp),
+        stop_reason: lease.stop_reason.map(stop_reason).unwrap_or_default(),
+        ended_at: ended_at.map(timestamp),
+        end: end.into(),
+    }
+}
+
+/// What is kept free, if anything is.
+fn requests(resources: Resources) -> Option<pb::ResourceRequests> {
+    let Resources { cpu_millis, memory_bytes, disk_bytes } = resources;
+    (resources != Resources::default()).then_some(pb::ResourceRequests {
+        cpu_millis,
+        memory_bytes,
+        disk_bytes,
+    })
+}
+
+pub(super) fn feed(feed: capacity::Feed, now: Timestamp) -> pb::GetDemandResponse {
+    pb::GetDemandResponse {
+        waiting: feed.waiting as u64,
+        waiting_for_none: feed.for_none as u64,
+        oldest_since: feed.oldest.map(timestamp),
+        demand: within(feed.demand.into_iter().map(waiting_shape)),
+        supply: within(feed.supply.into_iter().map(worker_shape)),
+        removable: feed.removable.into_iter().map(|worker| removable(worker, now)).collect(),
+        refused: within(feed.refused.into_iter().map(waiting_shape)),
+    }
+}
+
+/// The first shapes that take 1 MiB on the wire: clients decode 4 MiB in all.
+fn within<M: rpc::Message>(shapes: impl Iterator<Item = M>) -> Vec<M> {
+    let mut bytes = 0;
+    let fits = |shape: &M| {
+        bytes += shape.encoded_len();
+        bytes <= 1 << 20
+    };
+    shapes.take_while(fits).collect()
+}
+
+fn waiting_shape(waiting: capacity::Waiting) -> pb::WaitingShape {
+    let shape = &*waiting.shape;
+    let process = shape.process.as_ref().map(|process| pb::ProcessRequirements {
+        image_kind: process.image_kind.clone().into_owned(),
+        resource_type: process.resource_type.clone().unwrap_or_default(),
+        capabilities: process.capabilities.iter().map(|name| name.clone().into_owned()).collect(),
+    });
+    let team_workers = match waiting.keeps_to_its_own {
+        true => pb::TeamWorkers::Own,
+        false => pb::TeamWorkers::Any,
+    };
+    pb::WaitingShape {
+        team: shape.team.clone(),
+        platform: shape.platform.clone(),
+        tags: shape.tags.clone(),
+        process,
+        requests: requests(shape.requests),
+        team_workers: team_workers.into(),
+        count: waiting.count as u64,
+        count_for_none: waiting.for_none as u64,
+        oldest_since: Some(timestamp(waiting.oldest)),
+        waits_for: waiting.waits_for.to_owned(),
+        never_for: waiting.never_for,
+    }
+}
+
+fn worker_shape(supply: capacity::Supply) -> pb::WorkerShape {
+    let capacity::Supply { labels, workers, in_service, idle, slots_in_use, slots_free, without_limit } =
+        supply;
+    let labels = Arc::unwrap_or_clone(labels);
+    pb::WorkerShape {
+        platform: labels.platform,
+        tags: labels.tags,
+        team: labels.team.unwrap_or_default(),
+        image_kinds: labels.image_kinds,
+        capabilities: labels.capabilities,
+        workers: workers as u64,
+        workers_in_service: in_service as u64,
+        workers_idle: idle as u64,
+        slots_in_use,
+        slots_free,
+        workers_without_limit: without_limit as u64,
+    }
+}
+
+fn removable(worker: capacity::Removable, now: Timestamp) -> pb::RemovableWorker {
+    let would_lose = match worker.would_lose {
+        Some(true) => pb::WouldLose::Something,
+        Some(false) => pb::WouldLose::Nothing,
+        None => pb::WouldLose::Unspecified,
+    };
+    pb::RemovableWorker {
+        worker_id: worker.id.to_string(),
+        reason: worker.words(now),
+        worker_name: worker.name,
+        leases: worker.leases,
+        kept_containers: worker.kept_containers,
+        kept_volumes: worker.kept_volumes,
+        idle_since: worker.idle_since.map(timestamp),
+        would_lose: would_lose.into(),
+    }
+}
+
+/// What ended with a worker that was pruned.
+pub(super) fn pruned(unended: Unended) -> pb::PruneWorkerResponse {
+    let workloads = unended.workloads.into_iter().take(NAMED);
+    let workload =
+        |(team, id): (String, WorkloadId)| pb::PrunedWorkload { team, workload_id: id.to_string() };
+    pb::PruneWorkerResponse { leases: unended.leases as u64, workloads: workloads.map(workload).collect() }
+}
+
+/// Most bytes of a worker's labels, so that a page of a list has room for many workers.
+const MOST_LABELS_BYTES: usize = 16 << 10;
+
+pub(super) fn parse_labels(labels: pb::WorkerLabels) -> Result<Labels, Status> {
+    if labels.platform.is_empty() {
+        return Err(invalid_field("hello.labels.platform", "is required"));
+    }
+    let bytes = labels.encoded_len();
+    let texts = |field: &str, texts: Vec<String>| {
+        let field = format!("hello.labels.{field}");
+        texts.into_iter().map(|text| rpc::parse_printable(&field, text)).collect::<Result<Vec<_>, _>>()
+    };
+    let team = Some(labels.team).filter(|team| !team.is_empty());
+    let labels = Labels {
+        platform: rpc::parse_printable("hello.labels.platform", labels.platform)?,
+        tags: texts("tags", labels.tags)?,
+        team: team.map(|team| rpc::parse_team("hello.labels.team", team)).transpose()?,
+        image_kinds: texts("image_kinds", labels.image_kinds)?,
+        capabilities: texts("capabilities", labels.capabilities)?,
+        resource_types: parse_resource_types(labels.resource_types)?,
+    };
+    if bytes > MOST_LABELS_BYTES {
+        return Err(invalid_field("hello.labels", format!("must be at most {MOST_LABELS_BYTES} bytes")));
+    }
+    Ok(labels)
+}
+
+fn parse_resource_types(types: Vec<pb::ResourceType>) -> Result<Vec<ResourceType>, Status> {
+    let mut names = HashSet::new();
+    let parse = |pb::ResourceType { name, version }: pb::ResourceType| {
+        let name = rpc::parse_name("hello.labels.resource_types.name", name)?;
+        if !names.insert(name.clone()) {
+            return Err(invalid_field(
+                "hello.labels.resource_types.name",
+                format!("{name:?} is given twice"),
+            ));
+        }
+        Ok(ResourceType {
+            name,
+            version: rpc::parse_printable("hello.labels.resource_types.version", version)?,
+        })
+    };
+    types.into_iter().map(parse).collect()
+}
+
+fn resource_type(ResourceType { name, version }: ResourceType) -> pb::ResourceType {
+    pb::ResourceType { name, version }
+}
+
+pub(super) fn parse_capacity(capacity: pb::Capacity) -> Capacity {
+    Capacity {
+        max_tasks: Some(capacity.max_tasks).filter(|max| *max > 0),
+        max_containers: Some(capacity.max_containers).filter(|max| *max > 0),
+        max_volumes: Some(capacity.max_volumes).filter(|max| *max > 0),
+        cpu_millis: Some(capacity.cpu_millis).filter(|amount| *amount > 0),
+        memory_bytes: Some(capacity.memory_bytes).filter(|amount| *amount > 0),
+        disk_bytes: capacity.disk_bytes,
+    }
+}

@@ -1,0 +1,389 @@
+//! Service `Placements`.
+
+use std::collections::{BTreeSet, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::LeaseClaims;
+use domain::{ArtifactId, CacheId, LeaseId, Timestamp, WorkerId};
+use futures::{StreamExt, TryStreamExt, stream};
+use rpc::page::Page;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::placements_server::Placements;
+use rpc::{Reason, Refusal, invalid_field, parse_enum, parse_id, parse_team, required};
+use tonic::{Request, Response, Status};
+use uuid::Uuid;
+
+use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all, unknown_worker};
+use crate::app::Scheduler;
+use crate::db::entity::lease::{self, Kind};
+use crate::db::entity::to_json;
+use crate::insight::capacity;
+use crate::insight::explain;
+use crate::leases;
+use crate::placement::{self, Demand, Purpose, Shape};
+use crate::scheduling::{Ask, Granted, PlaceError, Placed};
+use crate::store_client::{Found, Inputs};
+use crate::workers;
+
+/// Service `Placements`.
+pub(crate) struct PlacementsService(pub(crate) Scheduler);
+
+#[tonic::async_trait]
+impl Placements for PlacementsService {
+    async fn place(&self, request: Request<pb::PlaceRequest>) -> Result<Response<pb::PlaceResponse>, Status> {
+        let ask = self.ask("", request.into_inner(), None).await?.map_err(Reasoned::status)?;
+        let placed = self.0.place(vec![ask]).await.pop().unwrap_or(Err(PlaceError::Stopping));
+        Ok(Response::new(self.granted(placed.map_err(Reasoned::status)?)))
+    }
+
+    async fn place_many(
+        &self,
+        request: Request<pb::PlaceManyRequest>,
+    ) -> Result<Response<pb::PlaceManyResponse>, Status> {
+        let items = request.into_inner().items;
+        check_count("items", items.len())?;
+        let one_group = items.iter().all(|item| item.group > 0 && item.group == items[0].group);
+        let asked = items.into_iter().enumerate().map(async |(number, item)| {
+            let field = format!("items[{number}].request");
+            let group = Some(item.group).filter(|group| *group > 0);
+            let request = required(&field, item.request)?;
+            if request.wait.is_some() && !one_group {
+                let why =
+                    "is for one group alone: who waits for others would get leases that ran out meanwhile";
+                return Err(invalid_field(format!("{field}.wait"), why));
+            }
+            Ok((number, group, self.ask(&format!("{field}."), request, group).await?))
+        });
+        let mut asked = stream::iter(asked).buffered(ASKS);
+        let (mut asks, mut failed, mut ids) = (Vec::new(), Vec::new(), HashSet::new());
+        while let Some((number, group, ask)) = asked.try_next().await? {
+            match ask {
+                Ok(ask) if !ids.insert(ask.lease) => {
+                    let field = format!("items[{number}].request.lease_id");
+                    return Err(invalid_field(field, "is the id of another item"));
+                }
+                Ok(ask) => asks.push(ask),
+                Err(error) => failed.push((number, group, error)),
+            }
+        }
+        // What belongs to one that cannot be asked for is not asked for either.
+        let is_lost = |ask: &Ask| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
+        let lost: Vec<_> = asks.iter().map(|ask| is_lost(ask).map(|(.., error)| error.clone())).collect();
+        let asked = asks.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(ask, _)| ask);
+        let mut placed = self.0.place(asked.collect()).await.into_iter();
+        let mut results: Vec<_> = lost
+            .into_iter()
+            .map(|lost| match lost {
+                Some(error) => Err(error),
+                None => placed.next().unwrap_or(Err(PlaceError::Stopping)),
+            })
+            .collect();
+        for (number, _, error) in failed {
+            results.insert(number, Err(error));
+        }
+        let results = results.into_iter().map(|placed| self.result(placed)).collect();
+        Ok(Response::new(pb::PlaceManyResponse { results }))
+    }
+
+    async fn renew(&self, request: Request<pb::RenewRequest>) -> Result<Response<pb::RenewResponse>, Status> {
+        let claims: LeaseClaims =
+            self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+        if claims.attempt.is_some() {
+            let message = "the lease of an attempt is kept by its worker's contact, and not renewed";
+            return Err(Reason::InvalidToken.status(SERVICE, message));
+        }
+
+        self.0.renew(&claims).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::RenewResponse { term: Some(rpc::duration(self.0.config.lease_term)) }))
+    }
+
+    async fn release(
+        &self,
+        request: Request<pb::ReleaseRequest>,
+    ) -> Result<Response<pb::ReleaseResponse>, Status> {
+        let claims: LeaseClaims =
+            self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
+
+        self.0.release(&[claims]).await.map_err(|error| database("release a lease", &error))?;
+
+        Ok(Response::new(pb::ReleaseResponse {}))
+    }
+
+    async fn release_many(
+        &self,
+        request: Request<pb::ReleaseManyRequest>,
+    ) -> Result<Response<pb::ReleaseManyResponse>, Status> {
+        let tokens = request.into_inner().lease_tokens;
+        check_count("lease_tokens", tokens.len())?;
+        let claims =
+            tokens.iter().map(|token| self.0.signer.verify::<LeaseClaims>(token).map_err(invalid_token));
+        let claims = claims.collect::<Result<Vec<_>, _>>()?;
+
+        self.0.release(&claims).await.map_err(|error| database("release leases", &error))?;
+
+        Ok(Response::new(pb::ReleaseManyResponse {}))
+    }
+
+    async fn get_lease(
+        &self,
+        request: Request<pb::GetLeaseRequest>,
+    ) -> Result<Response<pb::GetLeaseResponse>, Status> {
+        let request = request.into_inner();
+        let team = parse_team("team", request.team)?;
+        let id = parse_id("lease_id", &request.lease_id)?;
+
+        let lease = leases::tell(self.0.db.read(), &team, id).await.map_err(Reasoned::status)?;
+
+        Ok(Response::new(pb::GetLeaseResponse { lease: Some(convert::lease(lease)) }))
+    }
+
+    async fn list_leases(
+        &self,
+        request: Request<pb::ListLeasesRequest>,
+    ) -> Result<Response<pb::ListLeasesResponse>, Status> {
+        let request = request.into_inner();
+        let team = team_or_all(&request.team)?;
+        let named = Some(request.worker.as_str()).filter(|worker| !worker.is_empty());
+        named.map(|worker| rpc::check_name("worker", worker)).transpose()?;
+        let page = Page::of(SERVICE, &request)?;
+
+        let doing = "list leases";
+        let db = self.0.db.read();
+        let worker = match named {
+            Some(name) => {
+                let found = workers::id_of(db, name).await.map_err(|error| database(doing, &error))?;
+                Some(found.ok_or_else(|| unknown_worker(name))?)
+            }
+            None => None,
+        };
+        let after = page.after.map(LeaseId::from_uuid);
+        let found = leases::list(db, team.as_deref(), worker, after, page.size + 1)
+            .await
+            .map_err(|error| database(doing, &error))?;
+
+        let (leases, next_page_token) =
+            end_page(&page, found, |lease| lease.claims.lease.uuid(), convert::lease);
+        Ok(Response::new(pb::ListLeasesResponse { leases, next_page_token }))
+    }
+
+    async fn explain(
+        &self,
+        request: Request<pb::ExplainRequest>,
+    ) -> Result<Response<pb::ExplainResponse>, Status> {
+        use pb::explain_request::Subject;
+        let pb::ExplainRequest { subject, max_workers, workers } = request.into_inner();
+        let tell = convert::parse_tell(max_workers, workers)?;
+        let explained = match required("subject", subject)? {
+            Subject::Spec(spec) => {
+                let spec = rpc::spec::parse(spec)?;
+                explain::spec(&self.0, spec, &tell).await
+            }
+            Subject::Workload(waiting) => {
+                let team = parse_team("workload.team", waiting.team)?;
+                let id = parse_id("workload.workload_id", &waiting.workload_id)?;
+                explain::workload(&self.0, &team, id, &tell).await
+            }
+        };
+        Ok(Response::new(convert::explanation(explained.map_err(Reasoned::status)?)))
+    }
+
+    async fn get_demand(
+        &self,
+        request: Request<pb::GetDemandRequest>,
+    ) -> Result<Response<pb::GetDemandResponse>, Status> {
+        let ask = convert::parse_demand(&request.into_inner())?;
+        let feed = capacity::feed(&self.0, ask).await.map_err(|error| database("tell the demand", &error))?;
+        Ok(Response::new(convert::feed(feed, Timestamp::now())))
+    }
+}
+
+/// How many leases one call may be about.
+const MANY: usize = 1000;
+
+/// Of how many of them at a time it is asked where what they use is.
+const ASKS: usize = 16;
+
+/// How long somebody may wait for a lease.
+const LONGEST_WAIT: Duration = Duration::from_secs(3600);
+
+fn check_count(field: &str, count: usize) -> Result<(), Status> {
+    if (1..=MANY).contains(&count) {
+        Ok(())
+    } else {
+        Err(invalid_field(field, format!("must be 1 to {MANY}")))
+    }
+}
+
+fn kind(kind: pb::PlacementKind) -> Kind {
+    match kind {
+        pb::PlacementKind::Task => Kind::Task,
+        pb::PlacementKind::Get => Kind::Get,
+        pb::PlacementKind::Put => Kind::Put,
+        pb::PlacementKind::Check => Kind::Check,
+        pb::PlacementKind::Service => Kind::Service,
+        // Refused where it was parsed.
+        pb::PlacementKind::Unspecified | pb::PlacementKind::Transfer => Kind::Transfer,
+    }
+}
+
+fn process(field: &str, requirements: Option<pb::ProcessRequirements>) -> Result<placement::Process, Status> {
+    let requirements = requirements.unwrap_or_default();
+    let image_kind = match requirements.image_kind.as_str() {
+        "" => "host".to_owned(),
+        "host" | "artifact" | "resource-type" => requirements.image_kind,
+        _ => {
+            let field = format!("{field}process.image_kind");
+            return Err(invalid_field(field, "must be host, artifact or resource-type"));
+        }
+    };
+    let resource_type = Some(requirements.resource_type).filter(|name| !name.is_empty());
+    resource_type
+        .iter()
+        .try_for_each(|name| rpc::check_name(&format!("{field}process.resource_type"), name))?;
+    let capabilities = requirements.capabilities;
+    rpc::check_labels(&format!("{field}process.capabilities"), &capabilities)?;
+    if (image_kind == "resource-type") != resource_type.is_some() {
+        let field = format!("{field}process.resource_type");
+        return Err(invalid_field(field, "belongs to the image kind resource-type, and is required there"));
+    }
+    Ok(placement::Process {
+        image_kind: image_kind.into(),
+        resource_type,
+        capabilities: capabilities.into_iter().map(Into::into).collect(),
+    })
+}
+
+fn parse_workers(field: &str, ids: &[String]) -> Result<BTreeSet<WorkerId>, Status> {
+    ids.iter().map(|id| parse_id(field, id)).collect()
+}
+
+impl PlacementsService {
+    /// What a request asks for. `field`: where it is in the message.
+    async fn ask(
+        &self,
+        field: &str,
+        request: pb::PlaceRequest,
+        group: Option<u32>,
+    ) -> Result<Result<Ask, PlaceError>, Status> {
+        let of = |name: &str| format!("{field}{name}");
+        let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
+        let kind = kind(parse_enum(&of("kind"), request.kind)?);
+        let requests = rpc::spec::parse_requests(&of("requests"), request.requests)?;
+        rpc::check_label(&of("platform"), &request.platform)?;
+        rpc::check_tags(&of("tags"), &request.tags)?;
+        let has_inputs = !request.artifact_ids.is_empty() || !request.task_cache_ids.is_empty();
+        let shape = Shape {
+            team: parse_team(&of("team"), request.team)?,
+            platform: Some(request.platform).filter(|name| !name.is_empty()).unwrap_or("linux".to_owned()),
+            tags: request.tags,
+            process: kind.takes_a_slot().then(|| process(field, request.process)).transpose()?,
+            requests: requests.into(),
+            purpose: Purpose::of(kind, has_inputs),
+        };
+        let avoid = parse_workers(&of("avoid_workers"), &request.avoid_workers)?;
+        let prefer = parse_workers(&of("prefer_workers"), &request.prefer_workers)?;
+        let ids = |name: &str, ids: &[String], most: usize| {
+            let field = of(name);
+            if ids.len() > most {
+                return Err(invalid_field(field, format!("must be at most {most}")));
+            }
+            ids.iter().map(|id| parse_id::<Uuid>(&field, id)).collect::<Result<Vec<_>, _>>()
+        };
+        let artifacts = ids("artifact_ids", &request.artifact_ids, 1000)?;
+        let caches = ids("task_cache_ids", &request.task_cache_ids, 100)?;
+        let inputs = Inputs {
+            artifacts: artifacts.into_iter().map(ArtifactId::from_uuid).collect(),
+            caches: caches.into_iter().map(CacheId::from_uuid).collect(),
+        };
+        let owner = request.owner;
+        if owner.len() > 200 || owner.chars().any(char::is_control) {
+            return Err(invalid_field(of("owner"), "must be at most 200 bytes, without control characters"));
+        }
+        if !owner.is_empty() && !request.same_worker_as.is_empty() {
+            return Err(invalid_field(of("owner"), "does not go with same_worker_as"));
+        }
+        let wait = rpc::parse_duration(&of("wait"), request.wait)?.unwrap_or_default();
+        if wait > LONGEST_WAIT {
+            return Err(invalid_field(of("wait"), "must be at most an hour"));
+        }
+        let priority = rpc::spec::parse_priority(&of("priority"), request.priority)?;
+        let asked = (&shape.team, &shape.platform, &shape.tags, &shape.requests, &request.same_worker_as);
+        let uses = (&owner, &inputs.artifacts, &inputs.caches);
+        // Of most there is nothing to say, and it is kept with each lease.
+        let process = shape.process.as_ref().filter(|process| **process != placement::Process::default());
+        let asked = match process {
+            None => to_json(&(asked, &avoid, uses)),
+            Some(process) => to_json(&(asked, &avoid, uses, process)),
+        };
+        let asked = asked.map_err(|error| database("write down a request", &error))?;
+        let only = match request.same_worker_as.as_str() {
+            "" => None,
+            near => {
+                let near: LeaseId = parse_id(&of("same_worker_as"), near)?;
+                let found = leases::find(self.0.db.read(), near).await;
+                match found.map_err(|error| database("find a lease", &error))? {
+                    Some(near) if near.state != lease::State::Ended && near.team == shape.team => {
+                        Some(WorkerId::from_uuid(near.worker_id))
+                    }
+                    _ => return Ok(Err(PlaceError::NoSuchLease)),
+                }
+            }
+        };
+        let found = leases::worker_of_owner(self.0.db.read(), &shape.team, &owner).await;
+        let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
+        let locations = match self.0.store.find(&shape.team, &inputs).await {
+            Ok(Found::All(locations)) => locations.into(),
+            // A lease that is there was granted when they were, whatever has become of them.
+            _ if self.is_repeat(lease).await? => Arc::default(),
+            Ok(Found::Missing(artifact)) => return Ok(Err(PlaceError::InputUnavailable(artifact))),
+            Ok(Found::MissingCache(cache)) => return Ok(Err(PlaceError::CacheUnavailable(cache))),
+            Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
+        };
+        let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
+        Ok(Ok(Ask {
+            lease,
+            kind,
+            demand: Arc::new(demand),
+            inputs: Arc::new(inputs),
+            locations,
+            request: asked,
+            group,
+            owner,
+            kept_to,
+            wait,
+            priority: priority.into(),
+        }))
+    }
+
+    /// Whether a lease is there already.
+    async fn is_repeat(&self, lease: LeaseId) -> Result<bool, Status> {
+        let found = leases::find(self.0.db.read(), lease).await;
+        Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
+    }
+
+    fn result(&self, placed: Placed) -> pb::PlaceResult {
+        use pb::place_result::Result as Pb;
+        let result = match placed {
+            Ok(granted) => Pb::Placed(self.granted(granted)),
+            Err(error) => {
+                let Refusal { code, reason, message, about } = error.status().into();
+                let reason = reason.unwrap_or_default();
+                Pb::Failure(pb::PlaceFailure { code: code.into(), reason, message, metadata: about })
+            }
+        };
+        pb::PlaceResult { result: Some(result) }
+    }
+
+    fn granted(&self, granted: Granted) -> pb::PlaceResponse {
+        pb::PlaceResponse {
+            lease_token: self.0.signer.sign(&granted.claims),
+            worker_id: granted.claims.worker.to_string(),
+            worker_name: granted.worker_name,
+            incarnation: granted.claims.incarnation.0,
+            gateway_endpoint: granted.gateway_endpoint,
+            term: Some(rpc::duration(self.0.config.lease_term)),
+        }
+    }
+}

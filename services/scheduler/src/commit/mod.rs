@@ -1,0 +1,678 @@
+//! Grants: many leases, and what is given back, in one transaction.
+//!
+//! What shall be granted was decided on what this replica remembers of the workers ([`crate::scheduling`]). Here the rows of those workers are locked,
+//! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
+//! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
+//! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
+//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::lifecycle::departure::changed`]).
+//!
+//! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
+//! each kind by id.
+
+mod owner_affinity;
+#[cfg(test)]
+mod plan_tests;
+mod release;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+use db::rows::{self, Column};
+use domain::worker::Incarnation;
+use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, FromQueryResult, Statement};
+use serde::Serialize;
+use uuid::Uuid;
+
+use self::release::end_and_lock;
+use crate::db::entity::lease::{self, Kind, State};
+use crate::db::entity::{STATE_OF_NAMED, to_json, worker, workload};
+use crate::db::writes::Writes;
+use crate::leases;
+use crate::outbox::Parcel;
+use crate::placement::{self, DecidedBy, Demand};
+use crate::workers;
+use crate::workers::cache::{self, TransactionId};
+use crate::workers::load_counters::{Changes, Locked, known_rows, signed};
+use crate::workloads::events::{Event, Whereabouts};
+
+/// What shall be done in one transaction.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// Driven leases that are given back, and whose slots they are.
+    pub(crate) releases: Vec<(LeaseId, WorkerId)>,
+    /// Workloads that are new. One whose grant does not hold is not written.
+    pub(crate) submitted: Vec<workload::Model>,
+    /// Workloads that were accepted, and whose inputs are pinned now. One whose grant does not hold stays as it is.
+    pub(crate) pinned: Vec<Pinned>,
+    /// Whether a lease of these ids may be there already.
+    pub(crate) leases_may_exist: bool,
+    pub(crate) grants: Vec<Grant>,
+}
+
+/// A workload whose inputs are pinned now.
+#[derive(Debug, Clone)]
+pub(crate) struct Pinned {
+    pub(crate) id: WorkloadId,
+    /// JSON: where they are.
+    pub(crate) locations: String,
+    /// Why it waits, unless it is placed at once.
+    pub(crate) reasons: Vec<String>,
+}
+
+/// A lease that shall be granted.
+#[derive(Debug, Clone)]
+pub(crate) struct Grant {
+    /// Those of one group are granted together, or none of them. They follow one another in the plan.
+    pub(crate) group: Option<usize>,
+    pub(crate) lease: LeaseId,
+    pub(crate) kind: Kind,
+    pub(crate) demand: Arc<Demand>,
+    pub(crate) worker: WorkerId,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) holder: Holder,
+    pub(crate) decided_by: DecidedBy,
+}
+
+/// Who holds a lease.
+#[derive(Debug, Clone)]
+pub(crate) enum Holder {
+    /// Whoever asked: it renews it until `expires_at`.
+    Driven {
+        expires_at: Timestamp,
+        /// To tell a repeat from another request.
+        request: String,
+        /// Whose containers run there. Empty: nobody's in particular.
+        owner: String,
+        /// Whether the artifact store will hold something for it.
+        settles: bool,
+    },
+    /// A workload that waits, or that is submitted in the same transaction.
+    Workload { id: WorkloadId, attempt: AttemptId, whereabouts: Whereabouts, reason: String },
+}
+
+/// What was done.
+#[derive(Debug, Default)]
+pub(crate) struct Done {
+    /// The workers of the plan as they are now, as far as they were looked at.
+    pub(crate) workers: Vec<worker::Model>,
+    /// Those that were looked at and are not there any more.
+    pub(crate) gone: HashSet<WorkerId>,
+    /// Grants that did not hold on their workers.
+    pub(crate) refused: HashSet<LeaseId>,
+    /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
+    pub(crate) settled: HashMap<WorkloadId, Option<Known>>,
+    /// Workloads that are settled in that sense because they could not be started on other workers than was known. They wait still, and it must be
+    /// decided anew where they may be.
+    pub(crate) outdated: HashSet<WorkloadId>,
+    /// Leases that were there before.
+    pub(crate) existing: HashMap<LeaseId, lease::Model>,
+    /// Leases for which the artifact store would hold something by the id of a workload.
+    taken: HashSet<LeaseId>,
+    /// Where the containers of owners are for whom it was decided otherwise.
+    pub(crate) kept_to: HashMap<LeaseId, WorkerId>,
+    /// Where slots came free that were given back.
+    pub(crate) freed: HashSet<WorkerId>,
+    /// What the artifact store shall be told.
+    pub(crate) parcels: Vec<Parcel>,
+    /// What sorts workloads that were accepted before, and when they were.
+    pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
+    /// The transaction that wrote the workers' rows, if [`Done::workers`] says all that it made of them.
+    pub(crate) transaction: Option<TransactionId>,
+    /// The workers of workloads that were placed: what they shall do has changed.
+    placed: HashMap<LeaseId, WorkerId>,
+}
+
+/// What is known of a workload that is submitted again.
+#[derive(Debug, Clone, PartialEq, Eq, FromQueryResult)]
+pub(crate) struct Known {
+    pub(crate) id: Uuid,
+    pub(crate) spec_digest: Vec<u8>,
+    pub(crate) state: workload::State,
+}
+
+/// Carries out `plan`. `facts`: what is known of workers beside their rows. `are_locked`: is told when they are.
+pub(crate) async fn carry_out(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    facts: &cache::SharedFacts,
+    now: Timestamp,
+    are_locked: &(dyn Fn() + Sync),
+) -> Result<Done, DbErr> {
+    let mut done = Done::default();
+    known_workloads(txn, plan, &mut done).await?;
+    let waiting = lock_waiting(txn, plan, &mut done).await?;
+    if plan.leases_may_exist {
+        let leases: Vec<_> = plan.grants.iter().map(|grant| grant.lease).collect();
+        done.existing = leases::find_all(txn, &leases).await?;
+    }
+    shared_ids(txn, plan, &mut done).await?;
+    let mut grants = Vec::with_capacity(plan.grants.len());
+    for together in plan.grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
+        let (moot, others): (Vec<_>, Vec<_>) = together.iter().partition(|grant| done.is_moot(grant));
+        if moot.is_empty() {
+            grants.extend(others);
+        } else {
+            // What is left of a group is not granted alone.
+            done.refused.extend(others.iter().map(|grant| grant.lease));
+        }
+    }
+    let concerned = grants.iter().map(|grant| grant.worker.uuid());
+    let (ended, locked) = end_and_lock(txn, &plan.releases, concerned, now).await?;
+    are_locked();
+    let Locked { rows: mut locked, others, transaction } = known_rows(locked, facts);
+    locked.extend(workers::find_all(txn, others).await?);
+    let there: HashSet<_> = locked.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
+    done.gone = grants.iter().map(|grant| grant.worker).filter(|id| !there.contains(id)).collect();
+    done.transaction = transaction;
+    let mut changes = Changes::default();
+    for lease in &ended {
+        if lease.kind.takes_a_slot() {
+            done.freed.insert(WorkerId::from_uuid(lease.worker_id));
+        }
+        changes.give_back(lease);
+        // Whoever asked for it again is not told that it is his.
+        if let Some(known) = done.existing.get_mut(&LeaseId::from_uuid(lease.lease_id)) {
+            known.state = State::Ended;
+        }
+    }
+    done.parcels = leases::let_go(txn, &ended, now).await?;
+    let mut present = as_placed(&locked, &changes, facts)?;
+    let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
+    for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
+        let mut taken = Vec::with_capacity(together.len());
+        let all = together.iter().all(|grant| {
+            let Some(worker) = present.get_mut(&grant.worker.uuid()) else { return false };
+            let holds = worker.incarnation == grant.incarnation
+                && placement::refusals(&grant.demand, worker).is_empty();
+            if holds {
+                taken.push((grant.worker.uuid(), worker.load));
+                worker.load = worker.load.with(grant.kind, &grant.demand.shape.requests);
+            }
+            holds
+        });
+        if all {
+            held.extend(together);
+            continue;
+        }
+        for (worker, load) in taken.into_iter().rev() {
+            present.entry(worker).and_modify(|worker| worker.load = load);
+        }
+        done.refused.extend(together.iter().map(|grant| grant.lease));
+    }
+    let held = owner_affinity::keep_to_workers(txn, held, &mut done, now).await?;
+    held.iter().for_each(|grant| changes.take(grant));
+    done.workers = locked;
+    changes.note(&mut done.workers);
+
+    let of_workloads = held.iter().filter(|grant| matches!(grant.holder, Holder::Workload { .. }));
+    done.placed = of_workloads.map(|grant| (grant.lease, grant.worker)).collect();
+    let mut writes = Writes::new(txn.get_database_backend());
+    changes.write(&mut writes)?;
+    let mut events = submit(plan, &done, &held, &mut writes)?;
+    events.extend(assign(txn, plan, &waiting, &held, &mut done).await?);
+    insert_events(&events, now, &mut writes)?;
+    insert_leases(&held, &done.workers, now, &mut writes)?;
+    writes.write(txn).await?;
+    Ok(done)
+}
+
+/// Workers as placement sees them, by their ids, after what was given back.
+fn as_placed(
+    locked: &[worker::Model],
+    changes: &Changes,
+    facts: &cache::SharedFacts,
+) -> Result<HashMap<Uuid, placement::Worker>, DbErr> {
+    let facts = facts.lock();
+    locked.iter().map(|row| Ok((row.id, changes.applied_to(facts.as_placed(row)?)))).collect()
+}
+
+impl Plan {
+    /// Whether it would change nothing.
+    pub(crate) fn is_empty(&self) -> bool {
+        let Self { releases, submitted, pinned, leases_may_exist: _, grants } = self;
+        releases.is_empty() && submitted.is_empty() && pinned.is_empty() && grants.is_empty()
+    }
+}
+
+impl Done {
+    /// Where a workload was placed under a lease.
+    pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
+        self.placed.get(&lease?).copied()
+    }
+
+    /// Whether something is there by the id of a driven lease that was not granted just now.
+    pub(crate) fn exists(&self, lease: LeaseId) -> bool {
+        self.existing.contains_key(&lease) || self.taken.contains(&lease)
+    }
+
+    /// Whether a grant was carried out.
+    pub(crate) fn holds(&self, grant: &Grant) -> bool {
+        !self.is_moot(grant) && !self.refused.contains(&grant.lease)
+    }
+
+    /// Whether nothing came of a grant but that something else is known now.
+    pub(crate) fn is_in_vain(&self, grant: &Grant) -> bool {
+        let is_outdated = match &grant.holder {
+            Holder::Workload { id, .. } => self.outdated.contains(id),
+            Holder::Driven { .. } => false,
+        };
+        is_outdated || self.refused.contains(&grant.lease)
+    }
+
+    /// Whether a grant has no sense any more, whatever its worker says.
+    fn is_moot(&self, grant: &Grant) -> bool {
+        match &grant.holder {
+            Holder::Driven { .. } => self.exists(grant.lease),
+            Holder::Workload { id, .. } => self.settled.contains_key(id),
+        }
+    }
+}
+
+async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+    if plan.submitted.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!("SELECT id, spec_digest, state FROM workloads WHERE id {}", rows::among(backend, 1));
+    let ids = rows::ids(plan.submitted.iter().map(|row| row.id))?;
+    let known = Known::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
+    for known in known.all(txn).await? {
+        done.settled.insert(WorkloadId::from_uuid(known.id), Some(known));
+    }
+    Ok(())
+}
+
+/// Of what the artifact store will hold something for, finds what has the id of something else for which it may: there, it would be one.
+async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let among = async |table: &str, ids: Vec<Uuid>| {
+        if ids.is_empty() {
+            return Ok(Vec::new());
+        }
+        let query = format!("SELECT id FROM {table} WHERE id {}", rows::among(backend, 1));
+        let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
+        let found = txn.query_all_raw(statement).await?;
+        found.iter().map(|row| row.try_get::<Uuid>("", "id")).collect::<Result<_, DbErr>>()
+    };
+    let uses = |grant: &&Grant| matches!(grant.holder, Holder::Driven { settles: true, .. });
+    let leases = plan.grants.iter().filter(uses).map(|grant| grant.lease.uuid()).collect();
+    done.taken = among("workloads", leases).await?.into_iter().map(LeaseId::from_uuid).collect();
+    let workloads = plan.submitted.iter().filter(|row| row.settles).map(|row| row.id).collect();
+    for id in among("leases", workloads).await? {
+        // It is another than the one that is there.
+        let known = Known { id, spec_digest: Vec::new(), state: workload::State::Finished };
+        done.settled.entry(WorkloadId::from_uuid(id)).or_insert(Some(known));
+    }
+    Ok(())
+}
+
+/// Locks the workloads that shall be assigned or queued and were not submitted just now, and answers those for which that is so still.
+async fn lock_waiting(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    done: &mut Done,
+) -> Result<HashSet<WorkloadId>, DbErr> {
+    let submitted: HashSet<_> = plan.submitted.iter().map(|row| row.id).collect();
+    let pinned: HashSet<_> = plan.pinned.iter().map(|pinned| pinned.id).collect();
+    let placed = plan.grants.iter().filter_map(|grant| match &grant.holder {
+        Holder::Workload { id, .. } if !submitted.contains(&id.uuid()) => Some((*id, &*grant.demand)),
+        Holder::Workload { .. } | Holder::Driven { .. } => None,
+    });
+    let placed: HashMap<_, _> = placed.collect();
+    let asked: HashSet<_> = placed.keys().chain(&pinned).copied().collect();
+    if asked.is_empty() {
+        return Ok(asked);
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT id, state, failed_on FROM workloads WHERE id {} AND {STATE_OF_NAMED} IN ('accepted', 'pending') ORDER BY id {}",
+        rows::among(backend, 1),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    let values = [rows::ids(asked.iter().map(|id| id.uuid()))?];
+    let mut waiting = HashSet::with_capacity(asked.len());
+    for row in txn.query_all_raw(Statement::from_sql_and_values(backend, query, values)).await? {
+        let (id, state): (Uuid, workload::State) = (row.try_get("", "id")?, row.try_get("", "state")?);
+        let id = WorkloadId::from_uuid(id);
+        let failed_on: String = row.try_get("", "failed_on")?;
+        let is_as_decided = match placed.get(&id) {
+            Some(demand) => demand.has_failed_on(&failed_on)?,
+            None => true,
+        };
+        if pinned.contains(&id) != (state == workload::State::Accepted) {
+            continue;
+        }
+        if is_as_decided {
+            waiting.insert(id);
+        } else {
+            done.outdated.insert(id);
+        }
+    }
+    done.settled.extend(asked.difference(&waiting).map(|id| (*id, None)));
+    Ok(waiting)
+}
+
+#[derive(Serialize)]
+struct NewWorkload<'r> {
+    id: Uuid,
+    sequence: Uuid,
+    team: &'r str,
+    spec: String,
+    spec_digest: String,
+    traceparent: &'r str,
+    settles: bool,
+    state: String,
+    submitted_at: i64,
+    queue_deadline: Option<i64>,
+    lease_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    whereabouts: Option<String>,
+    waiting_for: &'r str,
+    priority: i64,
+    interruptible: bool,
+    start_timeout_us: Option<i64>,
+}
+
+const NEW_WORKLOAD: [(&str, Column); 17] = [
+    ("id", Column::Uuid),
+    ("sequence", Column::Uuid),
+    ("team", Column::Text),
+    ("spec", Column::Bytes),
+    ("spec_digest", Column::Bytes),
+    ("traceparent", Column::Text),
+    ("settles", Column::Boolean),
+    ("state", Column::Text),
+    ("submitted_at", Column::Integer),
+    ("queue_deadline", Column::Integer),
+    ("lease_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("whereabouts", Column::Text),
+    ("waiting_for", Column::Text),
+    ("priority", Column::Integer),
+    ("interruptible", Column::Boolean),
+    ("start_timeout_us", Column::Integer),
+];
+
+/// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
+fn submit(plan: &Plan, done: &Done, held: &[&Grant], writes: &mut Writes) -> Result<Vec<NewEvent>, DbErr> {
+    if plan.submitted.is_empty() {
+        return Ok(Vec::new());
+    }
+    let planned = by_workload(&plan.grants.iter().collect::<Vec<_>>());
+    let placed = by_workload(held);
+    let (mut fresh, mut events) = (Vec::new(), Vec::new());
+    for row in &plan.submitted {
+        let id = WorkloadId::from_uuid(row.id);
+        let grant = placed.get(&id);
+        if done.settled.contains_key(&id) || (grant.is_none() && planned.contains_key(&id)) {
+            continue;
+        }
+        let holder = grant.map(|grant| &grant.holder);
+        let (attempt_id, whereabouts, event) = match holder {
+            Some(Holder::Workload { attempt, whereabouts, reason, .. }) => {
+                let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
+                (Some(attempt.uuid()), Some(to_json(whereabouts)?), event)
+            }
+            Some(Holder::Driven { .. }) | None => {
+                (None, None, Event::Queued { reasons: crate::db::entity::from_json(&row.waiting_for)? })
+            }
+        };
+        events.push(NewEvent { id: row.id, revision: 1, event: to_json(&event)? });
+        let state = if grant.is_some() { workload::State::Assigned } else { row.state };
+        fresh.push(NewWorkload {
+            id: row.id,
+            sequence: row.sequence,
+            team: &row.team,
+            spec: hex(&row.spec),
+            spec_digest: hex(&row.spec_digest),
+            traceparent: &row.traceparent,
+            settles: row.settles,
+            state: state.to_value(),
+            submitted_at: row.submitted_at,
+            queue_deadline: row.queue_deadline,
+            lease_id: grant.map(|grant| grant.lease.uuid()),
+            attempt_id,
+            whereabouts,
+            waiting_for: if grant.is_some() { "[]" } else { &row.waiting_for },
+            priority: row.priority,
+            interruptible: row.interruptible,
+            start_timeout_us: row.start_timeout_us,
+        });
+    }
+    if fresh.is_empty() {
+        return Ok(Vec::new());
+    }
+    writes.add([rows::value(&fresh)?], |backend, n| {
+        format!(
+            "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at,
+             queue_deadline, lease_id, attempt_id, whereabouts, locations, waiting_for, priority, interruptible,
+             start_timeout_us)
+             SELECT id, sequence, team, spec, spec_digest, traceparent, settles, state, 1, submitted_at, queue_deadline, lease_id,
+             attempt_id, whereabouts, '[]', waiting_for, priority, interruptible, start_timeout_us FROM ({}) AS given",
+            rows::query(backend, n, &NEW_WORKLOAD)
+        )
+    });
+    Ok(events)
+}
+
+fn by_workload<'g>(grants: &[&'g Grant]) -> HashMap<WorkloadId, &'g Grant> {
+    let of_workload = |grant: &&'g Grant| match &grant.holder {
+        Holder::Workload { id, .. } => Some((*id, *grant)),
+        Holder::Driven { .. } => None,
+    };
+    grants.iter().filter_map(of_workload).collect()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        // Writing to a string cannot fail.
+        _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+#[derive(Serialize)]
+struct NewEvent {
+    id: Uuid,
+    revision: i64,
+    event: String,
+}
+
+const NEW_EVENT: [(&str, Column); 3] =
+    [("id", Column::Uuid), ("revision", Column::Integer), ("event", Column::Text)];
+
+fn insert_events(events: &[NewEvent], now: Timestamp, writes: &mut Writes) -> Result<(), DbErr> {
+    if events.is_empty() {
+        return Ok(());
+    }
+    writes.add([rows::value(events)?, now.0.into()], |backend, n| {
+        format!(
+            "INSERT INTO events (workload_id, revision, at, event) SELECT id, revision, ${}, event FROM ({}) AS given",
+            n + 1,
+            rows::query(backend, n, &NEW_EVENT)
+        )
+    });
+    Ok(())
+}
+
+#[derive(Serialize)]
+struct Moved {
+    id: Uuid,
+    state: String,
+    lease_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    whereabouts: Option<String>,
+    locations: Option<String>,
+    waiting_for: String,
+}
+
+const MOVED: [(&str, Column); 7] = [
+    ("id", Column::Uuid),
+    ("state", Column::Text),
+    ("lease_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("whereabouts", Column::Text),
+    ("locations", Column::Text),
+    ("waiting_for", Column::Text),
+];
+
+/// Assigns those of the workloads that are locked for which a grant held, and queues those that are pinned and were not planned for.
+async fn assign(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    waiting: &HashSet<WorkloadId>,
+    held: &[&Grant],
+    done: &mut Done,
+) -> Result<Vec<NewEvent>, DbErr> {
+    let (mut moved, mut events) = (Vec::new(), HashMap::new());
+    let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();
+    let held: HashSet<_> = held.iter().map(|grant| grant.lease).collect();
+    for grant in &plan.grants {
+        let Holder::Workload { id, attempt, whereabouts, reason } = &grant.holder else { continue };
+        let locations = pinned.remove(id).map(|pinned| pinned.locations.clone());
+        if !waiting.contains(id) || !held.contains(&grant.lease) {
+            continue;
+        }
+        moved.push(Moved {
+            id: id.uuid(),
+            state: workload::State::Assigned.to_value(),
+            lease_id: Some(grant.lease.uuid()),
+            attempt_id: Some(attempt.uuid()),
+            whereabouts: Some(to_json(whereabouts)?),
+            locations,
+            waiting_for: "[]".to_owned(),
+        });
+        let event = Event::Placed { whereabouts: whereabouts.clone(), reason: reason.clone() };
+        events.insert(id.uuid(), to_json(&event)?);
+    }
+    for pinned in pinned.into_values().filter(|pinned| waiting.contains(&pinned.id)) {
+        moved.push(Moved {
+            id: pinned.id.uuid(),
+            state: workload::State::Pending.to_value(),
+            lease_id: None,
+            attempt_id: None,
+            whereabouts: None,
+            locations: Some(pinned.locations.clone()),
+            waiting_for: to_json(&pinned.reasons)?,
+        });
+        events.insert(pinned.id.uuid(), to_json(&Event::Queued { reasons: pinned.reasons.clone() })?);
+    }
+    if moved.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "UPDATE workloads SET state = given.state, revision = revision + 1, lease_id = given.lease_id,
+         attempt_id = given.attempt_id, whereabouts = COALESCE(given.whereabouts, workloads.whereabouts),
+         locations = COALESCE(given.locations, workloads.locations), waiting_for = given.waiting_for
+         FROM ({}) AS given WHERE workloads.id = given.id
+         RETURNING workloads.id, workloads.revision, workloads.sequence, workloads.submitted_at",
+        rows::query(backend, 1, &MOVED)
+    );
+    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&moved)?]);
+    let mut fresh = Vec::with_capacity(events.len());
+    for row in txn.query_all_raw(statement).await? {
+        let id: Uuid = row.try_get("", "id")?;
+        let Some(event) = events.remove(&id) else { continue };
+        fresh.push(NewEvent { id, revision: row.try_get("", "revision")?, event });
+        let came = (row.try_get("", "sequence")?, Timestamp(row.try_get("", "submitted_at")?));
+        done.came.insert(WorkloadId::from_uuid(id), came);
+    }
+    Ok(fresh)
+}
+
+#[derive(Serialize)]
+struct NewLease<'g> {
+    id: Uuid,
+    worker_id: Uuid,
+    incarnation: i64,
+    kind: String,
+    team: &'g str,
+    generation: i64,
+    workload_id: Option<Uuid>,
+    attempt_id: Option<Uuid>,
+    request: &'g str,
+    expires_at: Option<i64>,
+    cpu_millis: i64,
+    memory_bytes: i64,
+    disk_bytes: i64,
+    settles: bool,
+    owner: &'g str,
+}
+
+const NEW_LEASE: [(&str, Column); 15] = [
+    ("id", Column::Uuid),
+    ("worker_id", Column::Uuid),
+    ("incarnation", Column::Integer),
+    ("kind", Column::Text),
+    ("team", Column::Text),
+    ("generation", Column::Integer),
+    ("workload_id", Column::Uuid),
+    ("attempt_id", Column::Uuid),
+    ("request", Column::Text),
+    ("expires_at", Column::Integer),
+    ("cpu_millis", Column::Integer),
+    ("memory_bytes", Column::Integer),
+    ("disk_bytes", Column::Integer),
+    ("settles", Column::Boolean),
+    ("owner", Column::Text),
+];
+
+/// The leases of grants that hold, whose workers are of these generations.
+fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<NewLease<'g>> {
+    let fresh = held.iter().map(|grant| {
+        let (workload_id, attempt_id, request, expires_at, settles) = match &grant.holder {
+            Holder::Driven { expires_at, request, settles, .. } => {
+                (None, None, request.as_str(), Some(expires_at.0), *settles)
+            }
+            Holder::Workload { id, attempt, .. } => (Some(id.uuid()), Some(attempt.uuid()), "", None, false),
+        };
+        let asked = &grant.demand.shape.requests;
+        NewLease {
+            id: grant.lease.uuid(),
+            worker_id: grant.worker.uuid(),
+            incarnation: signed(grant.incarnation.0),
+            kind: grant.kind.to_value(),
+            team: &grant.demand.shape.team,
+            generation: generations.get(&grant.worker.uuid()).copied().unwrap_or(0),
+            workload_id,
+            attempt_id,
+            request,
+            expires_at,
+            cpu_millis: signed(asked.cpu_millis),
+            memory_bytes: signed(asked.memory_bytes),
+            disk_bytes: signed(asked.disk_bytes),
+            settles,
+            owner: grant.owner().map_or("", |(_, owner)| owner),
+        }
+    });
+    fresh.collect()
+}
+
+fn insert_leases(
+    held: &[&Grant],
+    workers: &[worker::Model],
+    now: Timestamp,
+    writes: &mut Writes,
+) -> Result<(), DbErr> {
+    if held.is_empty() {
+        return Ok(());
+    }
+    let generations = workers.iter().map(|row| (row.id, row.generation)).collect();
+    let fresh = new_leases(held, &generations);
+    let values = [rows::value(&fresh)?, State::Granted.to_value().into(), now.0.into()];
+    writes.add(values, |backend, n| {
+        format!(
+            "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, workload_id, attempt_id, phase, request,
+             expires_at, granted_at, cpu_millis, memory_bytes, disk_bytes, settles, owner)
+             SELECT id, worker_id, incarnation, kind, team, ${}, generation, workload_id, attempt_id, 0, request, expires_at, ${},
+             cpu_millis, memory_bytes, disk_bytes, settles, owner FROM ({}) AS given",
+            n + 1,
+            n + 2,
+            rows::query(backend, n, &NEW_LEASE)
+        )
+    });
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! Whatever PostgreSQL believes of a table, what is looked up by its id is, and nothing else is read.
+
+use std::iter;
+use std::time::Duration;
+
+use db::Database;
+use sea_orm::{Statement, TransactionTrait};
+use testing::databases::TestDatabase;
+
+use super::*;
+use crate::config::Config;
+use crate::db::entity::lease::{EndedBy, StopReason};
+use crate::lifecycle::departure;
+use crate::notify::changes::Effects;
+use crate::workers;
+use crate::workers::cache::Memory;
+use crate::workers::test_support::hello;
+use crate::workloads;
+
+/// Rows that are live, and as many that are not.
+const ROWS: i64 = 5_000;
+/// There are in a table that is nearly empty.
+const FEW: i64 = 300;
+/// Of them some are asked for.
+const ASKED: usize = 10;
+
+/// A database with one worker.
+async fn start() -> (TestDatabase, Database, Config) {
+    let database = testing::databases::postgres().await;
+    let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+    let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
+    let let_in =
+        db.write(async |txn| workers::hello(&txn, &[&hello], &config, now, &mut Effects::default()).await);
+    let_in.await.expect("the database answers").remove(0).expect("let in");
+    (database, db, config)
+}
+
+/// Leases and workloads, in these states.
+async fn fill(db: &Database, lease: &str, workload: &str) {
+    let id = "CAST(lpad(to_hex(n), 32, '0') AS UUID)";
+    let from = if lease == "ended" { 1 } else { ROWS + 1 };
+    let numbers = format!("generate_series({from}, {}) AS numbers (n)", from + ROWS - 1);
+    for statement in [
+        format!(
+            "INSERT INTO workloads (id, sequence, team, spec, spec_digest, traceparent, settles, state, revision, submitted_at, locations, waiting_for)
+             SELECT {id}, {id}, 'main', '', '', '', FALSE, '{workload}', 1, 1, '[]', '[]' FROM {numbers}"
+        ),
+        leases_in(lease, from, ROWS),
+    ] {
+        db.read().execute_unprepared(&statement).await.expect("rows");
+    }
+}
+
+/// What makes so many leases in this state, with ids from `from` on.
+fn leases_in(state: &str, from: i64, count: i64) -> String {
+    let (ended_at, ended_by) = if state == "ended" { ("1", "'reported'") } else { ("NULL", "NULL") };
+    format!(
+        "INSERT INTO leases (id, worker_id, incarnation, kind, team, state, generation, phase, request, expires_at, granted_at, ended_at, ended_by)
+         SELECT CAST(lpad(to_hex(n), 32, '0') AS UUID), workers.id, workers.incarnation, 'task', 'main', '{state}', 1, 0, '', 1, 1, {ended_at}, {ended_by}
+         FROM workers, generate_series({from}, {}) AS numbers (n)",
+        from + count - 1
+    )
+}
+
+/// How many rows of leases and workloads this transaction and those before it have read, as far as PostgreSQL has not said so to others.
+async fn read(txn: &DatabaseTransaction) -> i64 {
+    let query =
+        "SELECT CAST(SUM(seq_tup_read + idx_tup_fetch) AS BIGINT) AS rows FROM pg_stat_xact_user_tables
+                 WHERE relname IN ('leases', 'workloads')";
+    let asked = Statement::from_string(txn.get_database_backend(), query);
+    let row = txn.query_one_raw(asked).await.expect("statistics").expect("a row");
+    row.try_get("", "rows").expect("a number")
+}
+
+/// PostgreSQL looked when nothing was live, and takes an index of what is live for nearly empty.
+#[tokio::test]
+async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
+    let (_database, db, config) = start().await;
+    let now = Timestamp::now();
+    fill(&db, "ended", "finished").await;
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+    fill(&db, "granted", "pending").await;
+    let counts = format!("UPDATE workers SET active_tasks = {ROWS}");
+    db.read().execute_unprepared(&counts).await.expect("counted");
+
+    let txn = db.read().begin().await.expect("a transaction");
+    let ids = |from: i64| {
+        let ids = (from..).take(ASKED).map(|n| Uuid::from_u128((ROWS + n) as u128));
+        ids.collect::<Vec<_>>()
+    };
+    let leases = |from: i64| ids(from).into_iter().map(LeaseId::from_uuid).collect::<Vec<_>>();
+    let mut before = read(&txn).await;
+    let mut few = async |what: &str| {
+        let after = read(&txn).await;
+        assert!(after - before < 20 * ASKED as i64, "{what} read {} rows", after - before);
+        before = after;
+    };
+
+    let worker = WorkerId::new();
+    let released = leases(1).into_iter().map(|lease| (lease, worker)).collect::<Vec<_>>();
+    let (ended, _) = end_and_lock(&txn, &released, iter::empty(), now).await.expect("given back");
+    assert_eq!(ended.len(), ASKED);
+    few("giving leases back").await;
+
+    let pinned = |id| Pinned { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
+    let plan = Plan { pinned: ids(1).into_iter().map(pinned).collect(), ..Plan::default() };
+    let mut done = Done::default();
+    lock_waiting(&txn, &plan, &mut done).await.expect("locked");
+    assert_eq!(done.settled.len(), ASKED, "they are pinned already");
+    few("locking workloads that wait").await;
+
+    let mut effects = Effects::default();
+    for lease in leases(1000) {
+        leases::renew(&txn, lease, now, Duration::from_secs(1)).await.expect("renewed");
+        few("keeping a lease").await;
+        assert!(leases::raise_phase(&txn, lease, 1).await.expect("noted"));
+        few("noting how far it is").await;
+        let row = leases::find(&txn, lease).await.expect("leases").expect("it is there");
+        leases::stop(&txn, row, StopReason::Cancelled, Duration::ZERO, &mut effects).await.expect("told");
+        few("telling it to stop").await;
+        assert!(leases::end(&txn, lease, EndedBy::Reported, now, &mut effects).await.expect("ended"));
+        few("ending it").await;
+    }
+
+    let last = departure::revisions(&txn).await.expect("revisions").last;
+    assert!(workers::orphans(&txn, last).await.expect("leases").is_empty());
+    few("looking for leases of workers that are gone").await;
+    let late = now + config.lost_after;
+    assert!(workers::unheard(&txn, &config, late).await.expect("leases").is_empty());
+    few("looking for leases of silent workers").await;
+}
+
+/// A plan holds for a while, in which thousands may come.
+#[tokio::test]
+async fn few_rows_are_read_of_what_was_nearly_empty_when_it_was_planned() {
+    let (_database, db, config) = start().await;
+    let mut memory = Memory::new(&config);
+    memory.catch_up(&db).await.expect("read");
+    let worker = memory.workers.lock().workers().next().expect("a worker").id;
+    // At which it has not looked yet: it knows how large it is, and nothing else.
+    db.read().execute_unprepared(&leases_in("ended", ROWS * 10, FEW)).await.expect("leases");
+    let txn = db.read().begin().await.expect("a transaction");
+    let counts = format!("UPDATE workers SET active_tasks = {}", ROWS * 2);
+    txn.execute_unprepared(&counts).await.expect("counted");
+    let from = |n: i64| (0..ASKED as i64).map(move |more| Uuid::from_u128((n + more) as u128));
+    let give_back = async |n: i64| {
+        let releases: Vec<_> = from(n).map(|id| (LeaseId::from_uuid(id), worker)).collect();
+        let given_back = end_and_lock(&txn, &releases, iter::empty(), Timestamp::now()).await;
+        given_back.expect("given back").0.len()
+    };
+    assert_eq!(give_back(ROWS * 10).await, 0, "planned");
+    txn.execute_unprepared(&leases_in("granted", 1, ROWS)).await.expect("leases");
+    let before = read(&txn).await;
+    assert_eq!(give_back(1).await, ASKED);
+    let rows = read(&txn).await - before;
+    assert!(rows < 20 * ASKED as i64, "{rows} rows were read");
+}
+
+/// What a partial index is of has to be said by a statement in its words: plans are made without the values.
+#[tokio::test]
+async fn what_is_due_is_found_and_what_is_not_is_not_read() {
+    let (_database, db, _) = start().await;
+    fill(&db, "ended", "finished").await;
+    fill(&db, "granted", "pending").await;
+    let accepted = format!("id > CAST(lpad(to_hex({}), 32, '0') AS UUID)", ROWS + ROWS / 2);
+    for due_later in [
+        "UPDATE workloads SET finished_at = 2 WHERE state = 'finished'".to_owned(),
+        "UPDATE workloads SET queue_deadline = 2, run_deadline = 2, start_timeout_us = 1 WHERE state = 'pending'".to_owned(),
+        format!("UPDATE workloads SET submitted_at = 2, state = 'accepted' WHERE {accepted}"),
+    ] {
+        db.read().execute_unprepared(&due_later).await.expect("changed");
+    }
+    db.read().execute_unprepared("VACUUM ANALYZE").await.expect("looked at");
+
+    let txn = db.read().begin().await.expect("a transaction");
+    let mut before = read(&txn).await;
+    let mut none = async |what: &str| {
+        let after = read(&txn).await;
+        assert_eq!(after, before, "rows that were read {what}");
+        before = after;
+    };
+    let early = Timestamp(1);
+    assert!(workloads::overdue(&txn, early).await.expect("workloads").is_empty());
+    none("looking for workloads that are overdue").await;
+    assert!(workloads::forgotten(&txn, early).await.expect("workloads").is_empty());
+    none("looking for workloads that nobody came back to").await;
+    assert_eq!(workloads::forget(&txn, early).await.expect("workloads"), 0);
+    none("looking for workloads that finished long ago").await;
+    leases::forget(&txn, early).await.expect("leases");
+    none("looking for leases that ended long ago").await;
+    assert!(!leases::any_expired(&txn, early - Duration::from_secs(1)).await.expect("leases"));
+    none("looking for leases that were not renewed").await;
+}

@@ -1,0 +1,334 @@
+//! Demand and supply: what waits, what workers there are, and which of them go with the least harm. For whoever adds and removes workers.
+//!
+//! As this replica remembers it. Leases are counted in the database, for those that take no slot are remembered nowhere else.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use domain::worker::Labels;
+use domain::{Timestamp, WorkerId};
+use futures::{StreamExt, stream};
+use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QuerySelect};
+use uuid::Uuid;
+
+use crate::app::Scheduler;
+use crate::db::entity::lease;
+use crate::db::entity::worker::{Desired, State};
+use crate::lifecycle::departure::Forget;
+use crate::placement::{Demand, Shape, Trust, Worker};
+
+/// Of how many reasons why nobody could take it those who ask are told.
+const REASONS: usize = 10;
+
+/// Of how many workers at a time the artifact store is asked what would be lost with them.
+const CHECKS: usize = 16;
+
+/// Of how many times as many workers as are told of the artifact store is asked at most.
+const CANDIDATES: usize = 4;
+
+/// How much is told.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ask {
+    pub(crate) shapes: usize,
+    pub(crate) removable: usize,
+    /// Whether the artifact store is asked what would be lost.
+    pub(crate) replicas: bool,
+}
+
+/// What waits, and what there is for it.
+#[derive(Debug, Default)]
+pub(crate) struct Feed {
+    pub(crate) waiting: usize,
+    /// How many of them no worker could ever take.
+    pub(crate) for_none: usize,
+    pub(crate) oldest: Option<Timestamp>,
+    pub(crate) demand: Vec<Waiting>,
+    pub(crate) supply: Vec<Supply>,
+    pub(crate) removable: Vec<Removable>,
+    /// What was refused lately, as what waits.
+    pub(crate) refused: Vec<Waiting>,
+}
+
+/// Workloads that ask for the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Waiting {
+    pub(crate) shape: Arc<Shape>,
+    pub(crate) keeps_to_its_own: bool,
+    pub(crate) count: usize,
+    pub(crate) for_none: usize,
+    pub(crate) oldest: Timestamp,
+    pub(crate) waits_for: &'static str,
+    pub(crate) never_for: Vec<String>,
+}
+
+/// Workers with the same labels, without those that are lost or have gone: what could run there now.
+#[derive(Debug, Clone)]
+pub(crate) struct Supply {
+    pub(crate) labels: Arc<Labels>,
+    pub(crate) workers: usize,
+    pub(crate) in_service: usize,
+    pub(crate) idle: usize,
+    pub(crate) slots_in_use: u64,
+    pub(crate) slots_free: u64,
+    pub(crate) without_limit: usize,
+}
+
+/// A worker that may be removed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Removable {
+    pub(crate) id: WorkerId,
+    pub(crate) name: String,
+    pub(crate) leases: u64,
+    pub(crate) kept_containers: u64,
+    pub(crate) kept_volumes: u64,
+    pub(crate) idle_since: Option<Timestamp>,
+    /// `None`: nobody asked, or the store did not say.
+    pub(crate) would_lose: Option<bool>,
+}
+
+impl Removable {
+    /// First the one that goes with the least harm.
+    fn harm(&self) -> impl Ord + use<> {
+        let idle_since = self.idle_since.unwrap_or(Timestamp(i64::MAX));
+        (self.leases, self.kept_containers, idle_since, self.kept_volumes, self.name.clone())
+    }
+
+    /// All of it, for people.
+    pub(crate) fn words(&self, now: Timestamp) -> String {
+        let idle = match self.idle_since {
+            Some(since) => format!("idle for {} s at least", now.since(since).as_secs()),
+            None => "busy".to_owned(),
+        };
+        let would_lose = match self.would_lose {
+            Some(true) => "; something that is kept has its last replica there, or is set aside there",
+            Some(false) => "; nothing that is kept would be lost with it",
+            None => "",
+        };
+        let Self { leases, kept_containers, kept_volumes, .. } = self;
+        format!(
+            "{idle}: {leases} leases, {kept_containers} containers and {kept_volumes} volumes are kept{would_lose}"
+        )
+    }
+}
+
+/// What waits, and what there is for it.
+pub(crate) async fn feed(scheduler: &Scheduler, ask: Ask) -> Result<Feed, DbErr> {
+    scheduler.dispatch.catch_up().await;
+    let mut feed = Feed::default();
+    tell_demand(scheduler, &mut feed);
+    tell_refused(scheduler, &mut feed);
+    for told in [&mut feed.demand, &mut feed.refused] {
+        told.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
+        told.truncate(ask.shapes);
+    }
+    let leases = live_leases(scheduler).await?;
+    tell_supply(scheduler, &leases, &mut feed);
+    feed.supply.sort_by_cached_key(|one| (Reverse(one.workers), key(&one.labels)));
+    feed.supply.truncate(ask.shapes);
+    feed.removable.sort_by_cached_key(Removable::harm);
+    if ask.replicas {
+        put_what_loses_something_last(scheduler, &mut feed.removable, ask.removable).await;
+    }
+    feed.removable.truncate(ask.removable);
+    Ok(feed)
+}
+
+/// Asks of as many as may be needed to tell of `wanted` with which nothing is lost.
+async fn put_what_loses_something_last(scheduler: &Scheduler, removable: &mut Vec<Removable>, wanted: usize) {
+    removable.truncate(wanted.saturating_mul(CANDIDATES));
+    let mut safe = 0;
+    for some in removable.chunks_mut(wanted.max(1)) {
+        tell_losses(scheduler, some).await;
+        safe += some.iter().filter(|one| one.would_lose == Some(false)).count();
+        if safe >= wanted || some.iter().all(|one| one.would_lose.is_none()) {
+            break;
+        }
+    }
+    removable.sort_by_key(|one| match one.would_lose {
+        Some(false) => 0,
+        None => 1,
+        Some(true) => 2,
+    });
+}
+
+/// Asks the artifact store what would be lost with each of these. Once it does not answer, it is not asked any more.
+async fn tell_losses(scheduler: &Scheduler, removable: &mut [Removable]) {
+    let is_away = AtomicBool::new(false);
+    let ids: Vec<_> = removable.iter().map(|one| one.id).collect();
+    let asked = ids.into_iter().map(async |id| {
+        if is_away.load(Ordering::Relaxed) {
+            return None;
+        }
+        match scheduler.store.forget_worker(id, Forget::Check).await {
+            Ok(()) => Some(false),
+            Err(refusal)
+                if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsSetAside) =>
+            {
+                Some(true)
+            }
+            Err(refusal) => {
+                is_away.fetch_or(refusal.is_transient(), Ordering::Relaxed);
+                None
+            }
+        }
+    });
+    let answers: Vec<_> = stream::iter(asked).buffered(CHECKS).collect().await;
+    for (one, would_lose) in removable.iter_mut().zip(answers) {
+        one.would_lose = would_lose;
+    }
+}
+
+fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
+    let lines: Vec<_> = {
+        let queue = scheduler.dispatch.queue();
+        queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
+    };
+    let mut by_shape = HashMap::<_, Waiting>::new();
+    for (demand, count, oldest) in lines {
+        let waiting = Waiting::of(scheduler, &demand, count, oldest);
+        feed.waiting += count;
+        feed.for_none += waiting.for_none;
+        feed.oldest = Some(feed.oldest.map_or(oldest, |known| known.min(oldest)));
+        match by_shape.get_mut(&waiting.shape) {
+            Some(known) => known.join(waiting),
+            None => _ = by_shape.insert(waiting.shape.clone(), waiting),
+        }
+    }
+    feed.demand = by_shape.into_values().collect();
+}
+
+/// What was refused lately, and still would be.
+fn tell_refused(scheduler: &Scheduler, feed: &mut Feed) {
+    let refused = scheduler.dispatch.refused().lately(Timestamp::now());
+    let refused = refused.iter().map(|one| Waiting::of(scheduler, &one.demand, one.count, one.first));
+    feed.refused = refused.filter(|one| one.for_none > 0).collect();
+}
+
+impl Waiting {
+    /// So many that ask for `demand`. Each is looked at for itself, so that nothing that is placed waits for all of them.
+    fn of(scheduler: &Scheduler, demand: &Demand, count: usize, oldest: Timestamp) -> Self {
+        let mut workers = scheduler.dispatch.workers.lock();
+        let is_hopeless = workers.is_hopeless(demand);
+        let never_for = match is_hopeless {
+            true => workers.refusals(demand).lines().into_iter().take(REASONS).collect(),
+            false => Vec::new(),
+        };
+        Self {
+            shape: demand.shape.clone(),
+            keeps_to_its_own: workers.keeps_to_its_own(demand),
+            count,
+            for_none: if is_hopeless { count } else { 0 },
+            oldest,
+            waits_for: workers.waits_for(demand),
+            never_for,
+        }
+    }
+
+    /// Others of the same shape, that shall avoid other workers.
+    fn join(&mut self, other: Self) {
+        self.count += other.count;
+        self.for_none += other.for_none;
+        self.oldest = self.oldest.min(other.oldest);
+        if self.never_for.is_empty() {
+            self.never_for = other.never_for;
+        }
+    }
+}
+
+fn tell_supply(scheduler: &Scheduler, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
+    let mut by_labels = BTreeMap::<_, Supply>::new();
+    let workers = scheduler.dispatch.workers.lock();
+    // Many workers share their labels as one value, and are not compared by what these say.
+    let mut known = HashMap::<*const Labels, Supply>::new();
+    let are_there = |(worker, _): &(&Worker, _)| worker.state != State::Lost;
+    for (worker, idle_since) in workers.workers_and_idleness().filter(are_there) {
+        let supply = known.entry(Arc::as_ptr(&worker.labels)).or_insert_with(|| Supply::of(&worker.labels));
+        supply.add(worker);
+        let is_kept_free = worker.kept_free_for.is_some();
+        if worker.state != State::Running || worker.desired != Desired::Run || is_kept_free {
+            continue;
+        }
+        let leases = leases.get(&worker.id.uuid()).copied().unwrap_or(0);
+        feed.removable.push(Removable {
+            id: worker.id,
+            name: worker.name.clone(),
+            leases: u64::try_from(leases).unwrap_or(0),
+            kept_containers: worker.load.kept_containers,
+            kept_volumes: worker.load.kept_volumes,
+            idle_since,
+            would_lose: None,
+        });
+    }
+    drop(workers);
+    for supply in known.into_values() {
+        let key = key(&supply.labels);
+        match by_labels.get_mut(&key) {
+            Some(known) => Supply::join(known, &supply),
+            None => _ = by_labels.insert(key, supply),
+        }
+    }
+    feed.supply = by_labels.into_values().collect();
+}
+
+/// What is told of labels.
+fn key(labels: &Labels) -> (String, Vec<String>, Option<String>, Vec<String>, Vec<String>) {
+    let Labels { platform, tags, team, image_kinds, capabilities, resource_types: _ } = labels;
+    (platform.clone(), tags.clone(), team.clone(), image_kinds.clone(), capabilities.clone())
+}
+
+impl Supply {
+    fn of(labels: &Arc<Labels>) -> Self {
+        Self {
+            labels: labels.clone(),
+            workers: 0,
+            in_service: 0,
+            idle: 0,
+            slots_in_use: 0,
+            slots_free: 0,
+            without_limit: 0,
+        }
+    }
+
+    fn add(&mut self, worker: &Worker) {
+        self.workers += 1;
+        self.slots_in_use += u64::from(worker.load.tasks);
+        let is_in_service = worker.state == State::Running
+            && worker.desired == Desired::Run
+            && worker.unsupported_versions.is_empty()
+            && !matches!(&worker.trust, Trust::SetAside(failing) if failing.counts_for(None));
+        if is_in_service {
+            self.in_service += 1;
+            self.idle += usize::from(worker.load.tasks == 0);
+            match worker.capacity.max_tasks {
+                _ if worker.kept_free_for.is_some() => {}
+                Some(max) => self.slots_free += u64::from(max.saturating_sub(worker.load.tasks)),
+                None => self.without_limit += 1,
+            }
+        }
+    }
+
+    fn join(&mut self, other: &Self) {
+        self.workers += other.workers;
+        self.in_service += other.in_service;
+        self.idle += other.idle;
+        self.slots_in_use += other.slots_in_use;
+        self.slots_free += other.slots_free;
+        self.without_limit += other.without_limit;
+    }
+}
+
+/// How many leases of each worker have not ended.
+async fn live_leases(scheduler: &Scheduler) -> Result<HashMap<Uuid, i64>, DbErr> {
+    let live: Vec<(Uuid, i64)> = lease::Entity::find()
+        .select_only()
+        .column(lease::Column::WorkerId)
+        .column_as(lease::Column::Id.count(), "count")
+        .filter(lease::is_live())
+        .group_by(lease::Column::WorkerId)
+        .into_tuple()
+        .all(scheduler.db.read())
+        .await?;
+    Ok(live.into_iter().collect())
+}

@@ -1,0 +1,521 @@
+//! Leases: the right to use one worker's incarnation, and one of its slots.
+//!
+//! ```text
+//! granted ──shall stop──▶ ending ──its gateway says that it stopped──▶ ended
+//!    │                       └──as below────────────────────────────────▶ ended
+//!    ├──its gateway says that it ended, or does not know it─────────────▶ ended
+//!    ├──its worker is silent and has not started it─────────────────────▶ ended
+//!    └──its worker is lost, a new incarnation, or not renewed───────────▶ ended
+//! ```
+//!
+//! Where its worker is lost and may run still what was started under it, it is not ended but given up: its workload ends without it, and it stays
+//! `ending`, until its gateway says that it stopped, the worker begins anew, or is pruned.
+//!
+//! Invariants:
+//! - A worker's `active_tasks` is the number of its leases that take a slot and have not ended, and never exceeds its slots when one
+//!   is granted; what leases asked for is counted alike. [`crate::commit`] raises the counters under the worker's lock in the transaction
+//!   that writes the lease, and whoever ends one lowers them in the transaction of the one guarded update that ends it.
+//! - A workload has at most one live lease. A unique index enforces it.
+//!
+//! Where a lease has a workload, the workload's row is locked first; so what is read of the lease after that stays true.
+
+pub(crate) mod drift;
+
+use std::collections::{HashMap, HashSet};
+use std::time::Duration;
+
+use db::rows;
+use domain::worker::{Incarnation, LeaseClaims};
+use domain::{AttemptId, LeaseId, Timestamp, WorkerId, WorkloadId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    QueryOrder, QuerySelect, Select, Statement,
+};
+use uuid::Uuid;
+
+use crate::db::entity::lease::{self, EndedBy, Kind, Left, State, StopReason};
+use crate::db::entity::{STATE_OF_NAMED, owner_affinity, worker};
+use crate::notify::changes::Effects;
+use crate::outbox::{self, Message, Parcel, Settlement};
+use crate::placement::{Placement, Resources};
+use crate::workers;
+use crate::workers::load_counters::Changes;
+
+/// Whether a lease that is named by its id has not ended.
+fn named_is_live() -> Expr {
+    Expr::cust(format!("{STATE_OF_NAMED} <> 'ended'"))
+}
+
+/// A driven lease cannot be kept.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RenewError {
+    /// It was released, ran out, or its worker is gone.
+    #[error("the lease is lost")]
+    Lost,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// A lease, for whoever asks what became of it.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    pub(crate) claims: LeaseClaims,
+    pub(crate) worker_name: String,
+    pub(crate) kind: Kind,
+    pub(crate) owner: String,
+    pub(crate) reserved: Resources,
+    pub(crate) granted_at: Timestamp,
+    /// When it ends unless it is renewed. `None`: nobody renews it.
+    pub(crate) expires_at: Option<Timestamp>,
+    pub(crate) stop_reason: Option<StopReason>,
+    pub(crate) state: LeaseState,
+}
+
+/// Where a lease is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeaseState {
+    Granted,
+    Ending,
+    Ended(Timestamp, LeaseEnd),
+}
+
+/// Why a lease ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LeaseEnd {
+    /// Its holder gave it back.
+    Released,
+    /// Its worker's gateway said that its attempt has ended.
+    Reported,
+    /// It was not renewed in time.
+    Expired,
+    /// Its worker could not be counted on any more.
+    Lost,
+    /// It was to stop, and nothing of it had started, or its worker was lost meanwhile.
+    Stopped,
+}
+
+/// There is no such lease to tell of.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LeaseError {
+    /// There is none in this team.
+    #[error("lease {0} is unknown to this team")]
+    NotFound(LeaseId),
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// What the token of `lease` claims.
+pub(crate) fn claims(lease: &lease::Model) -> LeaseClaims {
+    let attempt = lease.workload_id.zip(lease.attempt_id);
+    LeaseClaims {
+        lease: LeaseId::from_uuid(lease.id),
+        worker: WorkerId::from_uuid(lease.worker_id),
+        incarnation: Incarnation(u64::try_from(lease.incarnation).unwrap_or(0)),
+        team: lease.team.clone(),
+        attempt: attempt
+            .map(|(workload, attempt)| (WorkloadId::from_uuid(workload), AttemptId::from_uuid(attempt))),
+    }
+}
+
+/// What the token of a driven lease claims that is granted on the worker of `placement`.
+pub(crate) fn driven_claims(lease: LeaseId, placement: &Placement, team: &str) -> LeaseClaims {
+    LeaseClaims {
+        lease,
+        worker: placement.worker,
+        incarnation: placement.incarnation,
+        team: team.to_owned(),
+        attempt: None,
+    }
+}
+
+/// One lease.
+pub(crate) async fn find(db: &impl ConnectionTrait, lease: LeaseId) -> Result<Option<lease::Model>, DbErr> {
+    lease::Entity::find_by_id(lease.uuid()).one(db).await
+}
+
+/// Those of these workloads whose attempt shall stop and has not, and why.
+pub(crate) async fn stopping(
+    db: &impl ConnectionTrait,
+    workloads: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<(Uuid, StopReason)>, DbErr> {
+    let backend = db.get_database_backend();
+    let among = rows::among(backend, 1);
+    // Written out, as `is_live` is.
+    let query = format!(
+        "SELECT workload_id, stop_reason FROM leases
+         WHERE workload_id {among} AND state <> 'ended' AND stop_reason IS NOT NULL"
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(workloads)?]);
+    let found = db.query_all_raw(query).await?;
+    found.iter().map(|row| Ok((row.try_get("", "workload_id")?, row.try_get("", "stop_reason")?))).collect()
+}
+
+/// What is known of a lease of this team.
+pub(crate) async fn tell(db: &impl ConnectionTrait, team: &str, id: LeaseId) -> Result<Lease, LeaseError> {
+    let row = lease::Entity::find_by_id(id.uuid()).filter(lease::Column::Team.eq(team)).one(db).await?;
+    let row = row.ok_or(LeaseError::NotFound(id))?;
+    let worker = worker::Entity::find_by_id(row.worker_id).one(db).await?;
+    Ok(told(row, worker.map(|worker| worker.name).unwrap_or_default()))
+}
+
+/// What is known of leases that have not ended, by id: of one team or all, on one worker or any.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    team: Option<&str>,
+    worker: Option<WorkerId>,
+    after: Option<LeaseId>,
+    limit: u64,
+) -> Result<Vec<Lease>, DbErr> {
+    let mut query = lease::Entity::find().filter(lease::is_live());
+    if let Some(team) = team {
+        query = query.filter(lease::Column::Team.eq(team));
+    }
+    if let Some(worker) = worker {
+        query = query.filter(lease::Column::WorkerId.eq(worker.uuid()));
+    }
+    if let Some(after) = after {
+        query = query.filter(lease::Column::Id.gt(after.uuid()));
+    }
+    let rows = query.order_by_asc(lease::Column::Id).limit(limit).all(db).await?;
+    let concerned: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.worker_id)).collect();
+    let names = workers::find_all(db, concerned).await?.into_iter().map(|worker| (worker.id, worker.name));
+    let names: HashMap<_, _> = names.collect();
+    let name_of = |row: &lease::Model| names.get(&row.worker_id).cloned().unwrap_or_default();
+    Ok(rows.into_iter().map(|row| (name_of(&row), row)).map(|(name, row)| told(row, name)).collect())
+}
+
+fn told(row: lease::Model, worker_name: String) -> Lease {
+    let amount = |amount: i64| u64::try_from(amount).unwrap_or(0);
+    Lease {
+        claims: claims(&row),
+        worker_name,
+        kind: row.kind,
+        reserved: Resources {
+            cpu_millis: amount(row.cpu_millis),
+            memory_bytes: amount(row.memory_bytes),
+            disk_bytes: amount(row.disk_bytes),
+        },
+        granted_at: Timestamp(row.granted_at),
+        expires_at: row.expires_at.map(Timestamp),
+        stop_reason: row.stop_reason,
+        state: state(&row),
+        owner: row.owner,
+    }
+}
+
+fn state(row: &lease::Model) -> LeaseState {
+    let ended_at = row.ended_at.unwrap_or_default();
+    let end = match row.ended_by {
+        Some(EndedBy::Reported) if row.is_driven() => LeaseEnd::Released,
+        Some(EndedBy::Reported) => LeaseEnd::Reported,
+        // Only one that is late ends for that.
+        _ if row.expires_at.is_some_and(|at| at <= ended_at) => LeaseEnd::Expired,
+        _ if row.stop_reason.is_some_and(|reason| reason != StopReason::WorkerLost) => LeaseEnd::Stopped,
+        _ => LeaseEnd::Lost,
+    };
+    match row.state {
+        State::Granted => LeaseState::Granted,
+        State::Ending => LeaseState::Ending,
+        State::Ended => LeaseState::Ended(Timestamp(ended_at), end),
+    }
+}
+
+/// Those of these leases that are there.
+pub(crate) async fn find_all(
+    db: &impl ConnectionTrait,
+    leases: &[LeaseId],
+) -> Result<HashMap<LeaseId, lease::Model>, DbErr> {
+    if leases.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!("SELECT * FROM leases WHERE id {}", rows::among(backend, 1));
+    let values = [rows::ids(leases.iter().map(|lease| lease.uuid()))?];
+    let found = lease::Entity::find().from_raw_sql(Statement::from_sql_and_values(backend, query, values));
+    let found = found.all(db).await?.into_iter().map(|lease| (LeaseId::from_uuid(lease.id), lease));
+    Ok(found.collect())
+}
+
+/// The leases of `worker` for attempts that have not ended, in its incarnation `incarnation`.
+pub(crate) async fn live_tasks(
+    db: &impl ConnectionTrait,
+    worker: WorkerId,
+    incarnation: Incarnation,
+) -> Result<Vec<lease::Model>, DbErr> {
+    live_tasks_of(worker, incarnation).all(db).await
+}
+
+fn live_tasks_of(worker: WorkerId, incarnation: Incarnation) -> Select<lease::Entity> {
+    lease::Entity::find()
+        .filter(lease::Column::WorkerId.eq(worker.uuid()))
+        .filter(lease::is_live())
+        .filter(lease::Column::WorkloadId.is_not_null())
+        .filter(lease::Column::Incarnation.eq(i64::try_from(incarnation.0).unwrap_or(i64::MAX)))
+}
+
+/// Lets the attempt under `lease` stop. A second wish can only shorten the grace, and the first reason stands.
+pub(crate) async fn stop(
+    txn: &DatabaseTransaction,
+    lease: lease::Model,
+    reason: StopReason,
+    grace: Duration,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let grace = i64::try_from(grace.as_micros()).unwrap_or(i64::MAX);
+    let shorter = lease.stop_grace_us.is_none_or(|present| grace < present);
+    if lease.state == State::Ended || !shorter {
+        return Ok(());
+    }
+    let stopped = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ending))
+        .col_expr(lease::Column::StopReason, Expr::value(lease.stop_reason.unwrap_or(reason)))
+        .col_expr(lease::Column::StopGraceUs, Expr::value(grace))
+        .filter(lease::Column::Id.eq(lease.id))
+        .filter(named_is_live())
+        .exec(txn)
+        .await?;
+    if stopped.rows_affected > 0 {
+        raise_generation(txn, lease.worker_id, effects).await?;
+    }
+    Ok(())
+}
+
+/// Gives up the attempt under `lease`, whose worker is lost and may run it still: its slot stays taken until it has stopped.
+pub(crate) async fn give_up(
+    txn: &DatabaseTransaction,
+    lease: &lease::Model,
+    effects: &mut Effects,
+) -> Result<bool, DbErr> {
+    let given_up = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ending))
+        .col_expr(lease::Column::StopReason, Expr::value(StopReason::WorkerLost))
+        .col_expr(lease::Column::StopGraceUs, Expr::value(0_i64))
+        .filter(lease::Column::Id.eq(lease.id))
+        .filter(named_is_live())
+        .exec(txn)
+        .await?;
+    if given_up.rows_affected > 0 {
+        raise_generation(txn, lease.worker_id, effects).await?;
+    }
+    Ok(given_up.rows_affected > 0)
+}
+
+/// Notes how far the gateway is with `lease`. `false`: it said so before, or the lease has ended.
+pub(crate) async fn raise_phase(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    phase: i64,
+) -> Result<bool, DbErr> {
+    let raised = lease::Entity::update_many()
+        .col_expr(lease::Column::Phase, Expr::value(phase))
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(named_is_live())
+        .filter(lease::Column::Phase.lt(phase))
+        .exec(txn)
+        .await?;
+    Ok(raised.rows_affected > 0)
+}
+
+/// Ends `lease` and frees its slot. `false`: it had ended before, and nothing was changed.
+pub(crate) async fn end(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    by: EndedBy,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<bool, DbErr> {
+    let ended = lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ended))
+        .col_expr(lease::Column::EndedAt, Expr::value(now.0))
+        .col_expr(lease::Column::EndedBy, Expr::value(by))
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(named_is_live())
+        .exec_with_returning(txn)
+        .await?;
+    freed(txn, &ended, now, effects).await?;
+    Ok(!ended.is_empty())
+}
+
+/// Gives what these leases took back to their workers, and lets go what was pinned for them: they ended in this transaction.
+async fn freed(
+    txn: &DatabaseTransaction,
+    ended: &[lease::Model],
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let ended: Vec<_> = ended.iter().map(lease::Model::left).collect();
+    let mut changes = Changes::default();
+    ended.iter().for_each(|lease| changes.give_back(lease));
+    effects.workers.extend(changes.lock_and_write(txn).await?);
+    effects.parcels.extend(let_go(txn, &ended, now).await?);
+    Ok(())
+}
+
+/// The artifact store shall drop what it holds for driven leases that ended in this transaction.
+pub(crate) async fn let_go(
+    txn: &DatabaseTransaction,
+    ended: &[Left],
+    now: Timestamp,
+) -> Result<Vec<Parcel>, DbErr> {
+    let mut effects = Effects::default();
+    let settled = ended.iter().filter(|lease| lease.settles);
+    let messages =
+        settled.map(|lease| (lease.lease_id, Message::Settle(Settlement::nothing(lease.team.clone()))));
+    outbox::put_all(txn, messages, now, &mut effects).await?;
+    Ok(effects.parcels)
+}
+
+/// What `worker` shall do changes.
+async fn raise_generation(
+    txn: &DatabaseTransaction,
+    worker: uuid::Uuid,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    worker::Entity::update_many()
+        .col_expr(worker::Column::Generation, Expr::col(worker::Column::Generation).add(1))
+        .filter(worker::Column::Id.eq(worker))
+        .exec(txn)
+        .await?;
+    effects.workers.push(WorkerId::from_uuid(worker));
+    Ok(())
+}
+
+/// Keeps a driven lease until `now + term`, or longer if that was said before by another clock, unless it has ended. That alone decides, and
+/// not that its term has passed: when nobody could renew it, whoever does so first may come before [`be_patient`].
+pub(crate) async fn renew(
+    txn: &DatabaseTransaction,
+    lease: LeaseId,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), RenewError> {
+    let (until, known) = ((now + term).0, Expr::col(lease::Column::ExpiresAt));
+    let longer = Expr::case(known.clone().gt(until), known).finally(until);
+    let renewed = lease::Entity::update_many()
+        .col_expr(lease::Column::ExpiresAt, longer.into())
+        .filter(lease::Column::Id.eq(lease.uuid()))
+        .filter(Expr::cust(format!("{STATE_OF_NAMED} = 'granted'")))
+        .exec(txn)
+        .await?;
+    if renewed.rows_affected > 0 { Ok(()) } else { Err(RenewError::Lost) }
+}
+
+/// Gives every driven lease that has not ended at least a full term from `now`: its holder could perhaps not renew it. However often
+/// this is done at one time, no lease gets more than that one term.
+pub(crate) async fn be_patient(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), DbErr> {
+    lease::Entity::update_many()
+        .col_expr(lease::Column::ExpiresAt, Expr::value((now + term).0))
+        .filter(lease::Column::WorkloadId.is_null())
+        .filter(lease::is_live())
+        .filter(lease::Column::ExpiresAt.lt((now + term).0))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Ends the driven leases that were not renewed in time, up to 1000 of them.
+pub(crate) async fn expire(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let mut late = lease::Entity::find()
+        .filter(lease::Column::WorkloadId.is_null())
+        .filter(lease::is_live())
+        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .order_by_asc(lease::Column::Id)
+        .limit(1000)
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    // One that was renewed before it was locked is not late any more.
+    late.retain(|lease| lease.state != State::Ended && lease.expires_at.is_some_and(|at| at <= now.0));
+    lease::Entity::update_many()
+        .col_expr(lease::Column::State, Expr::value(State::Ended))
+        .col_expr(lease::Column::EndedAt, Expr::value(now.0))
+        .col_expr(lease::Column::EndedBy, Expr::value(EndedBy::Lost))
+        .filter(lease::Column::Id.is_in(late.iter().map(|lease| lease.id)))
+        .exec(txn)
+        .await?;
+    freed(txn, &late, now, effects).await
+}
+
+/// Whether a driven lease was not renewed in time.
+pub(crate) async fn any_expired(db: &impl ConnectionTrait, now: Timestamp) -> Result<bool, DbErr> {
+    let expired = lease::Entity::find()
+        .filter(lease::is_live())
+        .filter(lease::Column::ExpiresAt.is_not_null())
+        .filter(lease::Column::ExpiresAt.lte(now.0))
+        .one(db)
+        .await?;
+    Ok(expired.is_some())
+}
+
+/// Whether a driven lease holds something in the artifact store: it has not ended.
+pub(crate) async fn holds(db: &impl ConnectionTrait, lease: LeaseId) -> Result<bool, DbErr> {
+    let lease = find(db, lease).await?;
+    Ok(lease.is_some_and(|lease| lease.is_driven() && lease.state != State::Ended))
+}
+
+/// The worker that the containers of `owner` keep to.
+pub(crate) async fn worker_of_owner(
+    db: &impl ConnectionTrait,
+    team: &str,
+    owner: &str,
+) -> Result<Option<WorkerId>, DbErr> {
+    if owner.is_empty() {
+        return Ok(None);
+    }
+    let key = (team.to_owned(), owner.to_owned());
+    let row = owner_affinity::Entity::find_by_id(key).one(db).await?;
+    Ok(row.map(|row| WorkerId::from_uuid(row.worker_id)))
+}
+
+/// Forgets where owners of containers were that had no lease granted since `before` and have none now.
+pub(crate) async fn forget_owners(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
+    let unused = "NOT EXISTS (SELECT 1 FROM leases WHERE leases.team = owner_workers.team AND leases.owner = owner_workers.owner \
+                  AND leases.state <> 'ended' AND leases.owner <> '')";
+    owner_affinity::Entity::delete_many()
+        .filter(owner_affinity::Column::GrantedAt.lt(before.0))
+        .filter(Expr::cust(unused))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Forgets driven leases that ended before `before`; the others go with their workloads.
+pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
+    lease::Entity::delete_many()
+        .filter(Expr::cust("state = 'ended'"))
+        .filter(lease::Column::WorkloadId.is_null())
+        .filter(lease::Column::EndedAt.lt(before.0))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+#[cfg(test)]
+mod tests {
+    use sea_orm::{DbBackend, QueryTrait};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn live_leases_are_found_by_their_index_before_it_is_known_what_is_asked_for() {
+        let database = testing::databases::sqlite();
+        let db = db::Database::connect::<crate::Schema>(&database.url).await.expect("a database");
+        let asked = live_tasks_of(WorkerId::new(), Incarnation(1)).build(DbBackend::Sqlite);
+        // Without values: so it is planned once, for all that come.
+        let explain = format!("EXPLAIN QUERY PLAN {}", asked.sql);
+        let plan = db.read().query_one_raw(Statement::from_string(DbBackend::Sqlite, explain)).await;
+        let step = plan.expect("it is a statement").expect("it has a plan");
+        let step: String = step.try_get("", "detail").expect("a text");
+        assert!(step.contains("leases_live_of_worker"), "{step}");
+    }
+}

@@ -1,0 +1,262 @@
+//! Gossip: replicas tell each other what changed, so that nobody has to look often.
+//!
+//! What is announced in one replica ([`crate::app::Scheduler::announce`]) is told to the others, many things at a time, and announced there.
+//! All of it may be lost: see [`crate::notify::local`].
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use db::hints::{Heard, LONGEST, Listener};
+use domain::{WorkerId, WorkloadId};
+use tokio::sync::Notify;
+use uuid::Uuid;
+
+use crate::app::Scheduler;
+use crate::notify::changes::Effects;
+use crate::notify::local::ALL_WORKERS;
+
+const CHANNEL: &str = "gantry_scheduler";
+
+/// Of how many changes at a time each is told. Of more it is said that there are many.
+const MOST: usize = 2000;
+
+/// How long leases that were given back are collected: there may be thousands in a second, and often nobody waits for them.
+const COLLECTED: Duration = Duration::from_millis(2);
+
+/// How long to wait with the next attempt to listen.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// What a replica has to tell. Cheap to clone; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct Gossip {
+    /// Who says it: hints come back to who sent them.
+    replica: Uuid,
+    news: Arc<Mutex<HashSet<News>>>,
+    some: Arc<Notify>,
+    /// Something that may be collected for a moment.
+    later: Arc<Notify>,
+}
+
+/// Something that changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum News {
+    /// What a worker shall do, or what placement knows of it.
+    Worker(WorkerId),
+    /// Leases of a worker were given back.
+    Freed(WorkerId),
+    /// Whether a workload waits for a worker.
+    Queued(WorkloadId),
+    /// Something happened to a workload.
+    Workload(WorkloadId),
+    /// A deadline was set.
+    Deadline,
+    /// Who watches workers should look.
+    Registry,
+    /// More than can be told.
+    Much,
+}
+
+impl News {
+    fn word(self) -> String {
+        match self {
+            Self::Worker(id) => format!("w{}", id.uuid().simple()),
+            Self::Freed(id) => format!("f{}", id.uuid().simple()),
+            Self::Queued(id) => format!("q{}", id.uuid().simple()),
+            Self::Workload(id) => format!("e{}", id.uuid().simple()),
+            Self::Deadline => "t".to_owned(),
+            Self::Registry => "r".to_owned(),
+            Self::Much => "*".to_owned(),
+        }
+    }
+
+    fn parse(word: &str) -> Option<Self> {
+        let (kind, id) = word.split_at_checked(1)?;
+        let id = || Uuid::try_parse(id).ok();
+        match kind {
+            "w" => id().map(WorkerId::from_uuid).map(Self::Worker),
+            "f" => id().map(WorkerId::from_uuid).map(Self::Freed),
+            "q" => id().map(WorkloadId::from_uuid).map(Self::Queued),
+            "e" => id().map(WorkloadId::from_uuid).map(Self::Workload),
+            "t" => Some(Self::Deadline),
+            "r" => Some(Self::Registry),
+            "*" => Some(Self::Much),
+            _ => None,
+        }
+    }
+}
+
+impl Gossip {
+    pub(crate) fn new() -> Self {
+        Self { replica: Uuid::now_v7(), news: Arc::default(), some: Arc::default(), later: Arc::default() }
+    }
+
+    /// The others shall hear of these.
+    pub(crate) fn tell(&self, effects: &Effects) {
+        let Effects { workloads, workers, freed, parcels: _, queued, deadline, registry } = effects;
+        let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        news.extend(workers.iter().copied().map(News::Worker));
+        news.extend(queued.iter().copied().map(News::Queued));
+        news.extend(workloads.iter().copied().map(News::Workload));
+        news.extend(deadline.then_some(News::Deadline));
+        news.extend(registry.then_some(News::Registry));
+        let is_urgent =
+            !(workers.is_empty() && queued.is_empty() && workloads.is_empty()) || *deadline || *registry;
+        // Of one that something was placed on already, they hear that.
+        let is_news = |worker: &WorkerId| !news.contains(&News::Worker(*worker));
+        let freed: Vec<_> = freed.iter().copied().filter(is_news).map(News::Freed).collect();
+        let is_some_freed = !freed.is_empty();
+        news.extend(freed);
+        if news.len() > MOST {
+            *news = HashSet::from([News::Much]);
+        }
+        if is_urgent {
+            self.some.notify_one();
+        } else if is_some_freed {
+            self.later.notify_one();
+        }
+    }
+
+    /// Resolves when there is something to tell.
+    async fn there_is_some(&self) {
+        tokio::select! {
+            () = self.some.notified() => return,
+            () = self.later.notified() => {}
+        }
+        tokio::select! {
+            () = self.some.notified() => {}
+            () = tokio::time::sleep(COLLECTED) => {}
+        }
+    }
+
+    /// What is to be told, as hints.
+    fn hints(&self) -> Vec<String> {
+        let news = std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner));
+        let from = self.replica.simple().to_string();
+        let mut hints = Vec::new();
+        for word in news.into_iter().map(News::word) {
+            match hints.last_mut() {
+                Some(hint) if String::len(hint) + word.len() < LONGEST => {
+                    hint.push(' ');
+                    hint.push_str(&word);
+                }
+                _ => hints.push(format!("{from} {word}")),
+            }
+        }
+        hints
+    }
+}
+
+/// Tells the others what changed here, until the service stops.
+pub(crate) async fn tell_forever(scheduler: Scheduler) {
+    let some = async {
+        loop {
+            scheduler.gossip.there_is_some().await;
+            for hint in scheduler.gossip.hints() {
+                if let Err(error) = scheduler.db.hint(CHANNEL, &hint).await {
+                    tracing::debug!(error = %error, "cannot tell other replicas what changed");
+                }
+            }
+        }
+    };
+    tokio::select! {
+        () = scheduler.stopping.cancelled() => {}
+        () = some => {}
+    }
+}
+
+/// Hears what changed in other replicas, until the service stops.
+pub(crate) async fn hear_forever(scheduler: Scheduler) {
+    let heard = async {
+        loop {
+            match scheduler.db.listen(CHANNEL).await {
+                Ok(None) => return,
+                Ok(Some(listener)) => hear(&scheduler, listener).await,
+                Err(error) => tracing::debug!(error = %error, "cannot listen to other replicas"),
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    };
+    tokio::select! {
+        () = scheduler.stopping.cancelled() => {}
+        () = heard => {}
+    }
+}
+
+/// Hears until the connection is lost.
+async fn hear(scheduler: &Scheduler, mut listener: Listener) {
+    // What was said before.
+    scheduler.dispatch.catch_up().await;
+    loop {
+        match listener.heard().await {
+            Ok(Heard::Hint(hint)) => heard(scheduler, &hint).await,
+            Ok(Heard::Gap) => scheduler.dispatch.catch_up().await,
+            Err(error) => {
+                tracing::debug!(error = %error, "cannot hear other replicas");
+                return;
+            }
+        }
+    }
+}
+
+async fn heard(scheduler: &Scheduler, hint: &str) {
+    let mut words = hint.split(' ');
+    let own = scheduler.gossip.replica;
+    if words.next().and_then(|from| Uuid::try_parse(from).ok()) == Some(own) {
+        return;
+    }
+    let (mut workers, mut freed, mut queued, mut much) = (Vec::new(), Vec::new(), Vec::new(), false);
+    for word in words {
+        match News::parse(word) {
+            Some(News::Worker(id)) => workers.push(id),
+            Some(News::Freed(id)) => freed.push(id),
+            Some(News::Queued(id)) => queued.push(id),
+            Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
+            Some(News::Deadline) => scheduler.hints.timer().notify_one(),
+            Some(News::Registry) => scheduler.hints.changed(ALL_WORKERS),
+            // What another version has to tell is not known here.
+            Some(News::Much) | None => much = true,
+        }
+    }
+    scheduler.attended.look_at(workers.iter().copied());
+    scheduler.hints.look_at(workers, queued);
+    scheduler.hints.freed(freed);
+    if much {
+        scheduler.dispatch.catch_up().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_told_is_what_is_heard() {
+        let gossip = Gossip::new();
+        let workloads: Vec<_> = (0..500).map(|_| WorkloadId::new()).collect();
+        let (worker, freed) = (WorkerId::new(), WorkerId::new());
+        gossip.tell(&Effects {
+            workers: vec![worker, worker],
+            queued: workloads[..1].to_vec(),
+            workloads: workloads.clone(),
+            deadline: true,
+            freed: vec![worker, freed],
+            ..Effects::default()
+        });
+        let hints = gossip.hints();
+        assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= LONGEST));
+        let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
+        let heard: HashSet<_> = words.map(|word| News::parse(word).expect("news")).collect();
+        assert_eq!(heard.len(), 504);
+        assert!(heard.contains(&News::Freed(freed)));
+        assert!(!heard.contains(&News::Freed(worker)), "that it changed is told already");
+        assert!(heard.contains(&News::Worker(worker)) && heard.contains(&News::Deadline));
+        assert_eq!(gossip.hints(), [""; 0], "it was told");
+
+        let many: Vec<_> = (0..=MOST).map(|_| WorkloadId::new()).collect();
+        gossip.tell(&Effects { workloads: many, ..Effects::default() });
+        let [hint] = <[String; 1]>::try_from(gossip.hints()).expect("one hint");
+        assert!(hint.ends_with(" *"));
+        assert_eq!(News::parse("x"), None);
+    }
+}

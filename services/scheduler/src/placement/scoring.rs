@@ -1,0 +1,269 @@
+//! Strategies: by what workers that would do are compared.
+//!
+//! A chain compares by its first strategy, and by each further one where those before it find no difference. What is equal then is drawn
+//! by lot. Limits are no strategies: they hold whatever a chain says.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::Load;
+use crate::db::entity::lease::Kind;
+
+/// What makes one worker better than another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Strategy {
+    /// Fewer bytes of inputs, image and caches would have to be brought there.
+    VolumeLocality,
+    /// Fewer containers are on it, besides those of checks.
+    FewestBuildContainers,
+    /// Fewer of its slots are taken.
+    LimitActiveTasks,
+    /// Fewer containers are on it.
+    LimitActiveContainers,
+    /// Fewer volumes are on it.
+    LimitActiveVolumes,
+    /// Nothing: the lot decides.
+    Random,
+}
+
+const NAMES: [(Strategy, &str); 6] = [
+    (Strategy::VolumeLocality, "volume-locality"),
+    (Strategy::FewestBuildContainers, "fewest-build-containers"),
+    (Strategy::LimitActiveTasks, "limit-active-tasks"),
+    (Strategy::LimitActiveContainers, "limit-active-containers"),
+    (Strategy::LimitActiveVolumes, "limit-active-volumes"),
+    (Strategy::Random, "random"),
+];
+
+/// How many strategies a chain can have: each once, and `random` compares nothing.
+pub(crate) const LONGEST: usize = NAMES.len() - 1;
+
+impl Strategy {
+    /// All that there are.
+    pub(crate) fn all() -> impl Iterator<Item = Self> {
+        NAMES.into_iter().map(|(strategy, _)| strategy)
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        NAMES.iter().find(|(strategy, _)| *strategy == self).map_or("", |(_, name)| name)
+    }
+}
+
+impl fmt::Display for Strategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Strategies in their order. As text they have commas between them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chain(Vec<Strategy>);
+
+/// The text names no chain of strategies.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ParseChainError {
+    /// There is no such strategy.
+    #[error("{0:?} is no placement strategy: choose from {all}", all = NAMES.map(|(_, name)| name).join(", "))]
+    Unknown(String),
+    /// A strategy that was named before finds no difference any more.
+    #[error("{0} is named twice")]
+    Twice(Strategy),
+    /// What comes after `random` is never asked.
+    #[error("nothing may come after random: it leaves nothing to compare")]
+    AfterRandom,
+}
+
+impl FromStr for Chain {
+    type Err = ParseChainError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let mut chain = Vec::new();
+        for word in text.split(',') {
+            let known = NAMES.iter().find(|(_, name)| *name == word.trim());
+            let (strategy, _) = known.ok_or_else(|| ParseChainError::Unknown(word.trim().to_owned()))?;
+            if chain.contains(&Strategy::Random) {
+                return Err(ParseChainError::AfterRandom);
+            }
+            if chain.contains(strategy) {
+                return Err(ParseChainError::Twice(*strategy));
+            }
+            chain.push(*strategy);
+        }
+        Ok(Self(chain))
+    }
+}
+
+impl fmt::Display for Chain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<_> = self.0.iter().map(ToString::to_string).collect();
+        f.write_str(&names.join(","))
+    }
+}
+
+/// The chains for what is placed. Which of them is for what is said by `Purpose::of`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Chains {
+    /// For whatever has inputs.
+    pub builds: Chain,
+    /// For what has no inputs.
+    pub without_inputs: Chain,
+    /// For checks.
+    pub checks: Chain,
+}
+
+impl Default for Chains {
+    fn default() -> Self {
+        let by_load = Chain(vec![Strategy::LimitActiveTasks]);
+        Self {
+            builds: Chain(vec![Strategy::VolumeLocality, Strategy::LimitActiveTasks]),
+            without_inputs: by_load.clone(),
+            checks: by_load,
+        }
+    }
+}
+
+/// Which chain compares workers for something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    Build,
+    WithoutInputs,
+    Check,
+}
+
+impl Purpose {
+    /// The one rule for all that is placed, by Submit and by Place. Checks have a chain of their own, whatever they use. Of all else, transfers
+    /// included, what has inputs goes by that for builds: it names an artifact, be it its image, or a task cache. What names none goes by the other.
+    pub(crate) fn of(kind: Kind, has_inputs: bool) -> Self {
+        if kind == Kind::Check {
+            Self::Check
+        } else if has_inputs {
+            Self::Build
+        } else {
+            Self::WithoutInputs
+        }
+    }
+}
+
+impl Chains {
+    /// Each, where [`Purpose`] says.
+    pub(crate) fn all(&self) -> [&Chain; 3] {
+        [Purpose::Build, Purpose::WithoutInputs, Purpose::Check].map(|purpose| self.of(purpose))
+    }
+
+    pub(crate) fn of(&self, purpose: Purpose) -> &Chain {
+        match purpose {
+            Purpose::Build => &self.builds,
+            Purpose::WithoutInputs => &self.without_inputs,
+            Purpose::Check => &self.checks,
+        }
+    }
+}
+
+/// What each strategy of a chain counts, in its order. Lower is better; earlier ones decide first.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct Cost([u64; LONGEST]);
+
+impl Chain {
+    /// What a worker with `load` costs, to which `bytes_to_move` would have to be brought.
+    pub(crate) fn cost(&self, load: &Load, bytes_to_move: u64) -> Cost {
+        let mut cost = Cost::default();
+        for (counted, strategy) in cost.0.iter_mut().zip(&self.0) {
+            *counted = match strategy {
+                Strategy::VolumeLocality => bytes_to_move,
+                Strategy::FewestBuildContainers => load.build_containers(),
+                Strategy::LimitActiveTasks => u64::from(load.tasks),
+                Strategy::LimitActiveContainers => load.containers(),
+                Strategy::LimitActiveVolumes => load.volumes(),
+                Strategy::Random => 0,
+            };
+        }
+        cost
+    }
+
+    /// Whether it asks where bytes are.
+    pub(crate) fn is_by_locality(&self) -> bool {
+        self.0.contains(&Strategy::VolumeLocality)
+    }
+
+    /// The first strategy that counts something else in one than in the other.
+    pub(crate) fn difference(&self, one: Cost, other: Cost) -> Option<Strategy> {
+        let mut counted = self.0.iter().zip(one.0.iter().zip(other.0));
+        counted.find(|(_, (one, other))| **one != *other).map(|(strategy, _)| *strategy)
+    }
+
+    /// What each strategy that compares anything counts.
+    pub(crate) fn counts(&self, cost: Cost) -> impl Iterator<Item = (Strategy, u64)> {
+        let strategies = self.0.iter().copied().filter(|strategy| *strategy != Strategy::Random);
+        strategies.zip(cost.0)
+    }
+
+    /// What a cost counts, for people.
+    pub(crate) fn words(&self, cost: Cost) -> String {
+        let words = self.counts(cost).map(|(strategy, count)| match strategy {
+            Strategy::VolumeLocality => format!("{count} bytes to move"),
+            Strategy::FewestBuildContainers => format!("{count} containers of builds"),
+            Strategy::LimitActiveTasks => format!("{count} active tasks"),
+            Strategy::LimitActiveContainers => format!("{count} containers"),
+            Strategy::LimitActiveVolumes => format!("{count} volumes"),
+            Strategy::Random => String::new(),
+        });
+        let words: Vec<_> = words.collect();
+        if words.is_empty() { "drawn by lot".to_owned() } else { words.join(", ") }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sea_orm::Iterable;
+
+    use super::*;
+
+    #[test]
+    fn a_chain_is_what_its_text_says() {
+        let chain: Chain = "volume-locality, fewest-build-containers,random".parse().expect("a chain");
+        assert_eq!(chain.to_string(), "volume-locality,fewest-build-containers,random");
+        let refused = |text: &str| text.parse::<Chain>().expect_err("no chain").to_string();
+        assert!(
+            refused("spread").contains("\"spread\" is no placement strategy: choose from volume-locality, ")
+        );
+        assert!(refused("").contains("\"\""));
+        assert_eq!(
+            refused("random,limit-active-tasks"),
+            "nothing may come after random: it leaves nothing to compare"
+        );
+        assert_eq!(refused("limit-active-tasks,limit-active-tasks"), "limit-active-tasks is named twice");
+    }
+
+    #[test]
+    fn checks_have_a_chain_of_their_own_and_all_else_is_told_apart_by_its_inputs() {
+        for kind in Kind::iter() {
+            let expected = match kind {
+                Kind::Check => [Purpose::Check, Purpose::Check],
+                _ => [Purpose::Build, Purpose::WithoutInputs],
+            };
+            assert_eq!([true, false].map(|has_inputs| Purpose::of(kind, has_inputs)), expected, "{kind:?}");
+        }
+        let chains = Chains {
+            builds: "volume-locality".parse().expect("a chain"),
+            without_inputs: "limit-active-tasks".parse().expect("a chain"),
+            checks: "random".parse().expect("a chain"),
+        };
+        let names =
+            [Purpose::Build, Purpose::WithoutInputs, Purpose::Check].map(|of| chains.of(of).to_string());
+        assert_eq!(names, ["volume-locality", "limit-active-tasks", "random"]);
+    }
+
+    #[test]
+    fn each_strategy_counts_what_it_is_named_for() {
+        let load = Load { tasks: 3, checks: 1, kept_containers: 10, kept_volumes: 20, ..Load::default() };
+        let cost = |chain: &str| chain.parse::<Chain>().expect("a chain").cost(&load, 7).0[0];
+        assert_eq!(cost("volume-locality"), 7);
+        assert_eq!(cost("fewest-build-containers"), 12);
+        assert_eq!(cost("limit-active-tasks"), 3);
+        assert_eq!(cost("limit-active-containers"), 13);
+        assert_eq!(cost("limit-active-volumes"), 23);
+        assert_eq!(cost("random"), 0);
+    }
+}

@@ -1,0 +1,676 @@
+//! Placement compared with a plain restatement of its rules, which looks at every worker.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use domain::Timestamp;
+use domain::worker::ResourceType;
+use domain::workload::FailureReason;
+use rand::rngs::StdRng;
+use rand::seq::{IndexedRandom, SliceRandom};
+use rand::{RngExt, SeedableRng};
+
+use super::*;
+
+mod random;
+pub(crate) mod reference;
+
+pub(crate) use self::random::Dice;
+
+fn labels() -> Labels {
+    Labels {
+        platform: "linux".to_owned(),
+        tags: vec![],
+        team: None,
+        image_kinds: vec!["host".to_owned()],
+        capabilities: vec![],
+        resource_types: vec![],
+    }
+}
+
+fn worker(name: &str) -> Worker {
+    Worker {
+        id: WorkerId::new(),
+        name: name.to_owned(),
+        endpoint: "http://127.0.0.1:1".to_owned(),
+        incarnation: Incarnation(1),
+        desired: Desired::Run,
+        state: State::Running,
+        awaited: false,
+        just_lost: false,
+        gone: false,
+        unsupported_versions: vec![],
+        trust: Trust::Full,
+        labels: Arc::new(labels()),
+        capacity: Capacity { max_tasks: Some(2), ..Capacity::default() },
+        load: Load::default(),
+        kept_free_for: None,
+    }
+}
+
+fn with_labels(name: &str, change: impl FnOnce(&mut Labels)) -> Worker {
+    let mut labels = labels();
+    change(&mut labels);
+    Worker { labels: Arc::new(labels), ..worker(name) }
+}
+
+fn busy(tasks: u32, worker: Worker) -> Worker {
+    Worker { load: Load { tasks, ..Load::default() }, ..worker }
+}
+
+/// Attempts of several teams, which count for every team.
+fn failing(why: &str) -> Failing {
+    Failing { why: why.to_owned(), team: None }
+}
+
+fn failure() -> Failure {
+    Failure { reason: FailureReason::StartFailed, message: "no".to_owned() }
+}
+
+fn shape() -> Shape {
+    Shape {
+        team: "main".to_owned(),
+        platform: "linux".to_owned(),
+        tags: vec![],
+        process: Some(Process { image_kind: "host".into(), resource_type: None, capabilities: vec![] }),
+        requests: Resources::default(),
+        purpose: Purpose::Build,
+    }
+}
+
+fn demand() -> Demand {
+    shape().asked_by(Uuid::now_v7())
+}
+
+pub(crate) fn index(workers: impl IntoIterator<Item = Worker>) -> Index {
+    let mut index = Index::new(Chains::default(), BTreeSet::new());
+    workers.into_iter().for_each(|worker| index.put(worker));
+    index
+}
+
+fn placed(index: &mut Index, demand: &Demand, locations: &[Location]) -> Option<String> {
+    match index.choose(demand, locations) {
+        Choice::Placed(placement) => index.get(placement.worker).map(|worker| worker.name.clone()),
+        Choice::NotNow | Choice::Never => None,
+    }
+}
+
+fn at(size_bytes: u64, workers: &[&Worker]) -> Location {
+    Location { size_bytes, workers: workers.iter().map(|worker| worker.id).collect() }
+}
+
+#[test]
+fn bytes_decide_then_load() {
+    let (near, far, idle) = (busy(1, worker("near")), busy(1, worker("far")), worker("idle"));
+    let mut index = index([near.clone(), far.clone(), idle]);
+    let on = |index: &mut Index, locations: &[Location]| placed(index, &demand(), locations);
+    assert_eq!(on(&mut index, &[]).as_deref(), Some("idle"));
+    assert_eq!(on(&mut index, &[at(10, &[&near])]).as_deref(), Some("near"));
+    assert_eq!(on(&mut index, &[at(10, &[&near]), at(11, &[&far])]).as_deref(), Some("far"));
+}
+
+#[test]
+fn one_that_is_awaited_comes_last() {
+    let there = busy(1, worker("there"));
+    let awaited = Worker { awaited: true, ..worker("awaited") };
+    let mut index = index([awaited.clone(), there]);
+    assert_eq!(placed(&mut index, &demand(), &[at(10, &[&awaited])]).as_deref(), Some("there"));
+}
+
+#[test]
+fn those_of_the_team_come_first_and_a_team_may_keep_to_them() {
+    let own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
+    let mut of_both = index([busy(1, own.clone()), worker("global")]);
+    assert_eq!(placed(&mut of_both, &demand(), &[]).as_deref(), Some("own"));
+
+    let full = [busy(2, own), worker("global")];
+    assert_eq!(placed(&mut index(full.clone()), &demand(), &[]).as_deref(), Some("global"));
+    let mut keeps = Index::new(Chains::default(), BTreeSet::from(["main".to_owned()]));
+    full.into_iter().for_each(|worker| keeps.put(worker));
+    assert_eq!(keeps.choose(&demand(), &[]), Choice::NotNow);
+    assert_eq!(
+        keeps.refusals(&demand()).lines(),
+        ["global: is for all teams, and this one keeps to its own", "own: is full (2 of 2 tasks)"]
+    );
+}
+
+#[test]
+fn a_team_that_keeps_to_its_own_does_not_wait_for_what_none_of_those_could_take() {
+    let mut own = with_labels("own", |labels| labels.team = Some("main".to_owned()));
+    own.capacity.memory_bytes = Some(10);
+    let mut index = Index::new(Chains::default(), BTreeSet::from(["main".to_owned()]));
+    [own.clone(), worker("global")].into_iter().for_each(|worker| index.put(worker));
+    assert_eq!(placed(&mut index, &demand(), &[]).as_deref(), Some("own"));
+    let large = asking(11).asked_by(Uuid::now_v7());
+    let failed = demand().failed_on(vec![FailedThere { worker: own.id, failure: failure() }]);
+    for hopeless in [large, failed] {
+        assert_eq!(index.choose(&hopeless, &[]), Choice::Never);
+        assert_eq!(index.waits_for(&hopeless), "NEVER");
+    }
+    index.load(own.id, Load { tasks: 2, ..own.load });
+    assert_eq!(index.choose(&demand(), &[]), Choice::NotNow, "but for what is on them");
+}
+
+#[test]
+fn a_worker_says_all_that_speaks_against_it() {
+    let mut one = worker("one");
+    one.capacity = Capacity { max_tasks: Some(1), max_containers: Some(3), ..Capacity::default() };
+    one.load = Load { tasks: 1, kept_containers: 4, ..Load::default() };
+    one.kept_free_for = Some(Uuid::from_u128(1));
+    one.trust = Trust::OnProbation(failing("why"));
+    let mut demand = demand().failed_on(vec![FailedThere { worker: one.id, failure: failure() }]);
+    demand.avoid.insert(one.id);
+    let all = [
+        Refusal::FailedThere(failure()),
+        Refusal::Avoided,
+        Refusal::SetAside("why".to_owned()),
+        Refusal::KeptFree,
+        Refusal::Full { active: 1, max: 1 },
+        Refusal::FullOfContainers { count: 5, max: 3 },
+    ];
+    assert_eq!(refusals(&demand, &one), all);
+}
+
+#[test]
+fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
+    let kept_free = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
+    let workers = [
+        kept_free("tried", Trust::OnProbation(failing("why"))),
+        kept_free("not", Trust::SetAside(failing("why"))),
+    ];
+    let mut index = index(workers.clone());
+    workers.iter().for_each(|worker| index.keep_free(worker.id, Some(Uuid::from_u128(1))));
+    let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
+    let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
+    assert_eq!(groups, [(2, &[Refusal::SetAside("why".to_owned()), Refusal::KeptFree][..])]);
+}
+
+#[test]
+fn what_was_asked_for_amounts_to_something() {
+    let mut small = worker("small");
+    small.capacity = Capacity { memory_bytes: Some(10), ..small.capacity };
+    let mut demand = demand();
+    Arc::make_mut(&mut demand.shape).requests.memory_bytes = 6;
+    assert_eq!(placed(&mut index([small.clone()]), &demand, &[]).as_deref(), Some("small"));
+    small.load.reserved.memory_bytes = 5;
+    let mut index = index([small]);
+    assert_eq!(index.choose(&demand, &[]), Choice::NotNow);
+    Arc::make_mut(&mut demand.shape).requests.memory_bytes = 11;
+    assert_eq!(index.choose(&demand, &[]), Choice::Never);
+    assert_eq!(
+        index.refusals(&demand).lines(),
+        ["small: has 10 bytes of memory in all, and 11 bytes of memory is asked for"]
+    );
+}
+
+#[test]
+fn every_lasting_refusal_has_its_reason() {
+    type Change = fn(&mut Worker, &mut Demand);
+    fn change_labels(worker: &mut Worker, change: impl FnOnce(&mut Labels)) {
+        change(Arc::make_mut(&mut worker.labels));
+    }
+    let cases: [(Change, Refusal); 11] = [
+        (|w, _| w.state = State::Lost, Refusal::Lost),
+        (|w, _| w.unsupported_versions = vec![7], Refusal::Incompatible(vec![7])),
+        (
+            |w, d| d.failed_on.push(FailedThere { worker: w.id, failure: failure() }),
+            Refusal::FailedThere(failure()),
+        ),
+        (|w, _| w.desired = Desired::Retire, Refusal::Retiring),
+        (
+            |_, d| Arc::make_mut(&mut d.shape).platform = "darwin".to_owned(),
+            Refusal::Platform("linux".to_owned()),
+        ),
+        (|w, _| change_labels(w, |l| l.team = Some("other".to_owned())), Refusal::Team),
+        (
+            |w, _| change_labels(w, |l| l.tags = vec!["gpu".to_owned()]),
+            Refusal::OnlyTagged(vec!["gpu".to_owned()]),
+        ),
+        (|w, _| change_labels(w, |l| l.image_kinds.clear()), Refusal::ImageKind("host".into())),
+        (
+            |w, d| {
+                let s3 = ResourceType { name: "s3".to_owned(), version: String::new() };
+                change_labels(w, |l| l.resource_types = vec![s3]);
+                if let Some(process) = &mut Arc::make_mut(&mut d.shape).process {
+                    process.resource_type = Some("git".to_owned());
+                }
+            },
+            Refusal::ResourceType("git".to_owned()),
+        ),
+        (
+            |_, d| {
+                if let Some(process) = &mut Arc::make_mut(&mut d.shape).process {
+                    process.capabilities.push("privileged".into());
+                }
+            },
+            Refusal::Capability("privileged".into()),
+        ),
+        (
+            |w, d| {
+                change_labels(w, |l| l.tags = vec!["gpu".to_owned()]);
+                Arc::make_mut(&mut d.shape).tags = vec!["gpu".to_owned(), "big".to_owned()];
+            },
+            Refusal::MissingTags(vec!["big".to_owned()]),
+        ),
+    ];
+    for (change, expected) in cases {
+        let (mut worker, mut demand) = (busy(2, worker("w")), demand());
+        change(&mut worker, &mut demand);
+        let mut index = index([worker]);
+        assert_eq!(index.choose(&demand, &[]), Choice::Never, "{expected:?}");
+        assert_eq!(index.refusals(&demand).reasons(), [&expected]);
+    }
+}
+
+#[test]
+fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
+    let of_main = || Failing { team: Some("main".to_owned()), ..failing("why") };
+    let main = demand();
+    let other = Shape { team: "other".to_owned(), ..Shape::clone(&main.shape) };
+    let other = other.asked_by(Uuid::nil());
+    for trust in [Trust::SetAside(of_main()), Trust::OnProbation(of_main())] {
+        let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
+        assert_eq!(index.choose(&main, &[]), Choice::NotNow);
+        assert!(placed(&mut index, &other, &[]).is_some(), "no attempt of this team failed");
+    }
+    for trust in [Trust::SetAside(failing("why")), Trust::OnProbation(failing("why"))] {
+        let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
+        assert_eq!(index.choose(&other, &[]), Choice::NotNow, "attempts of several teams failed");
+    }
+}
+
+#[test]
+fn whatever_passes_by_itself_is_waited_for() {
+    let full = busy(2, worker("full"));
+    let stalled = Worker { state: State::Stalled, ..worker("stalled") };
+    let landing = Worker { desired: Desired::Land, ..worker("landing") };
+    let set_aside = Worker { trust: Trust::SetAside(failing("why")), ..worker("set-aside") };
+    let on_probation = Worker { trust: Trust::OnProbation(failing("why")), ..worker("tried") };
+    for worker in [full, stalled, landing, set_aside, busy(1, on_probation.clone())] {
+        assert_eq!(index([worker]).choose(&demand(), &[]), Choice::NotNow);
+    }
+    assert!(placed(&mut index([on_probation]), &demand(), &[]).is_some(), "one task is tried");
+}
+
+#[test]
+fn what_was_on_a_worker_that_is_lost_is_not_told() {
+    let lost = Worker { state: State::Lost, just_lost: true, ..busy(2, worker("lost")) };
+    let gone = Worker { gone: true, ..lost.clone() };
+    let long_ago = Worker { just_lost: false, ..lost.clone() };
+    let says = |worker: &Worker| refusals(&demand(), worker);
+    assert_eq!(says(&lost), [Refusal::JustLost]);
+    assert_eq!(says(&gone), [Refusal::Gone]);
+    assert_eq!(says(&long_ago), [Refusal::Lost]);
+    let large = asking(11).asked_by(Uuid::now_v7());
+    let mut small = gone;
+    small.capacity.memory_bytes = Some(10);
+    assert_eq!(refusals(&large, &small)[1..], [Refusal::Gone], "but for how much it had in all");
+    assert_eq!(index([small]).choose(&large, &[]), Choice::Never);
+}
+
+#[test]
+fn moving_bytes_takes_no_slot_and_needs_no_tag() {
+    let full = busy(2, with_labels("w", |labels| labels.tags = vec!["gpu".to_owned()]));
+    let mut transfer = demand();
+    Arc::make_mut(&mut transfer.shape).process = None;
+    assert_eq!(placed(&mut index([full]), &transfer, &[]).as_deref(), Some("w"));
+}
+
+#[test]
+fn a_burst_is_spread_evenly() {
+    let unlimited = Capacity { max_tasks: None, ..Capacity::default() };
+    let mut index = index((0..20).map(|n| Worker { capacity: unlimited.clone(), ..worker(&n.to_string()) }));
+    let mut random = Index::new(
+        Chains { builds: "random".parse().expect("a chain"), ..Chains::default() },
+        BTreeSet::new(),
+    );
+    index.workers().for_each(|worker| random.put(worker.clone()));
+    for _ in 0..20_000 {
+        for index in [&mut index, &mut random] {
+            let Choice::Placed(placement) = index.choose(&demand(), &[]) else { panic!("placed") };
+            let mut load = index.get(placement.worker).expect("known").load;
+            load.tasks += 1;
+            index.load(placement.worker, load);
+        }
+    }
+    assert!(index.workers().all(|worker| worker.load.tasks == 1000), "by load they differ by none");
+    // A thousand each; the deviation of a lot among twenty is 31.
+    assert!(
+        random.workers().all(|worker| worker.load.tasks.abs_diff(1000) < 200),
+        "by lot they differ by little"
+    );
+}
+
+/// Those that come after one another and cannot take it leave nothing to the next.
+#[test]
+fn who_cannot_take_it_leaves_its_share_to_all_others_alike() {
+    for (all, short) in [(16_u32, 8), (40, 20), (40, 38)] {
+        let room = |number: u32| if number < short { 1 } else { 1 << 40 };
+        let workers = (0..all).map(|number| {
+            let id = WorkerId::from_uuid(Uuid::from_u128(number.into()));
+            let capacity =
+                Capacity { memory_bytes: Some(room(number)), max_tasks: None, ..Capacity::default() };
+            Worker { id, capacity, ..worker(&number.to_string()) }
+        });
+        let mut random = Index::new(
+            Chains { builds: "random".parse().expect("a chain"), ..Chains::default() },
+            BTreeSet::new(),
+        );
+        workers.for_each(|worker| random.put(worker));
+        let requests = Resources { memory_bytes: 2, ..Resources::default() };
+        let (each, mut chosen) = (1000, BTreeMap::<_, u32>::new());
+        for _ in 0..each * (all - short) {
+            let mut demand = demand();
+            let shape = Shape { requests, ..(*demand.shape).clone() };
+            demand.shape = Arc::new(shape);
+            let Choice::Placed(placement) = random.choose(&demand, &[]) else { panic!("placed") };
+            *chosen.entry(placement.worker).or_default() += 1;
+        }
+        assert_eq!(chosen.len(), usize::try_from(all - short).expect("few"));
+        // The deviation of such a lot is 32 at most.
+        assert!(chosen.values().all(|times| times.abs_diff(each) < 200), "{all}, {short}: {chosen:?}");
+    }
+}
+
+#[test]
+fn the_choice_is_that_of_who_looks_at_every_worker() {
+    let seed = testing::seeds::seed();
+    eprintln!("GANTRY_SEED={seed}");
+    let mut dice = Dice(StdRng::seed_from_u64(seed));
+    let (mut placed, mut not_now, mut never, mut met) = (0, 0, 0, BTreeSet::new());
+    for _ in 0..60 {
+        let chains = Chains { builds: dice.chain(), without_inputs: dice.chain(), checks: dice.chain() };
+        let names: BTreeSet<_> = dice.some(&[vec![], vec!["main".to_owned()]]).into_iter().collect();
+        let count = dice.0.random_range(0..40);
+        let mut workers = Vec::new();
+        (0..count).for_each(|n| workers.push(dice.worker_like_some(n, &workers)));
+        let mut index = Index::new(chains.clone(), names.clone());
+        workers.iter().for_each(|worker| index.keep_free(worker.id, worker.kept_free_for));
+        workers.iter().for_each(|worker| index.put(worker.clone()));
+        let plain = Demand { only: None, avoid: BTreeSet::new(), failed_on: vec![], ..dice.demand(&workers) };
+        for _ in 0..30 {
+            // What is known changes, in all the ways in which it can.
+            if !workers.is_empty() {
+                let one = dice.0.random_range(0..workers.len());
+                match dice.0.random_range(0..5) {
+                    0 => {
+                        let gone = workers.swap_remove(one);
+                        index.keep_free(gone.id, None);
+                        index.remove(gone.id);
+                    }
+                    1 => {
+                        let Worker { id, name, kept_free_for, .. } = workers[one].clone();
+                        let changed = Worker { id, name, kept_free_for, ..dice.worker(one) };
+                        workers[one] = changed.clone();
+                        index.put(Worker { kept_free_for: None, ..changed });
+                    }
+                    2 => {
+                        let whom = dice.whom();
+                        workers[one].kept_free_for = whom;
+                        index.keep_free(workers[one].id, whom);
+                    }
+                    _ => {
+                        workers[one].load = dice.load();
+                        index.load(workers[one].id, workers[one].load);
+                    }
+                }
+            }
+            assert_eq!(index.len(), workers.len());
+            let demand = dice.demand(&workers);
+            let locations = dice.locations(&workers);
+            let chain = chains.of(demand.shape.purpose);
+
+            let against = reference::against_each(&demand, &workers, &names);
+            for worker in &workers {
+                let (said, alone) = (refusals(&demand, worker), reference::against(&demand, worker));
+                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?}: {demand:?} {worker:?}");
+                met.extend(said.iter().map(Refusal::code));
+                let (said, alone) =
+                    (standing_refusals(worker), reference::against(&reference::anything(worker), worker));
+                assert!(alone.is_said_by(&said), "{said:?} is not {alone:?} of {worker:?}");
+            }
+            let willing = |worker: &&Worker| against[&worker.id].is_nothing();
+            let may_be_willing = workers.iter().any(|worker| against[&worker.id].may_pass());
+            let standing = |worker: &Worker| reference::standing(chain, &demand, worker, &locations);
+            let best = workers.iter().filter(willing).map(standing).min();
+
+            let choice = index.choose(&demand, &locations);
+            match (&choice, &best) {
+                (Choice::Placed(placement), Some(best)) => {
+                    let chosen = workers.iter().find(|worker| worker.id == placement.worker).expect("known");
+                    assert!(willing(&chosen), "{:?} of {demand:?}", against[&chosen.id]);
+                    assert_eq!(standing(chosen), *best, "{demand:?} {locations:?} {chain}");
+                    placed += 1;
+                }
+                (Choice::NotNow, None) => {
+                    assert!(workers.is_empty() || may_be_willing, "{demand:?}");
+                    not_now += 1;
+                }
+                (Choice::Never, None) => {
+                    assert!(!may_be_willing, "{demand:?}");
+                    never += 1;
+                }
+                (choice, best) => panic!("{choice:?} where the best is {best:?}: {demand:?}"),
+            }
+
+            // Whoever is told of in another order decides alike.
+            let mut shuffled = workers.clone();
+            shuffled.shuffle(&mut dice.0);
+            let mut other = Index::new(chains.clone(), names.clone());
+            shuffled.iter().for_each(|worker| other.keep_free(worker.id, worker.kept_free_for));
+            shuffled.iter().for_each(|worker| other.put(worker.clone()));
+            assert_eq!(other.choose(&demand, &locations), choice);
+
+            // Everyone that refuses says all that speaks against it, and the ranking names those that would do.
+            let refusing: Vec<_> = workers.iter().filter(|worker| !willing(worker)).collect();
+            let outlook = index.outlook(&demand, &locations, &Tell::first(usize::MAX), Timestamp(0));
+            let gone = workers.iter().filter(|worker| worker.gone).count();
+            assert_eq!((outlook.known, outlook.gone), (workers.len() - gone, gone));
+            assert_eq!(outlook.willing, workers.len() - refusing.len());
+            assert_eq!(outlook.opinions.len(), workers.len());
+            let mut ranking = Vec::new();
+            for opinion in &outlook.opinions {
+                let worker = workers.iter().find(|worker| worker.id == opinion.worker).expect("known");
+                let against = &against[&worker.id];
+                match &opinion.says {
+                    Says::Would(_) => {
+                        assert!(against.is_nothing(), "{against:?}");
+                        ranking.push(standing(worker));
+                    }
+                    Says::WouldNot(said) => {
+                        assert!(!said.is_empty() && against.is_said_by(said), "{said:?} is not {against:?}");
+                        met.extend(said.iter().map(Refusal::code));
+                    }
+                }
+            }
+            assert!(ranking.is_sorted());
+            assert_eq!(ranking.len(), outlook.willing);
+            let refusing: Vec<_> =
+                refusing.into_iter().map(|worker| (worker, &against[&worker.id])).collect();
+            are_told_together(&outlook.groups, &refusing);
+            // The first of many are those that are told of few.
+            let few = index.outlook(&demand, &locations, &Tell::first(3), Timestamp(0));
+            assert_eq!(few.opinions, outlook.opinions[..few.opinions.len()]);
+            assert_eq!(few.opinions.len(), workers.len().min(3));
+            // In short each says what comes first; also where the same was asked for before something changed.
+            for demand in [&demand, &plain] {
+                let against = reference::against_each(demand, &workers, &names);
+                let first = |worker: &Worker| {
+                    let kept_out = || against[&worker.id].passing.last() == Some(&Refusal::TeamKeepsToItsOwn);
+                    let first = refusals(demand, worker).into_iter().next();
+                    first.or_else(|| kept_out().then_some(Refusal::TeamKeepsToItsOwn))
+                };
+                let said = workers.iter().filter_map(|worker| Some((worker.name.clone(), first(worker)?)));
+                let expected = Refusals::of(said);
+                let told = index.refusals(demand);
+                assert_eq!((told.count(), told.codes()), (expected.count(), expected.codes()), "{demand:?}");
+                if expected.count() <= 10 {
+                    let sorted = |refusals: &Refusals| BTreeSet::from_iter(refusals.entries());
+                    assert_eq!(sorted(&told), sorted(&expected), "few are told one by one");
+                }
+            }
+        }
+    }
+    assert!(placed > 100 && not_now > 20 && never > 20, "{placed} {not_now} {never}: all three are met");
+    assert_eq!(met, BTreeSet::from(CODES), "and every refusal");
+}
+
+/// Whoever refuses for the same is in one group, under the first of their names, and each group says what one of them does.
+fn are_told_together(groups: &[Group], refusing: &[(&Worker, &reference::Against)]) {
+    let (are_many, mut alike) = reference::alike(refusing);
+    let left = alike.len().saturating_sub(groups.len());
+    assert!(left == 0 || groups.len() == 50, "{alike:?} {groups:?}");
+    for group in groups {
+        let said: BTreeSet<_> =
+            group.refusals.iter().map(|refusal| reference::said_by_many(refusal, are_many)).collect();
+        let names = alike.remove(&said).unwrap_or_else(|| panic!("{said:?} in one group alone"));
+        assert_eq!(group.count, names.len(), "{said:?}");
+        assert!(group.names.iter().eq(names.iter().take(5)), "{group:?} {names:?}");
+        let mut members = refusing.iter().filter(|(worker, _)| names.contains(worker.name.as_str()));
+        assert!(are_many || members.any(|(_, against)| against.is_said_by(&group.refusals)), "{group:?}");
+    }
+    assert_eq!(alike.len(), left);
+    assert!(groups.is_sorted_by_key(|group| (!group.passes(), std::cmp::Reverse(group.count))));
+}
+
+/// Of these shapes, those of one owner together.
+pub(crate) fn parts(of: &[(Shape, &str)]) -> Vec<Part> {
+    let part = |(shape, owner): &(Shape, &str)| Part {
+        demand: Arc::new(shape.clone().asked_by(Uuid::now_v7())),
+        owner: (*owner).to_owned(),
+    };
+    of.iter().map(part).collect()
+}
+
+pub(crate) fn asking(memory_bytes: u64) -> Shape {
+    Shape { requests: Resources { memory_bytes, ..Resources::default() }, ..shape() }
+}
+
+/// A worker with 100 bytes of memory and 4 slots, of which so many are taken.
+pub(crate) fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
+    let mut worker = worker(name);
+    worker.capacity = Capacity { max_tasks: Some(4), memory_bytes: Some(100), ..Capacity::default() };
+    worker.load.tasks = tasks;
+    worker.load.reserved.memory_bytes = memory_bytes;
+    worker
+}
+
+fn kept(index: &mut Index, parts: &[Part], before: &[&str]) -> Vec<String> {
+    let id = |name: &&str| index.workers().find(|worker| worker.name == **name).expect("known").id;
+    let before = before.iter().map(id).collect();
+    let chosen = index.choose_to_keep_free(parts, &before, Some(&HashSet::new()));
+    let mut names: Vec<_> = chosen.iter().map(|id| index.get(*id).expect("known").name.clone()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_worker_on_which_least_has_to_end_is_kept_free() {
+    let small = Worker {
+        capacity: Capacity { memory_bytes: Some(60), ..Capacity::default() },
+        ..with_memory("small", 0, 0)
+    };
+    let landing = Worker { desired: Desired::Land, ..with_memory("landing", 0, 0) };
+    let mut index = index([
+        with_memory("much", 1, 90),
+        with_memory("little", 2, 50),
+        with_memory("as-little", 3, 50),
+        small,
+        landing,
+    ]);
+    let large = parts(&[(asking(80), "")]);
+    assert_eq!(kept(&mut index, &large, &[]), ["little"], "as little memory, of fewer tasks");
+    assert_eq!(kept(&mut index, &large, &["much"]), ["much"], "one that is kept stays so");
+    assert_eq!(kept(&mut index, &large, &["small"]), ["little"], "unless it would not do");
+    assert_eq!(kept(&mut index, &parts(&[(shape(), "")]), &[]), [""; 0], "the next slot is enough");
+    assert_eq!(kept(&mut index, &parts(&[(asking(101), "")]), &[]), [""; 0], "nobody has so much");
+    let mut only = parts(&[(asking(80), "")]);
+    let much = index.workers().find(|worker| worker.name == "much").expect("known").id;
+    Arc::make_mut(&mut only[0].demand).only = Some(much);
+    assert_eq!(kept(&mut index, &only, &[]), ["much"]);
+
+    // What is taken is no choice, nor what is kept for another.
+    let little = index.workers().find(|worker| worker.name == "little").expect("known").id;
+    let chosen = index.choose_to_keep_free(&large, &BTreeSet::new(), Some(&[little].into()));
+    assert_eq!(
+        chosen.iter().map(|id| &*index.get(*id).expect("known").name).collect::<Vec<_>>(),
+        ["as-little"]
+    );
+    assert!(index.choose_to_keep_free(&large, &BTreeSet::new(), None).is_empty(), "none was kept");
+    assert_eq!(index.choose_to_keep_free(&large, &[much].into(), None), [much].into());
+    index.keep_free(much, Some(Uuid::from_u128(1)));
+    assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
+}
+
+#[test]
+fn one_in_ten_of_a_kind_is_enough() {
+    let mut index = index((0..29).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
+    let other = |labels: &mut Labels| labels.platform = "darwin".to_owned();
+    (0..30).for_each(|n| index.put(with_labels(&format!("other-{n}"), other)));
+    let of = |platform: &str| {
+        let of_kind = index.workers().filter(|worker| worker.labels.platform == platform);
+        of_kind.map(|worker| worker.id).collect::<Vec<_>>()
+    };
+    let (linux, darwin) = (of("linux"), of("darwin"));
+    let large = parts(&[(asking(80), "")]);
+    let both = parts(&[(asking(80), ""), (Shape { platform: "darwin".to_owned(), ..shape() }, "")]);
+    let mut are_enough = |parts: &[Part], kept: &[&[WorkerId]]| {
+        index.are_enough_kept_free(parts, &kept.iter().copied().flatten().copied().collect())
+    };
+    assert!(!are_enough(&large, &[]));
+    assert!(!are_enough(&large, &[&linux[..1], &darwin]));
+    assert!(are_enough(&large, &[&linux[..2]]), "there are 29");
+    assert!(are_enough(&both, &[&linux[..2]]));
+    assert!(!are_enough(&both, &[&linux[..1], &darwin[..2]]));
+    assert!(are_enough(&both, &[&darwin[..3]]), "of either kind");
+}
+
+#[test]
+fn of_few_one_may_be_kept_free() {
+    let mut index = index((0..3).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
+    let large = parts(&[(asking(80), "")]);
+    let one = index.workers().next().expect("one").id;
+    assert!(!index.are_enough_kept_free(&large, &HashSet::new()));
+    assert!(index.are_enough_kept_free(&large, &[one].into()));
+}
+
+#[test]
+fn for_a_group_as_many_are_kept_free_as_it_needs() {
+    let names = ["a", "b", "c"];
+    let mut index = index(names.map(|name| with_memory(name, 4, 0)));
+    let group =
+        |owners: &[&'static str]| parts(&owners.iter().map(|owner| (shape(), *owner)).collect::<Vec<_>>());
+    assert_eq!(kept(&mut index, &group(&["one", "one", "one"]), &[]).len(), 1);
+    let chosen = kept(&mut index, &group(&["", ""]), &[]);
+    assert_eq!(chosen.len(), 2, "what is planned there counts: {chosen:?}");
+    assert_eq!(kept(&mut index, &group(&["", ""]), &["a", "b"]), ["a", "b"], "it stays so");
+    assert_eq!(kept(&mut index, &group(&["one"; 4]), &["c"]), ["c"]);
+    assert_eq!(kept(&mut index, &group(&["one"; 5]), &[]), [""; 0], "no worker has as many slots");
+    assert_eq!(kept(&mut index, &group(&["one", "one", "one", "two", "two"]), &[]).len(), 2);
+}
+
+#[test]
+fn many_are_told_together_and_some_by_name() {
+    let full = (0..40).map(|n| busy(2, worker(&format!("full-{n:02}"))));
+    let tagged = (0..30)
+        .map(|n| with_labels(&format!("tagged-{n:02}"), |labels| labels.tags = vec![format!("only-{n}")]));
+    let mut index = index(full.chain(tagged).chain([worker("free")]));
+    let tell = |most| Tell::first(most);
+    let outlook = index.outlook(&demand(), &[], &tell(2), Timestamp(0));
+    let told: Vec<_> = outlook.opinions.iter().map(|opinion| opinion.name.as_str()).collect();
+    assert_eq!(told, ["free", "full-00"], "who would do, then for whom waiting may help");
+    let groups = outlook.groups.iter().map(|group| (group.words(), group.count, group.names.join(" ")));
+    let expected = [
+        ("are full".to_owned(), 40, "full-00 full-01 full-02 full-03 full-04".to_owned()),
+        (
+            "serve only workloads with their tags".to_owned(),
+            30,
+            "tagged-00 tagged-01 tagged-02 tagged-03 tagged-04".to_owned(),
+        ),
+    ];
+    assert_eq!(groups.collect::<Vec<_>>(), expected);
+    let only = Tell { most: 9, only: Some((BTreeSet::new(), BTreeSet::from(["tagged-07".to_owned()]))) };
+    let outlook = index.outlook(&demand(), &[], &only, Timestamp(0));
+    assert_eq!(outlook.opinions.len(), 1);
+    assert_eq!((outlook.opinions[0].name.as_str(), outlook.willing), ("tagged-07", 1));
+    assert_eq!(index.outlook(&demand(), &[], &tell(0), Timestamp(0)).opinions, []);
+}

@@ -1,0 +1,129 @@
+//! The table of reservations, which each replica reads and writes with every poll.
+//!
+//! A row names a worker and the request that it is reserved for. A row whose worker is the request
+//! itself says that the request has no reservation for a time, after all workers were tried. It
+//! belongs to the replica that made it, for a [`TERM`] that this replica prolongs. No other replica
+//! changes the row until the term is over, so the reservations of a replica that ends do so as well.
+//!
+//! Invariant: a worker is reserved for one request, because a row is a worker. Of two replicas that
+//! reserved for the same request before either could know, the one with the lower id keeps it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use db::{Database, rows};
+use domain::{Timestamp, WorkerId};
+use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
+use serde::Serialize;
+use uuid::Uuid;
+
+use super::Reservations;
+use crate::db::entity::reservation::Model;
+
+/// How long a row counts unless its replica prolongs it.
+const TERM: Duration = Duration::from_secs(30);
+
+impl Reservations {
+    /// Notes what other replicas reserved. What was reserved here gives way where theirs stays.
+    pub(super) fn read(&mut self, rows: &[Model], now: Timestamp) {
+        self.others.clear();
+        for row in rows.iter().filter(|row| Timestamp(row.expires_at) > now) {
+            let (worker, request) = (WorkerId::from_uuid(row.worker_id), row.waits_as);
+            if row.chosen_by == Some(self.replica) {
+                continue;
+            }
+            self.own.values_mut().for_each(|of| of.lose(worker, now));
+            let stays = self.own.get(&request).is_some_and(|own| !own.workers.is_empty() || own.rests);
+            if stays && Some(self.replica) < row.chosen_by {
+                continue;
+            }
+            self.own.remove(&request);
+            let workers = self.others.entry(request).or_default();
+            workers.extend((worker.uuid() != request).then_some(worker));
+        }
+    }
+}
+
+/// What has to change in the table.
+#[derive(Debug)]
+pub(super) struct Difference {
+    replica: Uuid,
+    /// The workers whose rows go.
+    over: Vec<Uuid>,
+    /// What is to be said, by worker.
+    new: BTreeMap<WorkerId, Uuid>,
+}
+
+impl Difference {
+    /// What the table, which holds these `rows`, lacks of what is reserved here.
+    pub(super) fn of(reservations: &Reservations, rows: &[Model], now: Timestamp) -> Self {
+        let replica = reservations.replica;
+        let own = reservations.own.iter().flat_map(|(request, of)| {
+            let rests = of.rests.then(|| WorkerId::from_uuid(*request));
+            of.workers.iter().copied().chain(rests).map(|worker| (worker, *request))
+        });
+        let mut new: BTreeMap<_, _> = own.collect();
+        let mut over = Vec::new();
+        for row in rows {
+            let worker = WorkerId::from_uuid(row.worker_id);
+            let (is_own, ends_at) = (row.chosen_by == Some(replica), Timestamp(row.expires_at));
+            match new.get(&worker) {
+                Some(request) if is_own && *request == row.waits_as && ends_at > now + TERM / 2 => {
+                    new.remove(&worker);
+                }
+                None if is_own || ends_at <= now => over.push(row.worker_id),
+                _ => {}
+            }
+        }
+        Self { replica, over, new }
+    }
+
+    pub(super) async fn write(&self, db: &Database, now: Timestamp) -> Result<(), DbErr> {
+        // New rows come first: a replica that reads in between must not find none. Each in a
+        // transaction of its own, because replicas lock rows of each other one statement at a time.
+        if !self.new.is_empty() {
+            db.write(async |txn| self.insert(&txn, now).await).await?;
+        }
+        if !self.over.is_empty() {
+            db.write(async |txn| self.delete(&txn, now).await).await?;
+        }
+        Ok(())
+    }
+
+    async fn delete(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+        let backend = txn.get_database_backend();
+        let query = format!(
+            "DELETE FROM kept_free WHERE worker_id {} AND (chosen_by = $2 OR expires_at <= $3)",
+            rows::among(backend, 1)
+        );
+        let values = [rows::ids(self.over.iter().copied())?, self.replica.into(), now.0.into()];
+        txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
+        Ok(())
+    }
+
+    /// Leaves rows of other replicas whose term is not over.
+    async fn insert(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+        #[derive(Serialize)]
+        struct Row {
+            worker_id: Uuid,
+            waits_as: Uuid,
+        }
+        const ROW: [(&str, rows::Column); 2] =
+            [("worker_id", rows::Column::Uuid), ("waits_as", rows::Column::Uuid)];
+        let backend = txn.get_database_backend();
+        let query = format!(
+            "INSERT INTO kept_free (worker_id, waits_as, expires_at, chosen_by)
+             SELECT worker_id, waits_as, $2, $3 FROM ({}) AS chosen WHERE TRUE ORDER BY worker_id
+             ON CONFLICT (worker_id) DO UPDATE
+             SET waits_as = excluded.waits_as, expires_at = excluded.expires_at, chosen_by = excluded.chosen_by
+             WHERE kept_free.chosen_by = excluded.chosen_by OR kept_free.expires_at <= $4",
+            rows::query(backend, 1, &ROW)
+        );
+        let row =
+            |(worker, request): (&WorkerId, &Uuid)| Row { worker_id: worker.uuid(), waits_as: *request };
+        let new: Vec<_> = self.new.iter().map(row).collect();
+        let values = [rows::value(&new)?, (now + TERM).0.into(), self.replica.into(), now.0.into()];
+        txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
+        Ok(())
+    }
+}

@@ -1,0 +1,137 @@
+//! Workers whose gateways were heard.
+
+use std::collections::HashMap;
+
+use db::rows::{self, Column};
+use domain::worker::SessionClaims;
+use domain::{Timestamp, WorkerId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, Statement,
+};
+use serde::Serialize;
+use uuid::Uuid;
+
+use super::{Kept, SessionError, find_all, judge, number};
+use crate::db::entity::worker::{self, Model, State};
+use crate::lifecycle::departure;
+use crate::notify::changes::Effects;
+use crate::workers::desired_state::Known;
+use crate::workers::load_counters::lock_workers;
+
+/// A gateway that was heard, and what it said.
+#[derive(Debug, Clone)]
+pub(crate) struct Heard {
+    pub(crate) session: SessionClaims,
+    pub(crate) kept: Kept,
+    pub(crate) at: Timestamp,
+}
+
+#[derive(Serialize)]
+struct HeardRow {
+    worker_id: Uuid,
+    session: i64,
+    incarnation: i64,
+    last_contact_at: i64,
+    containers: i64,
+    volumes: i64,
+    disk_free_bytes: i64,
+    kept_containers: i64,
+}
+
+const HEARD: [(&str, Column); 8] = [
+    ("worker_id", Column::Uuid),
+    ("session", Column::Integer),
+    ("incarnation", Column::Integer),
+    ("last_contact_at", Column::Integer),
+    ("containers", Column::Integer),
+    ("volumes", Column::Integer),
+    ("disk_free_bytes", Column::Integer),
+    ("kept_containers", Column::Integer),
+];
+
+impl Heard {
+    fn row(&self) -> HeardRow {
+        HeardRow {
+            worker_id: self.session.worker.uuid(),
+            session: number(self.session.session.0),
+            incarnation: number(self.session.incarnation.0),
+            last_contact_at: self.at.0,
+            containers: number(self.kept.containers),
+            volumes: number(self.kept.volumes),
+            disk_free_bytes: number(self.kept.disk_free_bytes),
+            kept_containers: number(self.kept.kept_containers),
+        }
+    }
+}
+
+/// These gateways were heard, in this order. Answers for each in which state its worker is, or why its session does not speak for it any more:
+/// then nothing was noted of it.
+///
+/// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
+/// ([`super::hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
+pub(crate) async fn observe(
+    txn: &DatabaseTransaction,
+    heard: &[Heard],
+) -> Result<Vec<Result<State, SessionError>>, DbErr> {
+    // Of two streams of one session the last word counts. No row may be there twice.
+    let last: HashMap<_, _> = heard
+        .iter()
+        .map(|heard| ((heard.session.worker, heard.session.session, heard.session.incarnation), heard.row()))
+        .collect();
+    let backend = txn.get_database_backend();
+    // In one order, and as a statement of its own: the sessions that the next one reads are those of after the wait.
+    let workers = rows::ids(heard.iter().map(|heard| heard.session.worker.uuid()))?;
+    let locked = format!(
+        "SELECT worker_id FROM worker_contacts WHERE worker_id {} ORDER BY worker_id {}",
+        rows::among(backend, 1),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    txn.query_all_raw(Statement::from_sql_and_values(backend, locked, [workers])).await?;
+    let query = format!(
+        "UPDATE worker_contacts SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
+             volumes = given.volumes, disk_free_bytes = given.disk_free_bytes, kept_containers = given.kept_containers
+         FROM ({}) AS given JOIN workers ON workers.id = given.worker_id
+         WHERE worker_contacts.worker_id = given.worker_id AND workers.session = given.session
+             AND workers.incarnation = given.incarnation AND workers.leaving IS NULL",
+        rows::query(backend, 1, &HEARD)
+    );
+    let given = rows::value(&last.into_values().collect::<Vec<_>>())?;
+    txn.execute_raw(Statement::from_sql_and_values(backend, query, [given])).await?;
+
+    let rows = find_all(txn, heard.iter().map(|heard| heard.session.worker)).await?;
+    let rows: HashMap<_, _> = rows.into_iter().map(|row| (WorkerId::from_uuid(row.id), row)).collect();
+    let mut judged = Vec::with_capacity(heard.len());
+    for Heard { session, .. } in heard {
+        let row = rows.get(&session.worker);
+        judged.push(match judge(txn, row, session).await {
+            Ok(()) => Ok(row.map_or(State::Running, |row| row.state)),
+            Err(SessionError::Database(error)) => return Err(error),
+            Err(refused) => Err(refused),
+        });
+    }
+    Ok(judged)
+}
+
+/// The gateways of these sessions were heard again, whose workers counted as silent.
+pub(crate) async fn come_back(
+    txn: &DatabaseTransaction,
+    sessions: &[SessionClaims],
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let sessions: HashMap<_, _> = sessions.iter().map(|session| (session.worker.uuid(), session)).collect();
+    let rows = lock_workers(txn, sessions.keys().copied()).await?;
+    let is_spoken_for =
+        |row: &Model| sessions.get(&row.id).is_some_and(|session| Known::of(row).is_spoken_for_by(session));
+    let back = rows.iter().filter(|row| row.state != State::Running && is_spoken_for(row));
+    let back: Vec<_> = back.map(|row| row.id).collect();
+    if back.is_empty() {
+        return Ok(());
+    }
+    worker::Entity::update_many()
+        .col_expr(worker::Column::State, Expr::value(State::Running))
+        .filter(worker::Column::Id.is_in(back.iter().copied()))
+        .exec(txn)
+        .await?;
+    departure::changed(txn, &back, effects).await
+}

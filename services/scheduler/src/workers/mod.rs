@@ -1,0 +1,752 @@
+//! Workers: who they are, who speaks for them, and whether they are in contact.
+//!
+//! ```text
+//! running ─silent for the TTL, or its gateway said goodbye─▶ stalled ─silent for `lost_after`─▶ lost
+//!    ▲──────────────────────hello or observed───────────────────┴──────────────────────────────┘
+//! ```
+//!
+//! Invariants: incarnation and session of a worker only rise, for they are minted as max(last + 1, now in µs) under the row's lock
+//! ([`hello`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
+//! changed by what it says.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use db::rows::{self, Column};
+use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClaims};
+use domain::{GatewayInstance, Timestamp, WorkerId};
+use sea_orm::sea_query::{Expr, OnConflict, Query};
+use sea_orm::{
+    ActiveEnum, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait,
+    QueryFilter, QueryOrder, QuerySelect, Set, Statement,
+};
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::config::Config;
+use crate::db::entity::removed_worker::WorkerEnd;
+use crate::db::entity::worker::{self, Desired, Model, State};
+use crate::db::entity::{from_json, heartbeat, lease, reservation, to_json};
+use crate::lifecycle::departure::{self, Load};
+use crate::notify::changes::Effects;
+use crate::placement;
+use crate::workers::cache::Facts;
+use crate::workers::desired_state::Known;
+
+pub(crate) mod cache;
+pub(crate) mod desired_state;
+mod heartbeats;
+pub(crate) mod load_counters;
+pub(crate) mod quarantine;
+#[cfg(test)]
+pub(crate) mod test_support;
+
+pub(crate) use heartbeats::{Heard, come_back, observe};
+
+/// Between two writes of a contact time that says nothing new, at least this much passes.
+pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
+
+/// Of leases under which nothing runs, so many are ended at a time.
+pub(crate) const ORPHANS: usize = 500;
+
+/// How a gateway introduces the worker it speaks for.
+#[derive(Debug, Clone)]
+pub(crate) struct Hello {
+    pub(crate) name: String,
+    pub(crate) instance: GatewayInstance,
+    /// The last session of this instance, if it had one that we signed.
+    pub(crate) last: Option<SessionClaims>,
+    pub(crate) marker: Marker,
+    pub(crate) endpoint: String,
+    pub(crate) labels: Labels,
+    pub(crate) capacity: Capacity,
+    /// It is gone for good once it is lost.
+    pub(crate) ephemeral: bool,
+}
+
+/// A gateway may not speak for a worker.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SessionError {
+    /// Another gateway has taken over.
+    #[error("another gateway has taken over this worker")]
+    Stale,
+    /// Another gateway attends it and is in contact.
+    #[error("another gateway attends this worker")]
+    AlreadyAttended,
+    /// Its name is that of another team's worker, or of all teams'.
+    #[error("the worker of this name is not of this team")]
+    OtherTeam,
+    /// It was retired.
+    #[error("this worker was retired")]
+    Retired,
+    /// It was forgotten.
+    #[error("this worker was forgotten")]
+    Forgotten,
+    /// It is being forgotten just now.
+    #[error("this worker is being forgotten")]
+    Leaving,
+    /// The database does not answer.
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+/// What a gateway says about its worker as a whole.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Kept {
+    pub(crate) containers: u64,
+    pub(crate) volumes: u64,
+    pub(crate) disk_free_bytes: u64,
+    /// Of the containers: those that no lease uses any more.
+    pub(crate) kept_containers: u64,
+}
+
+/// A worker as it is now.
+#[derive(Debug, Clone)]
+pub(crate) struct Worker {
+    pub(crate) placed: placement::Worker,
+    pub(crate) session: Session,
+    pub(crate) kept: Kept,
+    pub(crate) last_contact_at: Timestamp,
+    /// Since when it has the TTL to come back, if it was not in contact since.
+    pub(crate) awaited_since: Option<Timestamp>,
+    pub(crate) load: Load,
+    pub(crate) ephemeral: bool,
+    pub(crate) landed_at: Option<Timestamp>,
+    pub(crate) interrupt_at: Option<Timestamp>,
+    pub(crate) held_up_by: String,
+    pub(crate) failures: u32,
+    pub(crate) last_failure: String,
+    pub(crate) set_aside_until: Option<Timestamp>,
+    /// The team of all failures. `None`: they are of several, or there are none.
+    pub(crate) failed_team: Option<String>,
+    pub(crate) unsupported_versions: Vec<u32>,
+    pub(crate) revision: i64,
+}
+
+/// The next number, which no scheduler that lost its database hands out again.
+fn mint(last: i64, now: Timestamp) -> i64 {
+    Ord::max(now.0, last.saturating_add(1))
+}
+
+fn number(value: u64) -> i64 {
+    i64::try_from(value).unwrap_or(i64::MAX)
+}
+
+fn unsigned(value: i64) -> u64 {
+    u64::try_from(value).unwrap_or(0)
+}
+
+/// Opens or continues sessions, as these ask, each for a worker of its own. Answers for each which, or why not.
+///
+/// Many in one transaction, for all wait for each other: each is a change that watchers hear of.
+pub(crate) async fn hello(
+    txn: &DatabaseTransaction,
+    hellos: &[&Hello],
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<Vec<Result<SessionClaims, SessionError>>, DbErr> {
+    let known = lock_named(txn, hellos.iter().map(|hello| &*hello.name)).await?;
+    let known: HashMap<_, _> = known.iter().map(|row| (&*row.name, row)).collect();
+    let (mut let_in, mut changed) = (Vec::with_capacity(hellos.len()), Vec::with_capacity(hellos.len()));
+    for hello in hellos {
+        let session = register(txn, hello, known.get(&*hello.name).copied(), config, now).await;
+        match &session {
+            Ok(session) => changed.push(session.worker.uuid()),
+            Err(SessionError::Database(error)) => return Err(error.clone()),
+            Err(_) => {}
+        }
+        let_in.push(session);
+    }
+    departure::changed(txn, &changed, effects).await?;
+    Ok(let_in)
+}
+
+/// Locks the rows of the workers of these names, in their order, and answers them.
+async fn lock_named(
+    txn: &DatabaseTransaction,
+    names: impl Iterator<Item = &str>,
+) -> Result<Vec<Model>, DbErr> {
+    #[derive(Serialize)]
+    struct Name<'n> {
+        name: &'n str,
+    }
+    let given: Vec<_> = names.map(|name| Name { name }).collect();
+    let backend = txn.get_database_backend();
+    let query = format!(
+        "SELECT * FROM workers WHERE name IN ({}) ORDER BY id {}",
+        rows::query(backend, 1, &[("name", Column::Text)]),
+        rows::lock(backend, "FOR UPDATE")
+    );
+    let statement = Statement::from_sql_and_values(backend, query, [rows::value(&given)?]);
+    worker::Entity::find().from_raw_sql(statement).all(txn).await
+}
+
+/// Opens or continues the session of one, whose worker's row is `known` and locked.
+async fn register(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: Option<&Model>,
+    config: &Config,
+    now: Timestamp,
+) -> Result<SessionClaims, SessionError> {
+    may_register(txn, hello, known).await?;
+    let (id, incarnation, session, generation) = match known {
+        None => (Uuid::now_v7(), now.0, now.0, 1),
+        Some(known) => {
+            let session = continue_session(txn, hello, known, config, now).await?;
+            let same_life = known.marker_id == hello.marker.id.uuid() && known.boot_id == hello.marker.boot;
+            let incarnation = if same_life { known.incarnation } else { mint(known.incarnation, now) };
+            (known.id, incarnation, session, known.generation + 1)
+        }
+    };
+    let row = worker::ActiveModel {
+        id: Set(id),
+        name: Set(hello.name.clone()),
+        desired: Set(known.map_or(Desired::Run, |known| known.desired)),
+        state: Set(State::Running),
+        generation: Set(generation),
+        active_tasks: known.map_or(Set(0), |_| sea_orm::NotSet),
+        active_checks: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_cpu_millis: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_memory_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
+        reserved_disk_bytes: known.map_or(Set(0), |_| sea_orm::NotSet),
+        ended_tasks: known.map_or(Set(0), |_| sea_orm::NotSet),
+        max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+        max_containers: Set(hello.capacity.max_containers.map(i64::from)),
+        max_volumes: Set(hello.capacity.max_volumes.map(i64::from)),
+        cpu_millis: Set(hello.capacity.cpu_millis.map(number)),
+        memory_bytes: Set(hello.capacity.memory_bytes.map(number)),
+        incarnation: Set(incarnation),
+        session: Set(session),
+        gateway_instance: Set(hello.instance.uuid()),
+        marker_id: Set(hello.marker.id.uuid()),
+        boot_id: Set(hello.marker.boot.clone()),
+        endpoint: Set(hello.endpoint.clone()),
+        labels: Set(to_json(&hello.labels)?),
+        disk_bytes: Set(number(hello.capacity.disk_bytes)),
+        registered_at: known.map_or(Set(now.0), |_| sea_orm::NotSet),
+        ephemeral: Set(hello.ephemeral),
+        unsupported_versions: Set("[]".to_owned()),
+        ..match known {
+            // What made it fail may have gone with its last life.
+            Some(known) if known.incarnation == incarnation => Default::default(),
+            _ => quarantine::forgiven(),
+        }
+    };
+    match known {
+        None => _ = worker::Entity::insert(row).exec_without_returning(txn).await?,
+        Some(_) => {
+            _ = worker::Entity::update_many().set(row).filter(worker::Column::Id.eq(id)).exec(txn).await?;
+        }
+    }
+    let contact = heartbeat::ActiveModel {
+        worker_id: Set(id),
+        last_contact_at: Set(now.0),
+        patient_since: Set(now.0),
+        attended: Set(true),
+        containers: Set(0),
+        volumes: Set(0),
+        disk_free_bytes: Set(0),
+        kept_containers: Set(0),
+    };
+    let again = OnConflict::column(heartbeat::Column::WorkerId)
+        .update_columns([heartbeat::Column::LastContactAt, heartbeat::Column::Attended])
+        .to_owned();
+    heartbeat::Entity::insert(contact).on_conflict(again).exec_without_returning(txn).await?;
+
+    Ok(SessionClaims {
+        worker: WorkerId::from_uuid(id),
+        incarnation: Incarnation(unsigned(incarnation)),
+        session: Session(unsigned(session)),
+        instance: hello.instance,
+    })
+}
+
+/// Whether the worker that says `hello` may be the one that is known by its name.
+async fn may_register(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: Option<&Model>,
+) -> Result<(), SessionError> {
+    match known {
+        Some(known) if known.leaving.is_some() => Err(SessionError::Leaving),
+        Some(known) if from_json::<Labels>(&known.labels)?.team != hello.labels.team => {
+            Err(SessionError::OtherTeam)
+        }
+        Some(_) => Ok(()),
+        None if departure::is_retired(txn, &hello.name, hello.marker.id.uuid()).await? => {
+            Err(SessionError::Retired)
+        }
+        None => Ok(()),
+    }
+}
+
+/// Lists the worker that says `hello` although its gateway speaks only `versions` of the protocol, none of which we speak. Changes nothing
+/// while another gateway attends it.
+pub(crate) async fn list_incompatible(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    versions: &[u32],
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), SessionError> {
+    let known = worker::Entity::find()
+        .filter(worker::Column::Name.eq(&*hello.name))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
+    may_register(txn, hello, known.as_ref()).await?;
+    let versions = to_json(&versions)?;
+    let id = match known {
+        Some(known) => {
+            continue_session(txn, hello, &known, config, now).await?;
+            // How long it is silent is counted on: what it runs has to end some time.
+            if known.unsupported_versions == versions {
+                return Ok(());
+            }
+            worker::Entity::update_many()
+                .col_expr(worker::Column::UnsupportedVersions, Expr::value(versions))
+                .filter(worker::Column::Id.eq(known.id))
+                .exec(txn)
+                .await?;
+            known.id
+        }
+        None => {
+            let id = Uuid::now_v7();
+            let row = worker::ActiveModel {
+                id: Set(id),
+                name: Set(hello.name.clone()),
+                desired: Set(Desired::Run),
+                state: Set(State::Stalled),
+                generation: Set(1),
+                active_tasks: Set(0),
+                max_tasks: Set(hello.capacity.max_tasks.map(i64::from)),
+                incarnation: Set(now.0),
+                session: Set(now.0),
+                gateway_instance: Set(hello.instance.uuid()),
+                marker_id: Set(hello.marker.id.uuid()),
+                boot_id: Set(hello.marker.boot.clone()),
+                endpoint: Set(hello.endpoint.clone()),
+                labels: Set(to_json(&hello.labels)?),
+                disk_bytes: Set(number(hello.capacity.disk_bytes)),
+                registered_at: Set(now.0),
+                ephemeral: Set(hello.ephemeral),
+                unsupported_versions: Set(versions),
+                ..Default::default()
+            };
+            worker::Entity::insert(row).exec_without_returning(txn).await?;
+            let contact = heartbeat::ActiveModel {
+                worker_id: Set(id),
+                last_contact_at: Set(now.0),
+                patient_since: Set(now.0),
+                attended: Set(false),
+                containers: Set(0),
+                volumes: Set(0),
+                disk_free_bytes: Set(0),
+                kept_containers: Set(0),
+            };
+            heartbeat::Entity::insert(contact).exec_without_returning(txn).await?;
+            id
+        }
+    };
+    Ok(departure::changed(txn, &[id], effects).await?)
+}
+
+/// The session in which `hello` may speak for `known`.
+async fn continue_session(
+    txn: &DatabaseTransaction,
+    hello: &Hello,
+    known: &Model,
+    config: &Config,
+    now: Timestamp,
+) -> Result<i64, SessionError> {
+    if known.gateway_instance == hello.instance.uuid() {
+        return Ok(known.session);
+    }
+    let superseded = |last: &SessionClaims| {
+        last.instance == hello.instance
+            && last.worker.uuid() == known.id
+            && number(last.session.0) < known.session
+    };
+    if hello.last.as_ref().is_some_and(superseded) {
+        return Err(SessionError::Stale);
+    }
+    // Locked: who was heard while this is decided was heard before, or is refused ([`observe`]).
+    let contact = heartbeat::Entity::find_by_id(known.id).lock_exclusive().one(txn).await?;
+    let attended = contact.is_some_and(|contact| {
+        contact.attended && now.since(Timestamp(contact.last_contact_at)) < config.worker_ttl
+    });
+    if attended { Err(SessionError::AlreadyAttended) } else { Ok(mint(known.session, now)) }
+}
+
+/// The row of the worker that `session` speaks for. Refused when a newer session or incarnation exists, or the worker has gone.
+pub(crate) async fn speaks(
+    db: &impl ConnectionTrait,
+    session: &SessionClaims,
+) -> Result<Model, SessionError> {
+    let row = worker::Entity::find_by_id(session.worker.uuid()).one(db).await?;
+    judge(db, row.as_ref(), session).await?;
+    row.ok_or(SessionError::Forgotten)
+}
+
+/// Whether `session` speaks for the worker whose row is `row`.
+async fn judge(
+    db: &impl ConnectionTrait,
+    row: Option<&Model>,
+    session: &SessionClaims,
+) -> Result<(), SessionError> {
+    match row {
+        Some(row) if Known::of(row).is_spoken_for_by(session) => Ok(()),
+        Some(row) if row.leaving.is_none() => Err(SessionError::Stale),
+        Some(_) => Err(SessionError::Forgotten),
+        None if departure::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
+            Err(SessionError::Retired)
+        }
+        None => Err(SessionError::Forgotten),
+    }
+}
+
+/// The rows of these workers, of those that are there.
+pub(crate) async fn find_all(
+    db: &impl ConnectionTrait,
+    ids: impl IntoIterator<Item = WorkerId>,
+) -> Result<Vec<Model>, DbErr> {
+    let ids: Vec<_> = ids.into_iter().map(|id| id.uuid()).collect();
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!("SELECT * FROM workers WHERE id {}", rows::among(backend, 1));
+    let statement = Statement::from_sql_and_values(backend, query, [rows::ids(ids)?]);
+    worker::Entity::find().from_raw_sql(statement).all(db).await
+}
+
+/// The gateway of `session` said goodbye: another may take over at once. Does nothing when one has already, or when this one has
+/// been heard of since `contact`: it has come back on another stream.
+pub(crate) async fn leave(
+    txn: &DatabaseTransaction,
+    session: &SessionClaims,
+    contact: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    // Before its contact, as whoever says hello.
+    load_counters::lock_workers(txn, [session.worker.uuid()].into_iter()).await?;
+    let left = heartbeat::Entity::update_many()
+        .col_expr(heartbeat::Column::Attended, Expr::value(false))
+        .filter(heartbeat::Column::WorkerId.eq(session.worker.uuid()))
+        .filter(heartbeat::Column::LastContactAt.eq(contact.0))
+        .exec(txn)
+        .await?;
+    if left.rows_affected > 0 {
+        set_state(txn, session, State::Stalled, effects).await?;
+    }
+    Ok(())
+}
+
+async fn set_state(
+    txn: &DatabaseTransaction,
+    session: &SessionClaims,
+    state: State,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let set = worker::Entity::update_many()
+        .col_expr(worker::Column::State, Expr::value(state))
+        .filter(worker::Column::Id.eq(session.worker.uuid()))
+        .filter(worker::Column::Session.eq(number(session.session.0)))
+        .exec(txn)
+        .await?;
+    if set.rows_affected > 0 {
+        departure::changed(txn, &[session.worker.uuid()], effects).await?;
+    }
+    Ok(())
+}
+
+/// It was perhaps our own silence: every worker has the TTL to come back, from `now` on. `alone`: no other replica can have a stream open, so no
+/// worker is attended.
+pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Timestamp) -> Result<(), DbErr> {
+    let mut update =
+        heartbeat::Entity::update_many().col_expr(heartbeat::Column::PatientSince, Expr::value(now.0));
+    if alone {
+        update = update.col_expr(heartbeat::Column::Attended, Expr::value(false));
+    }
+    update.exec(txn).await.map(|_| ())
+}
+
+/// Who has been silent for `term`, and had the TTL for coming back since we can hear anybody.
+///
+/// How long a worker has been silent is not forgotten when a scheduler starts: what `stop_after` promises of its processes began with the
+/// contact that was noted last, for only what was noted is echoed to its gateway.
+fn silent_for(term: Duration, config: &Config, now: Timestamp) -> sea_orm::sea_query::SelectStatement {
+    Query::select()
+        .column(heartbeat::Column::WorkerId)
+        .from(heartbeat::Entity)
+        .and_where(Expr::col(heartbeat::Column::LastContactAt).lt((now - term).0))
+        .and_where(Expr::col(heartbeat::Column::PatientSince).lt((now - config.worker_ttl).0))
+        .to_owned()
+}
+
+/// From which state to which silence leads, and how long it must have lasted.
+fn silences(config: &Config) -> [(State, State, Duration); 2] {
+    [(State::Running, State::Stalled, config.worker_ttl), (State::Stalled, State::Lost, config.lost_after)]
+}
+
+/// Who of those in `state` has been silent for `term`. Contacts are read first, and few of them are old: by itself PostgreSQL looks at each worker in
+/// that state, for it expects to find some soon.
+async fn silent(
+    db: &impl ConnectionTrait,
+    (state, term): (State, Duration),
+    limit: &str,
+    config: &Config,
+    now: Timestamp,
+) -> Result<Vec<Uuid>, DbErr> {
+    let query = format!(
+        "WITH silent AS MATERIALIZED
+           (SELECT worker_id FROM worker_contacts WHERE last_contact_at < $1 AND patient_since < $2)
+         SELECT workers.id FROM silent JOIN workers ON workers.id = silent.worker_id WHERE workers.state = $3 {limit}"
+    );
+    let values = [(now - term).0.into(), (now - config.worker_ttl).0.into(), state.to_value().into()];
+    let rows =
+        db.query_all_raw(Statement::from_sql_and_values(db.get_database_backend(), query, values)).await?;
+    rows.iter().map(|row| row.try_get("", "id")).collect()
+}
+
+/// Whether somebody has been silent for too long whose state does not say so yet.
+pub(crate) async fn any_silent(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    now: Timestamp,
+) -> Result<bool, DbErr> {
+    for (from, _, term) in silences(config) {
+        if !silent(db, (from, term), "LIMIT 1", config, now).await?.is_empty() {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+/// Notes who has been silent for too long.
+pub(crate) async fn notice_silence(
+    txn: &DatabaseTransaction,
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let mut silent = Vec::new();
+    for (from, to, term) in silences(config) {
+        let changed = worker::Entity::update_many()
+            .col_expr(worker::Column::State, Expr::value(to))
+            .filter(worker::Column::State.eq(from))
+            .filter(worker::Column::Id.in_subquery(silent_for(term, config, now)))
+            .exec_with_returning(txn)
+            .await?;
+        for worker in changed {
+            tracing::warn!(worker.name = worker.name, worker.state = ?to, "a worker is silent");
+            silent.push(worker.id);
+        }
+    }
+    departure::changed(txn, &silent, effects).await
+}
+
+/// Live leases of workers that are lost or pruned, or of incarnations that are over, [`ORPHANS`] at most; those that were given up already
+/// ([`lease::StopReason::WorkerLost`]) only of workers that were pruned or have begun anew. Only of workers that have changed since the revision
+/// `after`; a worker that becomes so gets a new one.
+pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec<lease::Model>, DbErr> {
+    let changed = worker::Entity::find().select_only().column(worker::Column::Id);
+    let changed: Vec<Uuid> = changed.filter(worker::Column::Revision.gt(after)).into_tuple().all(db).await?;
+    if changed.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!(
+        "SELECT leases.* FROM workers JOIN leases ON leases.worker_id = workers.id AND leases.state <> 'ended'
+         AND (leases.incarnation < workers.incarnation OR workers.leaving = 'pruned'
+              OR (workers.state = 'lost' AND (leases.stop_reason IS NULL OR leases.stop_reason <> 'WORKER_LOST')))
+         WHERE workers.id {} LIMIT {ORPHANS}",
+        rows::among(backend, 1)
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(changed)?]);
+    lease::Entity::find().from_raw_sql(query).all(db).await
+}
+
+/// Leases of workers that have been silent for the TTL, under which no process counts as started: nothing of them runs, and none may
+/// start any more once they are ended.
+pub(crate) async fn unheard(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    now: Timestamp,
+) -> Result<Vec<lease::Model>, DbErr> {
+    let stalled = silent(db, (State::Stalled, config.worker_ttl), "", config, now).await?;
+    if stalled.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = db.get_database_backend();
+    let query = format!(
+        "SELECT leases.* FROM leases JOIN workloads ON workloads.id = leases.workload_id AND workloads.lease_id = leases.id
+         AND workloads.state || '' = 'assigned'
+         WHERE leases.state <> 'ended' AND leases.worker_id {} LIMIT {ORPHANS}",
+        rows::among(backend, 1)
+    );
+    let query = Statement::from_sql_and_values(backend, query, [rows::ids(stalled)?]);
+    lease::Entity::find().from_raw_sql(query).all(db).await
+}
+
+/// Whether the worker of `lease` is lost, has gone or has begun anew.
+pub(crate) async fn is_orphan(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let worker = worker::Entity::find_by_id(lease.worker_id).one(db).await?;
+    Ok(worker.is_none_or(|worker| worker.state == State::Lost || lease.incarnation < worker.incarnation))
+}
+
+/// Whether nothing runs any more under a lease that has ended, however it did: its worker has begun anew, or stops by itself what it cannot
+/// answer for, and was given the time for that. A worker that was pruned may have been silent for less.
+pub(crate) async fn sees_to_the_end(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
+    let was_pruned = worker.leaving == Some(WorkerEnd::Pruned);
+    Ok(lease.incarnation < worker.incarnation || (stops_by_itself(&worker)? && !was_pruned))
+}
+
+/// Whether what was started under `lease` may be running though its worker is lost: the worker does not stop by itself what it cannot answer
+/// for, has not begun anew, and nobody has said that it is gone.
+pub(crate) async fn may_run_still(db: &impl ConnectionTrait, lease: &lease::Model) -> Result<bool, DbErr> {
+    let Some(worker) = worker::Entity::find_by_id(lease.worker_id).one(db).await? else { return Ok(false) };
+    let is_over = lease.incarnation < worker.incarnation || worker.leaving == Some(WorkerEnd::Pruned);
+    Ok(!is_over && !stops_by_itself(&worker)?)
+}
+
+/// Whether it stops by itself what it cannot answer for.
+fn stops_by_itself(worker: &Model) -> Result<bool, DbErr> {
+    let labels: Labels = from_json(&worker.labels)?;
+    Ok(labels.capabilities.iter().any(|name| name == "stop-after"))
+}
+
+/// Since when a worker has the TTL to come back, if it was not in contact since.
+fn awaited_since(contact: &heartbeat::Model) -> Option<Timestamp> {
+    (contact.last_contact_at < contact.patient_since).then_some(Timestamp(contact.patient_since))
+}
+
+/// Workers as they are now, with what they do.
+pub(crate) async fn view_all(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    rows: Vec<(Model, Option<heartbeat::Model>)>,
+) -> Result<Vec<Worker>, DbErr> {
+    let loads = departure::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
+    let kept_free = reservation::all(db, Timestamp::now()).await?;
+    let view = |row: (Model, Option<heartbeat::Model>)| {
+        let mut worker = view(row, config, &loads)?;
+        worker.placed.kept_free_for = kept_free.get(&worker.placed.id).copied();
+        Ok(worker)
+    };
+    rows.into_iter().map(view).collect()
+}
+
+fn view(
+    (row, contact): (Model, Option<heartbeat::Model>),
+    config: &Config,
+    loads: &HashMap<Uuid, Load>,
+) -> Result<Worker, DbErr> {
+    let kept = contact.as_ref().map(|contact| Kept {
+        containers: unsigned(contact.containers),
+        volumes: unsigned(contact.volumes),
+        disk_free_bytes: unsigned(contact.disk_free_bytes),
+        kept_containers: unsigned(contact.kept_containers),
+    });
+    Ok(Worker {
+        placed: Facts::of(config, contact.clone()).as_placed(&row)?,
+        session: Session(unsigned(row.session)),
+        kept: kept.unwrap_or_default(),
+        awaited_since: contact.as_ref().and_then(awaited_since),
+        last_contact_at: Timestamp(contact.map_or(row.registered_at, |contact| contact.last_contact_at)),
+        load: loads.get(&row.id).copied().unwrap_or_default(),
+        ephemeral: row.ephemeral,
+        landed_at: row.landed_at.map(Timestamp),
+        interrupt_at: row.interrupt_at.map(Timestamp),
+        unsupported_versions: from_json(&row.unsupported_versions)?,
+        failures: u32::try_from(row.failures).unwrap_or(u32::MAX),
+        set_aside_until: row.set_aside_until.map(Timestamp),
+        revision: row.revision,
+        held_up_by: row.held_up_by,
+        last_failure: row.last_failure,
+        failed_team: row.failed_team,
+    })
+}
+
+/// Up to `limit` workers whose names come after that of `after`, by name.
+pub(crate) async fn list(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    after: Option<WorkerId>,
+    limit: u64,
+) -> Result<Vec<Worker>, DbErr> {
+    let mut query = worker::Entity::find().find_also_related(heartbeat::Entity);
+    if let Some(after) = after {
+        let name = Query::select()
+            .column(worker::Column::Name)
+            .from(worker::Entity)
+            .and_where(Expr::col(worker::Column::Id).eq(after.uuid()))
+            .to_owned();
+        query = query.filter(
+            Expr::col((worker::Entity, worker::Column::Name)).gt(Expr::SubQuery(None, Box::new(name.into()))),
+        );
+    }
+    let rows = query.order_by_asc(worker::Column::Name).limit(limit).all(db).await?;
+    view_all(db, config, rows).await
+}
+
+/// Workers whose last change has a revision after `after`, up to `last`, in its order.
+pub(crate) async fn changed_since(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    after: i64,
+    last: i64,
+) -> Result<Vec<Worker>, DbErr> {
+    let rows = worker::Entity::find()
+        .find_also_related(heartbeat::Entity)
+        .filter(worker::Column::Revision.gt(after))
+        .filter(worker::Column::Revision.lte(last))
+        .order_by_asc(worker::Column::Revision)
+        .all(db)
+        .await?;
+    let mut workers = Vec::with_capacity(rows.len());
+    let mut rows = rows.into_iter().peekable();
+    while rows.peek().is_some() {
+        workers.extend(view_all(db, config, rows.by_ref().take(departure::COUNTED_AT_ONCE).collect()).await?);
+    }
+    Ok(workers)
+}
+
+/// One worker, by its name or its id.
+pub(crate) async fn get(
+    db: &impl ConnectionTrait,
+    config: &Config,
+    worker: &str,
+) -> Result<Option<Worker>, DbErr> {
+    let row =
+        worker::Entity::find().find_also_related(heartbeat::Entity).filter(is_named(worker)).one(db).await?;
+    Ok(view_all(db, config, row.into_iter().collect()).await?.pop())
+}
+
+/// The worker with this name or id. `None`: there is none.
+pub(crate) async fn id_of(db: &impl ConnectionTrait, worker: &str) -> Result<Option<WorkerId>, DbErr> {
+    let row = worker::Entity::find().filter(is_named(worker)).one(db).await?;
+    Ok(row.map(|row| WorkerId::from_uuid(row.id)))
+}
+
+/// Whether a worker has this name, or this id.
+fn is_named(worker: &str) -> Condition {
+    let named = Condition::any().add(worker::Column::Name.eq(worker));
+    match worker.parse::<WorkerId>() {
+        Ok(id) => named.add(worker::Column::Id.eq(id.uuid())),
+        Err(_) => named,
+    }
+}
+
+/// Whether a worker is in contact, and where its gateway listens. `None`: there is no such worker.
+pub(crate) async fn reach(
+    db: &impl ConnectionTrait,
+    worker: WorkerId,
+) -> Result<Option<(State, String)>, DbErr> {
+    let row = worker::Entity::find_by_id(worker.uuid()).one(db).await?;
+    Ok(row.map(|row| (row.state, row.endpoint)))
+}

@@ -1,0 +1,158 @@
+//! Workers that fail again and again are set aside, and tried again after a while.
+//!
+//! ```text
+//! trusted ─fails so often in a row─▶ set aside ─its time has passed─▶ on probation ─a process starts there─▶ trusted
+//!                                       ▲─────────fails, for twice as long────┘
+//! ```
+//!
+//! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::workloads::outcome::fault`]). One that
+//! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
+//!
+//! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed. If an attempt of a
+//! second team fails, the count starts again at 1, and failures count for every team.
+
+use std::time::Duration;
+
+use domain::Timestamp;
+use sea_orm::sea_query::Expr;
+use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect, Set};
+use uuid::Uuid;
+
+use crate::app::Scheduler;
+use crate::config::Config;
+use crate::db::entity::worker;
+use crate::lifecycle::departure;
+use crate::notify::changes::Effects;
+
+/// How long a worker is set aside for the `time`th time in a row, from 1 on.
+fn term(config: &Config, time: i64) -> Duration {
+    let doublings = u32::try_from(time.saturating_sub(1)).unwrap_or(u32::MAX).min(20);
+    config.set_aside_for.saturating_mul(1 << doublings).min(config.set_aside_for_at_most)
+}
+
+/// An attempt of `team` has ended on `worker` through its fault. The transaction that ends it calls this.
+pub(crate) async fn failed(
+    txn: &DatabaseTransaction,
+    worker: Uuid,
+    (team, why): (&str, &str),
+    config: &Config,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let Some(row) = worker::Entity::find_by_id(worker).lock_exclusive().one(txn).await? else {
+        return Ok(());
+    };
+    let is_of_one_team = row.failures == 0 || row.failed_team.as_deref() == Some(team);
+    // What one team failed at says little of the worker to others.
+    let is_of_second_team = !is_of_one_team && row.failed_team.is_some();
+    let (failures, set_asides, until) = if is_of_second_team {
+        (1, 0, None)
+    } else {
+        (row.failures + 1, row.set_asides, row.set_aside_until)
+    };
+    // Those that were under way when it was set aside say nothing new.
+    let again = until.is_none() && (set_asides > 0 || failures >= i64::from(config.set_aside_after));
+    let mut noted = worker::ActiveModel {
+        failures: Set(failures),
+        failed_team: Set(is_of_one_team.then(|| team.to_owned())),
+        last_failure: Set(why.to_owned()),
+        set_asides: Set(set_asides),
+        set_aside_until: Set(until),
+        ..Default::default()
+    };
+    if again {
+        let term = term(config, set_asides + 1);
+        noted.set_asides = Set(set_asides + 1);
+        noted.set_aside_until = Set(Some((now + term).0));
+        tracing::warn!(
+            worker.name = row.name,
+            team = is_of_one_team.then_some(team),
+            failures,
+            why,
+            for_seconds = term.as_secs(),
+            "a worker fails again and again, and is set aside"
+        );
+    }
+    worker::Entity::update_many().set(noted).filter(worker::Column::Id.eq(worker)).exec(txn).await?;
+    departure::changed(txn, &[worker], effects).await
+}
+
+/// A process has started on `worker`: it works. Changes nothing where it did before.
+pub(crate) async fn works(
+    txn: &DatabaseTransaction,
+    worker: Uuid,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let forgiven = worker::Entity::update_many()
+        .set(forgiven())
+        .filter(worker::Column::Id.eq(worker))
+        .filter(worker::Column::Failures.gt(0))
+        .exec(txn)
+        .await?;
+    if forgiven.rows_affected > 0 {
+        departure::changed(txn, &[worker], effects).await?;
+    }
+    Ok(())
+}
+
+/// What is written of a worker that is trusted again.
+pub(crate) fn forgiven() -> worker::ActiveModel {
+    worker::ActiveModel {
+        failures: Set(0),
+        failed_team: Set(None),
+        last_failure: Set(String::new()),
+        set_asides: Set(0),
+        set_aside_until: Set(None),
+        ..Default::default()
+    }
+}
+
+/// Lets workers be tried again whose time has passed.
+pub(crate) async fn try_again(scheduler: &Scheduler, now: Timestamp) -> Result<(), DbErr> {
+    let due = worker::Entity::find()
+        .filter(worker::Column::SetAsideUntil.is_not_null())
+        .filter(worker::Column::SetAsideUntil.lte(now.0))
+        .one(scheduler.db.read())
+        .await?;
+    if due.is_none() {
+        return Ok(());
+    }
+    scheduler
+        .change(async |txn| {
+            let mut effects = Effects::default();
+            put_on_probation(&txn, now, &mut effects).await?;
+            Ok::<_, DbErr>(((), effects))
+        })
+        .await
+}
+
+/// Lets those be tried again whose time has passed.
+pub(crate) async fn put_on_probation(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    let tried = worker::Entity::update_many()
+        .col_expr(worker::Column::SetAsideUntil, Expr::value(None::<i64>))
+        .filter(worker::Column::SetAsideUntil.is_not_null())
+        .filter(worker::Column::SetAsideUntil.lte(now.0))
+        .exec_with_returning(txn)
+        .await?;
+    departure::changed(txn, &tried.iter().map(|row| row.id).collect::<Vec<_>>(), effects).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_time_is_twice_as_long_up_to_a_bound() {
+        let config = Config {
+            set_aside_for: Duration::from_secs(10),
+            set_aside_for_at_most: Duration::from_secs(60),
+            ..Config::new("sqlite:///x", "http://a:1")
+        };
+        let terms: Vec<_> = [1, 2, 3, 4, 5, i64::MAX].map(|time| term(&config, time).as_secs()).into();
+        assert_eq!(terms, [10, 20, 40, 60, 60, 60]);
+    }
+}

@@ -1,0 +1,377 @@
+//! What becomes of workers.
+
+use domain::worker::SessionClaims;
+use domain::{LeaseId, WorkerId};
+
+use super::attempts::End;
+use super::fixtures;
+use super::state::{Gone, Lease, Minutes, State, Worker};
+use crate::db::entity::lease::{EndedBy, State as LeaseState, StopReason};
+use crate::db::entity::removed_worker::WorkerEnd;
+use crate::db::entity::worker::{Desired, State as Contact};
+use crate::db::entity::workload::State as Progress;
+use crate::lifecycle::departure::Down;
+use crate::workers::Hello;
+
+impl Worker {
+    /// It is trusted again.
+    pub(super) fn forgive(&mut self) {
+        (self.failures, self.set_asides, self.set_aside_until) = (0, 0, None);
+        self.failed_team = None;
+    }
+}
+
+impl State {
+    /// Whether the gateway that says `hello` may speak for its worker: in the session that it has, or in a new one.
+    fn may_speak(&self, hello: &Hello, now: Minutes) -> Result<(), &'static str> {
+        let Some(known) = self.workers.get(&hello.name) else {
+            let is_retired = |gone: &Gone| gone.name == hello.name && gone.marker == Some(hello.marker.id);
+            return if self.gone.values().any(is_retired) { Err("Retired") } else { Ok(()) };
+        };
+        if known.leaving {
+            return Err("Leaving");
+        }
+        if known.team != hello.labels.team {
+            return Err("OtherTeam");
+        }
+        if known.instance == hello.instance {
+            return Ok(());
+        }
+        let was_superseded = |last: &SessionClaims| {
+            last.instance == hello.instance && last.worker == known.id && last.session.0 < known.session
+        };
+        if hello.last.as_ref().is_some_and(was_superseded) {
+            return Err("Stale");
+        }
+        if known.attended && now - known.heard_at < 35 { Err("AlreadyAttended") } else { Ok(()) }
+    }
+
+    /// A worker that was never seen, with what only the scheduler can choose.
+    fn fresh(hello: &Hello, id: WorkerId, incarnation: u64, session: u64, now: Minutes) -> Worker {
+        Worker {
+            id,
+            instance: hello.instance,
+            marker: hello.marker.id,
+            team: hello.labels.team.clone(),
+            incarnation,
+            session,
+            desired: Desired::Run,
+            contact: Contact::Running,
+            misfit: false,
+            attended: true,
+            heard_at: now,
+            patient_since: now,
+            interrupt_at: None,
+            landed: false,
+            forced: false,
+            leaving: false,
+            failures: 0,
+            set_asides: 0,
+            set_aside_until: None,
+            failed_team: None,
+        }
+    }
+
+    /// `let_in`: the session that was answered, whose numbers only the scheduler can choose.
+    pub(super) fn hello(
+        &mut self,
+        hello: &Hello,
+        let_in: Option<&SessionClaims>,
+        now: Minutes,
+    ) -> &'static str {
+        if let Err(refused) = self.may_speak(hello, now) {
+            return refused;
+        }
+        let Some(claims) = let_in else { return "Ok" };
+        let (incarnation, session) = (claims.incarnation.0, claims.session.0);
+        let newest = self
+            .gone
+            .keys()
+            .chain(self.workers.values().map(|worker| &worker.id))
+            .all(|id| *id != claims.worker);
+        let Some(known) = self.workers.get_mut(&hello.name) else {
+            assert!(newest, "a new worker has an id of its own");
+            let fresh = Self::fresh(hello, claims.worker, incarnation, session, now);
+            self.workers.insert(hello.name.clone(), fresh);
+            return "Ok";
+        };
+        assert_eq!(known.id, claims.worker, "it keeps its id");
+        if known.instance == hello.instance {
+            assert_eq!(known.session, session, "who reconnects keeps the session");
+        } else {
+            assert!(known.session < session, "sessions rise");
+        }
+        if known.marker == hello.marker.id {
+            assert_eq!(known.incarnation, incarnation, "it holds what it held");
+        } else {
+            assert!(known.incarnation < incarnation, "incarnations rise");
+            known.forgive();
+        }
+        known.instance = hello.instance;
+        known.marker = hello.marker.id;
+        (known.incarnation, known.session) = (incarnation, session);
+        (known.contact, known.misfit, known.attended, known.heard_at) = (Contact::Running, false, true, now);
+        "Ok"
+    }
+
+    /// A gateway says hello with which nobody can speak. `after`: what is known then.
+    pub(super) fn misfit(&mut self, hello: &Hello, after: &Self, now: Minutes) -> &'static str {
+        if let Err(refused) = self.may_speak(hello, now) {
+            return refused;
+        }
+        if let Some(known) = self.workers.get_mut(&hello.name) {
+            known.misfit = true;
+        } else if let Some(Worker { id, incarnation, session, .. }) = after.workers.get(&hello.name) {
+            let fresh = Self::fresh(hello, *id, *incarnation, *session, now);
+            let fresh = Worker { contact: Contact::Stalled, attended: false, misfit: true, ..fresh };
+            self.workers.insert(hello.name.clone(), fresh);
+        }
+        "Ok"
+    }
+
+    /// The gateway of `session` says goodbye, and nothing was heard of it since.
+    pub(super) fn goodbye(&mut self, session: &SessionClaims) {
+        let Ok(name) = self.judge(session) else { return };
+        let worker = self.workers.get_mut(&name).expect("it is there");
+        (worker.attended, worker.contact) = (false, Contact::Stalled);
+    }
+
+    pub(super) fn heard(&mut self, session: &SessionClaims, now: Minutes) -> &'static str {
+        let name = match self.judge(session) {
+            Ok(name) => name,
+            Err(refused) => return refused,
+        };
+        let worker = self.workers.get_mut(&name).expect("it is there");
+        (worker.contact, worker.attended, worker.heard_at) = (Contact::Running, true, now);
+        "Ok"
+    }
+
+    pub(super) fn bring_down(
+        &mut self,
+        name: &str,
+        down: Down,
+        interrupt_after: Option<Minutes>,
+        now: Minutes,
+    ) -> &'static str {
+        let Some(worker) = self.workers.get_mut(name).filter(|worker| !worker.leaving) else {
+            let was_there = self.was_there(name);
+            return if down != Down::Land && was_there { "Ok" } else { "NotFound" };
+        };
+        (worker.desired, worker.forced) = match down {
+            Down::Land => (Desired::Land, false),
+            Down::Retire { force } => (Desired::Retire, force),
+        };
+        worker.interrupt_at = interrupt_after.map(|after| now + after).or(worker.interrupt_at);
+        "Ok"
+    }
+
+    fn was_there(&self, name: &str) -> bool {
+        self.workers.contains_key(name) || self.gone.values().any(|gone| gone.name == name)
+    }
+
+    pub(super) fn run(&mut self, name: &str) -> &'static str {
+        if let Some(worker) = self.workers.get_mut(name).filter(|worker| !worker.leaving) {
+            worker.desired = Desired::Run;
+            (worker.forced, worker.interrupt_at, worker.landed) = (false, None, false);
+            worker.forgive();
+            return "Ok";
+        }
+        // Who went last of that name. Ids rise with time, and so do those who go.
+        let last = self.gone.values().filter(|gone| gone.name == name).max_by_key(|gone| gone.order);
+        if last.is_none_or(|gone| gone.how != WorkerEnd::Retired) {
+            return "NotFound";
+        }
+        self.gone.values_mut().filter(|gone| gone.name == name).for_each(|gone| gone.marker = None);
+        "Ok"
+    }
+
+    pub(super) fn prune(&mut self, name: &str) -> &'static str {
+        let was_there = self.was_there(name);
+        match self.workers.get_mut(name) {
+            Some(worker) if worker.leaving => "Ok",
+            Some(worker) if worker.contact == Contact::Running => "InContact",
+            Some(worker) => {
+                (worker.leaving, worker.contact) = (true, Contact::Lost);
+                worker.session += 1;
+                "Ok"
+            }
+            None if was_there => "Ok",
+            None => "NotFound",
+        }
+    }
+
+    /// Looks at those that shall land or go, until nothing is left to do.
+    pub(super) fn see_off(&mut self, now: Minutes) {
+        loop {
+            let before = self.clone();
+            for name in before.workers.keys() {
+                self.see_one_off(name, now);
+            }
+            for worker in self.workers.values_mut() {
+                if worker.set_aside_until.is_some_and(|until| until <= now) {
+                    worker.set_aside_until = None;
+                }
+            }
+            if *self == before {
+                return;
+            }
+        }
+    }
+
+    /// Whether what runs under a lease may be interrupted.
+    fn may_be_interrupted(&self, lease: LeaseId) -> bool {
+        let workload = self.leases[&lease].workload;
+        let spec = |id| fixtures::spec(id, domain::ArtifactId::from_uuid(id.uuid()), false);
+        workload.is_some_and(|id| spec(id).interruptible)
+    }
+
+    fn see_one_off(&mut self, name: &str, now: Minutes) {
+        let worker = self.workers[name].clone();
+        let live: Vec<_> = self.live(worker.id).map(|(id, _)| id).collect();
+        if worker.leaving || (fixtures::traits(name).ephemeral && worker.contact == Contact::Lost) {
+            let how = if worker.leaving { WorkerEnd::Pruned } else { WorkerEnd::Expired };
+            if live.is_empty() {
+                self.remove(name, how, now);
+            }
+            return;
+        }
+        if worker.desired == Desired::Run {
+            return;
+        }
+        let is_due = worker.interrupt_at.is_some_and(|at| at <= now);
+        let holds_up = live.iter().any(|lease| !self.may_be_interrupted(*lease));
+        if is_due || !holds_up {
+            for lease in &live {
+                let known = &self.leases[lease];
+                match known.workload {
+                    _ if known.stop.is_some() => {}
+                    None if is_due => self.end_lease(*lease, EndedBy::Lost, now),
+                    None => {}
+                    Some(_) if is_due || self.may_be_interrupted(*lease) => {
+                        self.stop(*lease, StopReason::Interrupted, 10);
+                    }
+                    Some(_) => {}
+                }
+            }
+        }
+        let holds_up = self.live(worker.id).any(|(lease, _)| !self.may_be_interrupted(lease));
+        let known = self.workers.get_mut(name).expect("it is there");
+        known.landed |= !holds_up;
+        if is_due {
+            known.interrupt_at = None;
+        }
+        let is_settling = |id: &LeaseId| {
+            let workload = self.leases[id].workload.and_then(|id| self.workloads.get(&id));
+            workload.is_some_and(|workload| workload.state == Progress::Settling)
+        };
+        let of_it = self.leases.iter().filter(|(_, lease)| lease.worker == worker.id);
+        let settles = of_it.map(|(id, _)| *id).any(|id| is_settling(&id));
+        if worker.desired == Desired::Retire && live.is_empty() && !settles {
+            self.remove(name, WorkerEnd::Retired, now);
+        }
+    }
+
+    fn remove(&mut self, name: &str, how: WorkerEnd, now: Minutes) {
+        let Some(worker) = self.workers.remove(name) else { return };
+        self.leases.retain(|_, lease| lease.worker != worker.id);
+        let marker = (how == WorkerEnd::Retired).then_some(worker.marker);
+        let order = self.last_to_go() + 1;
+        self.gone.insert(worker.id, Gone { name: name.to_owned(), how, marker, at: now, order });
+    }
+
+    pub(super) fn last_to_go(&self) -> usize {
+        self.gone.values().map(|gone| gone.order).max().unwrap_or_default()
+    }
+
+    /// What time alone changes, and what follows from that.
+    pub(super) fn expire(&mut self, now: Minutes) {
+        self.time_out(now);
+        let is_late = |lease: &Lease| {
+            lease.is_live() && lease.workload.is_none() && lease.expires_at.is_some_and(|at| at <= now)
+        };
+        let late: Vec<_> =
+            self.leases.iter().filter(|(_, lease)| is_late(lease)).map(|(id, _)| *id).collect();
+        late.into_iter().for_each(|id| self.end_lease(id, EndedBy::Lost, now));
+        for worker in self.workers.values_mut() {
+            let silent = now - worker.heard_at;
+            let may_be_ours = now - worker.patient_since <= 35;
+            worker.contact = match worker.contact {
+                Contact::Running if silent > 35 && !may_be_ours => Contact::Stalled,
+                known => known,
+            };
+            if worker.contact == Contact::Stalled && silent > 95 && !may_be_ours {
+                worker.contact = Contact::Lost;
+            }
+        }
+        self.take_back(now);
+        self.end_orphans(now);
+    }
+
+    /// What silent workers have not started may be done by others.
+    fn take_back(&mut self, now: Minutes) {
+        let silent = self.workers.values().filter(|worker| {
+            worker.contact == Contact::Stalled
+                && now - worker.heard_at > 35
+                && now - worker.patient_since > 35
+        });
+        for worker in silent.map(|worker| worker.id).collect::<Vec<_>>() {
+            for id in self.tried_on(worker) {
+                if self.workloads[&id].state == Progress::Assigned {
+                    self.end_attempt(id, End::WorkerLost, now);
+                }
+            }
+        }
+    }
+
+    /// Workloads with live leases there.
+    fn tried_on(&self, worker: WorkerId) -> Vec<domain::WorkloadId> {
+        self.live(worker).filter_map(|(_, lease)| lease.workload).collect()
+    }
+
+    /// Ends the leases of workers that are lost, and of incarnations that are over, or gives them up.
+    pub(super) fn end_orphans(&mut self, now: Minutes) {
+        for worker in self.workers.values().cloned().collect::<Vec<_>>() {
+            let live: Vec<_> = self.live(worker.id).map(|(id, lease)| (id, lease.clone())).collect();
+            for (id, lease) in live {
+                if worker.contact != Contact::Lost && lease.incarnation >= worker.incarnation {
+                    continue;
+                }
+                match lease.workload {
+                    Some(_) if self.given_up(id).is_some() => {
+                        if !self.may_run_still(worker.id, lease.incarnation) {
+                            self.end_lease(id, EndedBy::Lost, now);
+                        }
+                    }
+                    Some(workload) => self.end_attempt(workload, End::WorkerLost, now),
+                    None => self.end_lease(id, EndedBy::Lost, now),
+                }
+            }
+        }
+    }
+
+    /// What ended long ago is forgotten.
+    pub(super) fn forget(&mut self, now: Minutes) {
+        let is_old = |at: Option<Minutes>| at.is_some_and(|at| now - at > 995);
+        let outbox = &self.outbox;
+        let is_told = |id: uuid::Uuid| outbox.keys().all(|(holder, _)| *holder != id);
+        let leases = &self.leases;
+        let holds = |id: &domain::WorkloadId| {
+            leases.values().any(|lease| lease.workload == Some(*id) && lease.is_live())
+        };
+        self.workloads.retain(|id, workload| {
+            let is_old = workload.state == Progress::Finished && is_old(workload.finished_at);
+            !(is_old && is_told(id.uuid()) && !holds(id))
+        });
+        let workloads = &self.workloads;
+        self.leases.retain(|_, lease| match lease.workload {
+            Some(workload) => workloads.contains_key(&workload),
+            None => lease.state != LeaseState::Ended || !is_old(lease.ended_at),
+        });
+        self.gone.retain(|_, gone| !is_old(Some(gone.at)));
+        let leases = &self.leases;
+        self.owners.retain(|(team, owner), (_, granted_at)| {
+            let is_in_use = |lease: &Lease| lease.is_live() && (&lease.team, &lease.owner) == (team, owner);
+            now - *granted_at < 60 || leases.values().any(is_in_use)
+        });
+    }
+}

@@ -1,0 +1,523 @@
+//! A replica, which does one thing after the other, as its handlers and loops do it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::time::Duration;
+
+use db::Database;
+use domain::worker::{LeaseClaims, SessionClaims};
+use domain::workload::{Failure, PublishedOutput};
+use domain::{ArtifactId, Digest, LeaseId, Timestamp, WorkerId};
+use rpc::Peer;
+use rpc::token::TokenSigner;
+use sea_orm::{ColumnTrait, EntityTrait, QueryFilter};
+use tokio::sync::Semaphore;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use super::attempts::Report;
+use super::fixtures::{self, Amounts};
+use super::gateways::Observed;
+use super::operations::{Answer, Call, Step};
+use super::stream::{Heard, Stream};
+use crate::app::Scheduler;
+use crate::config::Config;
+use crate::db::entity::lease::{Kind, State};
+use crate::db::entity::worker;
+use crate::leases;
+use crate::leases::drift;
+use crate::lifecycle::departure;
+use crate::lifecycle::heartbeats;
+use crate::lifecycle::registration;
+use crate::lifecycle::timeouts;
+use crate::notify::changes::Effects;
+use crate::notify::cluster;
+use crate::notify::local;
+use crate::outbox;
+use crate::placement::tests::reference;
+use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
+use crate::scheduling::{Ask, Caller, Dispatcher, PlaceError, Placed, Request};
+use crate::store_client::reconcile;
+use crate::store_client::{Inputs, Store};
+use crate::workers::{self, Hello, Kept};
+
+/// What all replicas have in common.
+#[derive(Clone)]
+pub(super) struct Cluster {
+    pub(super) db: Database,
+    pub(super) config: Arc<Config>,
+    pub(super) signer: TokenSigner,
+    pub(super) store: Peer,
+    /// What some workloads and leases use.
+    pub(super) input: ArtifactId,
+}
+
+/// A replica of the scheduler, none of whose loops runs by itself.
+pub(super) struct Replica {
+    pub(super) scheduler: Scheduler,
+    pub(super) dispatcher: Dispatcher,
+    cluster: Cluster,
+    /// Whose callers wait.
+    calls: Vec<Waiting>,
+    /// Of gateways, by their numbers.
+    streams: BTreeMap<usize, Stream>,
+    /// Writes down who was heard.
+    notes: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+/// A call that is not answered yet.
+struct Waiting {
+    number: usize,
+    lease: LeaseId,
+    answer: Pin<Box<dyn Future<Output = Vec<Placed>> + Send>>,
+}
+
+impl Replica {
+    pub(super) fn start(cluster: &Cluster) -> Self {
+        let (dispatch, dispatcher) = Dispatcher::new(cluster.db.clone(), cluster.config.clone());
+        let (contacts, said) = heartbeats::channel();
+        let (hellos, _) = registration::channel();
+        // What is put into the outbox stays there: who has put it there has gone.
+        let nobody_delivers = Semaphore::new(0);
+        nobody_delivers.close();
+        let scheduler = Scheduler {
+            db: cluster.db.clone(),
+            config: cluster.config.clone(),
+            signer: cluster.signer.clone(),
+            store: Store::new(cluster.store.clone()),
+            admissions: crate::queue::limits::Admissions::new(
+                cluster.config.most_waiting,
+                cluster.config.most_waiting_bytes,
+            ),
+            deliveries: Arc::new(nobody_delivers),
+            delivered: outbox::delivered(cluster.db.clone(), TaskTracker::new()),
+            hints: local::Hints::default(),
+            attended: dispatch.workers.attended.clone(),
+            contacts,
+            hellos,
+            dispatch,
+            gossip: cluster::Gossip::new(),
+            drift: drift::Drift::default(),
+            orphans_ended: Arc::default(),
+            tasks: TaskTracker::new(),
+            stopping: CancellationToken::new(),
+        };
+        let notes = Box::pin(heartbeats::note_forever(scheduler.clone(), said));
+        let (calls, streams) = (vec![], BTreeMap::new());
+        Self { scheduler, dispatcher, cluster: cluster.clone(), calls, streams, notes }
+    }
+
+    /// It is killed: nothing of it goes on.
+    pub(super) async fn kill(&mut self) {
+        self.scheduler.stopping.cancel();
+        self.streams.clear();
+        // What it was writing is not written.
+        self.notes = Box::pin(std::future::pending());
+        self.scheduler.tasks.close();
+        self.scheduler.tasks.wait().await;
+    }
+
+    /// Lets a gateway in on a stream.
+    async fn attend(&mut self, number: usize, hello: &Hello) -> Answer {
+        let (hellos, asked) = registration::channel();
+        let scheduler = Scheduler { hellos, ..self.scheduler.clone() };
+        let hello = fixtures::hello_on_stream(hello, &self.cluster.signer);
+        let (stream, heard) = tokio::select! {
+            biased;
+            opened = Stream::open(scheduler.clone(), hello) => opened,
+            () = registration::let_in_forever(scheduler.clone(), asked) => panic!("it is not stopped"),
+        };
+        // As whoever lets in does it afterwards.
+        scheduler.end_orphans().await.expect("the database answers");
+        let session = stream.session.clone();
+        let said = heard.end.unwrap_or("Ok").to_owned();
+        if heard.end.is_none() {
+            self.streams.insert(number, stream);
+        }
+        Answer { session, heard: [(number, heard)].into(), ..Answer::said(vec![said]) }
+    }
+
+    /// A gateway says what is.
+    async fn say(&mut self, number: usize, said: &Observed) -> Answer {
+        let stream = self.streams.get_mut(&number).expect("it is open");
+        let mut heard = Heard::default();
+        tokio::select! {
+            biased;
+            () = stream.say(said, &mut heard) => {}
+            () = &mut self.notes => panic!("it is not stopped"),
+        };
+        stream.hear(&mut heard, &self.scheduler.attended).await;
+        let answer = heard.end.unwrap_or("Ok").to_owned();
+        Answer { heard: [(number, heard)].into(), ..Answer::said(vec![answer]) }
+    }
+
+    /// Gateways hear all that this replica knows by now.
+    async fn tell_all(&mut self, answer: &mut Answer) {
+        for (number, stream) in &mut self.streams {
+            stream.hear(answer.heard.entry(*number).or_default(), &self.scheduler.attended).await;
+        }
+        self.streams.retain(|number, _| answer.heard[number].end.is_none());
+    }
+
+    /// Does what the dispatcher is asked for meanwhile.
+    async fn answered<T>(&mut self, call: impl Future<Output = T>) -> T {
+        let mut call = pin!(call);
+        loop {
+            let asked = tokio::select! {
+                biased;
+                answer = &mut call => return answer,
+                asked = self.dispatcher.next_asked() => asked,
+            };
+            self.rounds(asked).await;
+        }
+    }
+
+    async fn rounds(&mut self, mut asked: Vec<Request>) {
+        while !asked.is_empty() {
+            if asked.iter().any(|request| matches!(request, Request::CatchUp(_))) {
+                self.look(false).await;
+            }
+            let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
+            asked = self.dispatcher.rounds(asked, &caller).await;
+        }
+    }
+
+    /// Does what the dispatcher is asked for until a call is answered, or stands in the queue and nothing is left to do: then it is given back.
+    async fn answered_or_waits(&mut self, mut call: Waiting) -> Result<Vec<Placed>, Waiting> {
+        loop {
+            let waits = self.dispatcher.waits(call.lease);
+            // However much was done in this step already: what is there is taken.
+            let asked = tokio::task::coop::unconstrained(async {
+                tokio::select! {
+                    biased;
+                    placed = &mut call.answer => Some(Err(placed)),
+                    asked = self.dispatcher.next_asked() => Some(Ok(asked)),
+                    () = std::future::ready(()), if waits => None,
+                }
+            });
+            match asked.await {
+                Some(Ok(asked)) => self.rounds(asked).await,
+                Some(Err(placed)) => return Ok(placed),
+                None => return Err(call),
+            }
+        }
+    }
+
+    /// Answers those who need not wait any more. What one of them does then may be for another.
+    async fn answer_waiting(&mut self, answer: &mut Answer) {
+        loop {
+            let answered = answer.others.len();
+            for call in std::mem::take(&mut self.calls) {
+                let number = call.number;
+                match self.answered_or_waits(call).await {
+                    Ok(placed) => answer.others.push((number, Answer::of(placed).said)),
+                    Err(call) => self.calls.push(call),
+                }
+            }
+            if answer.others.len() == answered {
+                answer.waiting = self.calls.iter().map(|call| call.number).collect();
+                return;
+            }
+        }
+    }
+
+    /// Looks at what others have changed.
+    async fn look(&mut self, tell: bool) {
+        self.dispatcher.catch_up(tell, &mut Effects::default()).await.expect("the database answers");
+    }
+
+    pub(super) async fn carry_out(&mut self, step: &Step) -> Answer {
+        let mut answer = self.carry_out_alone(step).await;
+        self.answer_waiting(&mut answer).await;
+        self.tell_all(&mut answer).await;
+        answer
+    }
+
+    async fn carry_out_alone(&mut self, step: &Step) -> Answer {
+        let scheduler = self.scheduler.clone();
+        let (db, config, now) = (&scheduler.db, &scheduler.config, Timestamp::now());
+        match step {
+            Step::Hello(hello) => {
+                let let_in = db
+                    .write(async |txn| {
+                        workers::hello(&txn, &[hello], config, now, &mut Effects::default()).await
+                    })
+                    .await;
+                let mut let_in = let_in.expect("the database answers");
+                let session = let_in.remove(0);
+                Answer { session: session.as_ref().ok().cloned(), ..Answer::of([session]) }
+            }
+            Step::Misfit(hello) => Answer::of([scheduler.list_incompatible(hello, &[99]).await]),
+            Step::Attend { stream, hello } => self.attend(*stream, hello).await,
+            Step::Say { stream, said, is_fresh } => {
+                if *is_fresh {
+                    self.look(true).await;
+                }
+                self.say(*stream, said).await
+            }
+            Step::Goodbye { session, is_last } => {
+                let contact = if *is_last { self.last_contact(session).await } else { Timestamp(1) };
+                let left = db
+                    .write(async |txn| workers::leave(&txn, session, contact, &mut Effects::default()).await);
+                Answer::of([left.await])
+            }
+            Step::Heard(session) => {
+                let heard = [workers::Heard { session: session.clone(), kept: Kept::default(), at: now }];
+                let judged = db.write(async |txn| workers::observe(&txn, &heard).await).await;
+                let judged = judged.expect("the database answers");
+                if judged[0].is_ok() {
+                    let sessions = [session.clone()];
+                    let back = db.write(async |txn| {
+                        workers::come_back(&txn, &sessions, &mut Effects::default()).await
+                    });
+                    back.await.expect("the database answers");
+                }
+                Answer::of(judged)
+            }
+            Step::Pass(_) => Answer::ok(),
+            Step::BePatient => Answer::of([timeouts::be_patient(db, config, false).await]),
+            Step::Expire => Answer::of([timeouts::expire(&scheduler).await]),
+            Step::Down { name, down, interrupt_after } => {
+                let after =
+                    interrupt_after.map(|minutes| super::MINUTE * u32::try_from(minutes).expect("few"));
+                Answer::of([scheduler.bring_down(name, *down, after).await])
+            }
+            Step::Run(name) => Answer::of([scheduler.run_worker(name).await]),
+            Step::Prune(name) => {
+                let pruned =
+                    db.write(async |txn| departure::prune(&txn, name, &mut Effects::default()).await).await;
+                Answer::of([pruned])
+            }
+            Step::SeeOff => {
+                // What one pass has ended is gone with the next.
+                for _ in 0..4 {
+                    let seen_off = departure::see_all_off(&scheduler, &mut departure::Asked::new()).await;
+                    seen_off.expect("the database answers");
+                }
+                Answer::ok()
+            }
+            Step::EndOrphans => Answer::of([scheduler.end_orphans().await]),
+            Step::Submit { id, other, is_fresh } => {
+                if *is_fresh {
+                    self.look(true).await;
+                }
+                let spec = fixtures::spec(*id, self.cluster.input, *other);
+                let submitted = self.answered(scheduler.submit(*id, spec, None)).await;
+                Answer::of([submitted])
+            }
+            Step::Place { call, is_fresh } => {
+                if *is_fresh {
+                    self.look(true).await;
+                }
+                let best = match &call.asks[..] {
+                    [(lease, kind)] if *is_fresh => self.best(*lease, *kind, call).await,
+                    _ => None,
+                };
+                Answer { best, ..self.place(call).await }
+            }
+            Step::GoAway { call } => {
+                self.calls.retain(|known| known.number != *call);
+                Answer::ok()
+            }
+            Step::EndPatience { minutes, looks } => {
+                let minutes = u32::try_from(*minutes).expect("few");
+                self.dispatcher.end_patience(Instant::now() + minutes * super::MINUTE, *looks);
+                Answer::ok()
+            }
+            Step::Renew(lease) => {
+                let term = config.lease_term;
+                Answer::of([db.write(async |txn| leases::renew(&txn, *lease, now, term).await).await])
+            }
+            Step::Release { lease, is_fresh } => {
+                if *is_fresh {
+                    self.look(true).await;
+                }
+                let (lease, worker) = (*lease, leases::find(db.read(), *lease).await.expect("it answers"));
+                let worker = worker.map_or_else(WorkerId::new, |lease| WorkerId::from_uuid(lease.worker_id));
+                let released = scheduler.dispatch.clone();
+                let released = released.ask(move |answer| Request::Release(vec![(lease, worker)], answer));
+                Answer::of([self.answered(released).await.expect("it was not killed")])
+            }
+            Step::Dispatch => {
+                self.look(true).await;
+                let placed = self.dispatcher.take_turns(now, &mut Effects::default()).await;
+                self.dispatcher.end_patience(Instant::now(), true);
+                self.dispatcher.refuse_hopeless();
+                Answer::of([placed])
+            }
+            Step::Start(claims) => Answer::of([scheduler.start_attempt(claims).await]),
+            Step::Finish { claims, report } => {
+                Answer::of([scheduler.finish_attempt(claims, &told(claims, *report)).await])
+            }
+            Step::Observe { claims, phase } => {
+                let lease = leases::find(db.read(), claims.lease).await.expect("the database answers");
+                match lease {
+                    Some(lease) => Answer::of([scheduler.observe_phases(&[(lease, *phase)]).await]),
+                    None => Answer::ok(),
+                }
+            }
+            Step::Absent(claims) => {
+                let lease = leases::find(db.read(), claims.lease).await.expect("the database answers");
+                match lease {
+                    Some(lease) => Answer::of([scheduler.observe_absence(&lease).await]),
+                    None => Answer::ok(),
+                }
+            }
+            Step::Cancel { id, grace, team } => {
+                let grace = Duration::from_secs(u64::try_from(*grace).expect("no less than nothing"));
+                Answer::of([scheduler.cancel(team, *id, grace).await])
+            }
+            Step::Deliver => {
+                self.deliver().await;
+                Answer::ok()
+            }
+            Step::Reconcile => {
+                reconcile::tidy(&scheduler).await.expect("the database answers");
+                reconcile::compare(&scheduler).await.expect("the store answers");
+                self.deliver().await;
+                Answer::ok()
+            }
+        }
+    }
+
+    async fn last_contact(&self, session: &SessionClaims) -> Timestamp {
+        let worker = session.worker.to_string();
+        let known = workers::get(self.scheduler.db.read(), &self.scheduler.config, &worker).await;
+        known.expect("the database answers").map_or(Timestamp(1), |worker| worker.last_contact_at)
+    }
+
+    /// Tells the artifact store all that it is owed, as the loop of a replica does that was just started.
+    async fn deliver(&self) {
+        let deliveries = Arc::new(Semaphore::new(outbox::DELIVERIES));
+        let scheduler = Scheduler { deliveries, ..self.scheduler.clone() };
+        let now = Timestamp::now();
+        let db = &scheduler.db;
+        db.write(async |txn| outbox::release_claims(&txn, now).await).await.expect("the database answers");
+        loop {
+            let due = db.write(async |txn| outbox::claim(&txn, now).await).await;
+            let due = due.expect("the database answers");
+            if due.is_empty() {
+                return;
+            }
+            for parcel in due {
+                outbox::deliver(scheduler.clone(), parcel).await;
+            }
+        }
+    }
+
+    /// As the handler does it.
+    async fn place(&mut self, call: &Call) -> Answer {
+        let mut asks = Vec::with_capacity(call.asks.len());
+        for (id, kind) in &call.asks {
+            match self.ask(*id, *kind, call).await {
+                Ok(ask) => asks.push(ask),
+                Err(error) => return Answer::of::<(), _>([Err(error)]),
+            }
+        }
+        let (scheduler, lease) = (self.scheduler.clone(), call.asks[0].0);
+        let placed = Box::pin(async move { scheduler.place(asks).await });
+        match self.answered_or_waits(Waiting { number: call.number, lease, answer: placed }).await {
+            Ok(placed) => Answer::of(placed),
+            Err(waiting) => {
+                self.calls.push(waiting);
+                Answer::said(vec!["Waits".to_owned()])
+            }
+        }
+    }
+
+    /// Who is best for it, as the rules of placement are said once more. `None`: another rule says where it may be.
+    async fn best(&self, lease: LeaseId, kind: Kind, call: &Call) -> Option<BTreeSet<WorkerId>> {
+        let ask = self.ask(lease, kind, call).await.ok()?;
+        if ask.kept_to.is_some() {
+            return None;
+        }
+        let scheduler = &self.scheduler;
+        let workers = workers::list(scheduler.db.read(), &scheduler.config, None, 1000).await;
+        let workers = workers.expect("the database answers").into_iter().map(|worker| worker.placed);
+        let chain = scheduler.config.chains.of(ask.demand.shape.purpose);
+        let willing = workers.filter(|worker| reference::against(&ask.demand, worker).is_nothing());
+        let standing = |worker: &_| reference::standing(chain, &ask.demand, worker, &ask.locations);
+        let standing: Vec<_> = willing.map(|worker| (standing(&worker), worker.id)).collect();
+        let (best, _) = standing.iter().min()?;
+        Some(standing.iter().filter(|(standing, _)| standing == best).map(|(_, id)| *id).collect())
+    }
+
+    /// The ids of the workers of these names that there are.
+    async fn named(&self, names: &[&str]) -> Result<impl Iterator<Item = WorkerId>, PlaceError> {
+        let rows = worker::Entity::find().filter(worker::Column::Name.is_in(names.iter().copied()));
+        let rows = rows.all(self.scheduler.db.read()).await?;
+        Ok(rows.into_iter().map(|row| WorkerId::from_uuid(row.id)))
+    }
+
+    /// What the handler makes of a request.
+    async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<Ask, PlaceError> {
+        let Call { together, near, wait, .. } = *call;
+        let db = self.scheduler.db.read();
+        let asks = fixtures::asks_of_lease(lease, kind);
+        let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
+        let process = Process::default();
+        let shape = Shape {
+            team: asks.team.to_owned(),
+            platform: asks.platform.to_owned(),
+            tags: owned(asks.tags),
+            process: asks.takes_a_slot.then_some(process),
+            requests: {
+                let Amounts { cpu_millis, memory_bytes, disk_bytes } = asks.amounts;
+                Resources { cpu_millis, memory_bytes, disk_bytes }
+            },
+            purpose: Purpose::of(kind, asks.has_inputs),
+        };
+        let prefer = self.named(fixtures::preferred_by_lease(lease)).await?.collect();
+        let mut locations = Vec::new();
+        for (size_bytes, workers) in fixtures::inputs_of_lease(lease) {
+            locations.push(Location { size_bytes, workers: self.named(workers).await?.collect() });
+        }
+        let mut inputs = Inputs::default();
+        if fixtures::lease_has_input(lease) {
+            inputs.artifacts.insert(self.cluster.input);
+        }
+        let only = match near {
+            None => None,
+            Some(near) => match leases::find(db, near).await? {
+                Some(near) if near.state != State::Ended && near.team == asks.team => {
+                    Some(WorkerId::from_uuid(near.worker_id))
+                }
+                _ => return Err(PlaceError::NoSuchLease),
+            },
+        };
+        let owner = if near.is_some() { "" } else { fixtures::owner_of_lease(lease) };
+        let kept_to = leases::worker_of_owner(db, asks.team, owner).await?;
+        Ok(Ask {
+            lease,
+            kind,
+            demand: Arc::new(Demand { only, prefer, ..shape.asked_by(lease.uuid()) }),
+            locations: locations.into(),
+            request: format!("{near:?}"),
+            group: together.then_some(1),
+            inputs: Arc::new(inputs),
+            owner: owner.to_owned(),
+            kept_to,
+            wait: super::MINUTE * u32::try_from(wait).expect("few"),
+            priority: fixtures::priority_of_lease(lease),
+        })
+    }
+}
+
+/// What the gateway says of the attempt under `claims`.
+fn told(claims: &LeaseClaims, report: Report) -> crate::workloads::outcome::Report {
+    let output = claims.attempt.filter(|_| report.has_outputs).map(|(workload, attempt)| PublishedOutput {
+        name: "out".to_owned(),
+        artifact: workload.output_artifact("out"),
+        size_bytes: 1,
+        digest: Digest(super::digest(attempt)),
+        entries: 1,
+    });
+    crate::workloads::outcome::Report {
+        exit: report.exit,
+        failure: report.failure.map(|reason| Failure { reason, message: "no".to_owned() }),
+        outputs: output.into_iter().collect(),
+        ..crate::workloads::outcome::Report::default()
+    }
+}
