@@ -6,7 +6,6 @@ use std::time::Duration;
 use anyhow::ensure;
 
 use crate::placement::Chains;
-use crate::workers::cache::Limits;
 
 /// Settings of the scheduler. [`Config::new`] has the defaults.
 #[derive(Debug, Clone)]
@@ -64,6 +63,17 @@ pub struct Config {
     pub share_hints: bool,
     /// How often loops look at the database although nobody gave them a hint.
     pub poll: Duration,
+}
+
+/// What holds for workers that do not say something else.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Slots.
+    pub tasks: Option<u32>,
+    /// Containers.
+    pub containers: Option<u32>,
+    /// Volumes.
+    pub volumes: Option<u32>,
 }
 
 impl Config {

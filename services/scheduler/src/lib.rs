@@ -1,41 +1,68 @@
-//! The scheduler: who may run what, where, and until when.
+//! The scheduler: the registry of workers, placement, leases on their slots, and the queue of
+//! workloads.
 //!
-//! It owns the workers (who they are, who speaks for them), the leases on their slots, and the workloads and their queue. It touches no
-//! container, volume or byte, and does not know what an owner of an artifact is. Gateways dial it ([`grpc`]'s Synchronize) and hear
-//! what their replica knows ([`attended`]); the artifact store is told how workloads end through an outbox ([`outbox`]).
+//! It touches no container, volume or byte, and does not know what an owner of an artifact is.
+//! Gateways dial it ([`api`]'s Synchronize) and are told what their workers shall do. The artifact
+//! store is told how workloads end, through an [`outbox`].
 //!
-//! Layers, one direction: [`grpc`] → [`service`] (one transaction for each thing asked) → domain functions over a transaction
-//! ([`workloads`], [`workers`], [`leases`], [`dispatch`]) → [`entity`]. What is decided is decided by pure functions
-//! ([`placement`], [`outcome`]).
+//! The chapters stand below from top to bottom: each uses those below it, and no other.
 //!
-//! Locks are taken in one order: a workload's row, then its lease's and its worker's. Hello locks workers alone, and then their
-//! contacts; what it makes of leases is done afterwards.
+//! - [`api`] translates between protobuf and the features below. [`insight`] answers *why*.
+//! - [`app`], [`lifecycle`]: what callers and operators ask for, and the loops that do what is due.
+//! - [`scheduling`] decides batches on an in-memory view; [`commit`] writes each batch in one
+//!   transaction that judges it again on the rows. [`queue`] holds what waits.
+//! - [`workloads`], [`leases`], [`workers`]: domain functions over a transaction.
+//! - [`context`], [`notify`], [`db`]: what all of them need. [`placement`] is pure.
+//!
+//! Locks are taken in one order: a workload's row, then its lease's and its worker's. A
+//! registration locks workers alone, and then their heartbeats; what it makes of leases is done
+//! afterwards.
 
 mod api;
-mod app;
-mod commit;
-mod config;
-mod db;
+
 mod insight;
-mod leases;
+
+mod app;
+
 mod lifecycle;
-mod notify;
-mod outbox;
-mod placement;
-mod queue;
+
 mod scheduling;
+
+mod commit;
+
+mod queue;
+
 mod store_client;
+
+mod workloads;
+
+mod leases;
+
+mod workers;
+
+mod context;
+
+mod counters;
+
+mod config;
+
+mod notify;
+
+mod outbox;
+
+mod placement;
+
+mod db;
+
 #[cfg(test)]
 #[path = "../testing/mod.rs"]
 mod testing;
-mod workers;
-mod workloads;
 
 use std::future::Future;
 use std::sync::Arc;
 
 use ::db::{Database, Migrations, SqlMigration};
-use anyhow::Context;
+use anyhow::Context as _;
 use domain::Timestamp;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::scheduler::placements_server::PlacementsServer;
@@ -44,15 +71,18 @@ use rpc::pb::scheduler::workloads_server::WorkloadsServer;
 use rpc::token::TokenSigner;
 use sea_orm::{DbErr, EntityTrait, Set};
 use server::{Host, Listener};
-use tokio::sync::Semaphore;
 
-pub use config::Config;
+pub use config::{Config, Limits};
 pub use placement::{Chain, Chains, ParseChainError, Strategy};
-pub use workers::cache::Limits;
 
-use crate::app::Scheduler;
+use crate::app::App;
+use crate::context::Context;
 use crate::db::entity::signing_key;
+use crate::lifecycle::Lifecycle;
+use crate::notify::Notify;
+use crate::notify::cluster::Gossip;
 use crate::scheduling::Dispatcher;
+use crate::store_client::delivery::Delivery;
 
 /// The longest message that is taken: a spec with large arguments and environment.
 const MESSAGE_LIMIT: usize = 16 << 20;
@@ -103,7 +133,7 @@ pub async fn start(config: Config, host: &mut Host) -> anyhow::Result<()> {
 }
 
 /// The same. Answers what all of it shares.
-async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
+async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     config.check()?;
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let store = store_client::Store::new(peer(&config.artifact_store, outgoing)?);
@@ -128,64 +158,53 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<Scheduler> {
         host.at_last(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
-    let (contacts, said) = lifecycle::heartbeats::channel();
-    let (hellos, asked) = lifecycle::registration::channel();
-    let scheduler = Scheduler {
-        delivered: outbox::delivered(db.clone(), host.tasks()),
-        db,
-        admissions: queue::limits::Admissions::new(config.most_waiting, config.most_waiting_bytes),
-        config,
-        signer,
-        store,
-        deliveries: Arc::new(Semaphore::new(outbox::DELIVERIES)),
-        hints: notify::local::Hints::default(),
-        attended: dispatch.workers.attended.clone(),
-        contacts,
-        hellos,
-        dispatch,
-        gossip: notify::cluster::Gossip::new(),
-        drift: leases::drift::Drift::default(),
-        orphans_ended: Arc::default(),
-        tasks: host.tasks(),
-        stopping: host.stopping(),
-    };
-    host.spawn(scheduling::dispatch_forever(dispatcher, scheduler.clone()));
-    host.spawn(workers::desired_state::look_forever(scheduler.clone()));
-    host.spawn(workloads::watch_poll::look_forever(scheduler.clone()));
-    host.spawn(lifecycle::heartbeats::note_forever(scheduler.clone(), said));
-    host.spawn(lifecycle::registration::let_in_forever(scheduler.clone(), asked));
-    if scheduler.config.share_hints {
-        host.spawn(notify::cluster::tell_forever(scheduler.clone()));
-        host.spawn(notify::cluster::hear_forever(scheduler.clone()));
+    let cluster = config.share_hints.then(Gossip::new);
+    let (notify, parcels) = Notify::new(dispatch.workers.desired.clone(), cluster.clone());
+    let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
+    let (heartbeats, heard) = lifecycle::heartbeats::channel();
+    let (registrations, registering) = lifecycle::registration::channel();
+    let lifecycle = Lifecycle::new(context.clone(), store.clone());
+    let app = App::new(lifecycle.clone(), signer, dispatch, heartbeats, registrations);
+    let delivery = Delivery::new(context.clone(), store.clone());
+
+    host.spawn(scheduling::dispatch_forever(dispatcher, context.clone()));
+    host.spawn(workers::desired_state::read_forever(context.clone()));
+    host.spawn(workloads::watch_poll::look_forever(context.clone()));
+    host.spawn(lifecycle::heartbeats::note_forever(context.clone(), heard));
+    host.spawn(lifecycle::registration::let_in_forever(lifecycle.clone(), registering));
+    if let Some(cluster) = cluster {
+        let (db, notify) = (context.db.clone(), context.notify.clone());
+        host.spawn(notify::cluster::tell_forever(db.clone(), cluster, host.stopping()));
+        host.spawn(notify::cluster::hear_forever(db, notify, host.stopping()));
     }
-    host.spawn(lifecycle::timeouts::expire_forever(scheduler.clone()));
-    host.spawn(outbox::redeliver_forever(scheduler.clone()));
-    host.spawn(store_client::reconcile::reconcile_forever(scheduler.clone()));
-    host.spawn(lifecycle::departure::see_off_forever(scheduler.clone()));
+    host.spawn(lifecycle::timeouts::expire_forever(lifecycle.clone()));
+    host.spawn(store_client::delivery::deliver_forever(delivery.clone(), parcels));
+    host.spawn(store_client::delivery::redeliver_forever(delivery));
+    host.spawn(store_client::reconcile::reconcile_forever(context.clone(), store));
+    host.spawn(lifecycle::departure::see_off_forever(lifecycle));
     host.add_service(
-        WorkloadsServer::new(api::WorkloadsService(scheduler.clone()))
-            .max_decoding_message_size(MESSAGE_LIMIT),
+        WorkloadsServer::new(api::WorkloadsService(app.clone())).max_decoding_message_size(MESSAGE_LIMIT),
     );
     host.add_service(
-        WorkersServer::new(api::WorkersService(Arc::new(scheduler.clone())))
+        WorkersServer::new(api::WorkersService(Arc::new(app.clone())))
             .max_decoding_message_size(MESSAGE_LIMIT),
     );
-    host.add_service(PlacementsServer::new(api::PlacementsService(scheduler.clone())));
+    host.add_service(PlacementsServer::new(api::PlacementsService(app.clone())));
     host.describe(server::Service {
         name: "scheduler",
         version: env!("CARGO_PKG_VERSION"),
         features: Vec::new(),
         limits: vec![("message_bytes", MESSAGE_LIMIT as u64)],
     });
-    host.at_last(scheduler.db.clone().close());
-    let db = scheduler.db.clone();
+    host.at_last(context.db.clone().close());
+    let db = context.db.clone();
     host.add_check("database", move || {
         let db = db.clone();
         async move { db.answers().await }
     });
-    workers::desired_state::describe();
-    insight::metrics::add(scheduler.clone(), host);
-    Ok(scheduler)
+    notify::desired_state::describe();
+    insight::metrics::add(app.clone(), host);
+    Ok(app)
 }
 
 /// Serves the scheduler alone on `listener` until `shutdown` resolves, then lets work in flight finish.

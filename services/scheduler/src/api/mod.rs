@@ -1,4 +1,4 @@
-//! The three services on the wire: parse, call [`crate::app::Scheduler`], answer. The only code that makes a `Status`.
+//! The three services on the wire: parse, call [`crate::app::App`], answer. The only code that makes a `Status`.
 
 mod convert;
 mod placements;
@@ -20,7 +20,7 @@ use crate::lifecycle::departure::{self, RegistryError};
 use crate::placement::Refusals;
 use crate::scheduling::{PlaceError, SubmitError};
 use crate::workers::SessionError;
-use crate::workloads::{AttemptError, WorkloadError};
+use crate::workloads::{AttemptError, OtherSpec, WorkloadError};
 
 pub(crate) use placements::PlacementsService;
 pub(crate) use workers::WorkersService;
@@ -59,7 +59,7 @@ fn end_page<T, M: rpc::Message>(
 impl Reasoned for SubmitError {
     fn status(self) -> Status {
         match self {
-            Self::Exists(id) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
+            Self::Exists(OtherSpec(id)) => about_workload(Reason::WorkloadExists, &self.to_string(), id),
             Self::NoCompatibleWorker(refusals) => incompatible(&refusals),
             Self::NotPinned(refusal) => not_pinned(refusal, Reason::WorkloadExists),
             Self::TooManyWaiting(full) => {

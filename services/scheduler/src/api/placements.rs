@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
 use super::{Reasoned, SERVICE, convert, database, end_page, invalid_token, team_or_all, unknown_worker};
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::db::entity::lease::{self, Kind};
 use crate::db::entity::to_json;
 use crate::insight::capacity;
@@ -27,13 +27,13 @@ use crate::store_client::{Found, Inputs};
 use crate::workers;
 
 /// Service `Placements`.
-pub(crate) struct PlacementsService(pub(crate) Scheduler);
+pub(crate) struct PlacementsService(pub(crate) App);
 
 #[tonic::async_trait]
 impl Placements for PlacementsService {
     async fn place(&self, request: Request<pb::PlaceRequest>) -> Result<Response<pb::PlaceResponse>, Status> {
         let ask = self.ask("", request.into_inner(), None).await?.map_err(Reasoned::status)?;
-        let placed = self.0.place(vec![ask]).await.pop().unwrap_or(Err(PlaceError::Stopping));
+        let placed = self.0.leasing.place(vec![ask]).await.pop().unwrap_or(Err(PlaceError::Stopping));
         Ok(Response::new(self.granted(placed.map_err(Reasoned::status)?)))
     }
 
@@ -71,7 +71,7 @@ impl Placements for PlacementsService {
         let is_lost = |ask: &Ask| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
         let lost: Vec<_> = asks.iter().map(|ask| is_lost(ask).map(|(.., error)| error.clone())).collect();
         let asked = asks.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(ask, _)| ask);
-        let mut placed = self.0.place(asked.collect()).await.into_iter();
+        let mut placed = self.0.leasing.place(asked.collect()).await.into_iter();
         let mut results: Vec<_> = lost
             .into_iter()
             .map(|lost| match lost {
@@ -94,9 +94,9 @@ impl Placements for PlacementsService {
             return Err(Reason::InvalidToken.status(SERVICE, message));
         }
 
-        self.0.renew(&claims).await.map_err(Reasoned::status)?;
+        self.0.leasing.renew(&claims).await.map_err(Reasoned::status)?;
 
-        Ok(Response::new(pb::RenewResponse { term: Some(rpc::duration(self.0.config.lease_term)) }))
+        Ok(Response::new(pb::RenewResponse { term: Some(rpc::duration(self.0.context.config.lease_term)) }))
     }
 
     async fn release(
@@ -106,7 +106,7 @@ impl Placements for PlacementsService {
         let claims: LeaseClaims =
             self.0.signer.verify(&request.into_inner().lease_token).map_err(invalid_token)?;
 
-        self.0.release(&[claims]).await.map_err(|error| database("release a lease", &error))?;
+        self.0.leasing.release(&[claims]).await.map_err(|error| database("release a lease", &error))?;
 
         Ok(Response::new(pb::ReleaseResponse {}))
     }
@@ -121,7 +121,7 @@ impl Placements for PlacementsService {
             tokens.iter().map(|token| self.0.signer.verify::<LeaseClaims>(token).map_err(invalid_token));
         let claims = claims.collect::<Result<Vec<_>, _>>()?;
 
-        self.0.release(&claims).await.map_err(|error| database("release leases", &error))?;
+        self.0.leasing.release(&claims).await.map_err(|error| database("release leases", &error))?;
 
         Ok(Response::new(pb::ReleaseManyResponse {}))
     }
@@ -134,7 +134,7 @@ impl Placements for PlacementsService {
         let team = parse_team("team", request.team)?;
         let id = parse_id("lease_id", &request.lease_id)?;
 
-        let lease = leases::tell(self.0.db.read(), &team, id).await.map_err(Reasoned::status)?;
+        let lease = leases::tell(self.0.context.db.read(), &team, id).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::GetLeaseResponse { lease: Some(convert::lease(lease)) }))
     }
@@ -150,7 +150,7 @@ impl Placements for PlacementsService {
         let page = Page::of(SERVICE, &request)?;
 
         let doing = "list leases";
-        let db = self.0.db.read();
+        let db = self.0.context.db.read();
         let worker = match named {
             Some(name) => {
                 let found = workers::id_of(db, name).await.map_err(|error| database(doing, &error))?;
@@ -322,7 +322,7 @@ impl PlacementsService {
             "" => None,
             near => {
                 let near: LeaseId = parse_id(&of("same_worker_as"), near)?;
-                let found = leases::find(self.0.db.read(), near).await;
+                let found = leases::find(self.0.context.db.read(), near).await;
                 match found.map_err(|error| database("find a lease", &error))? {
                     Some(near) if near.state != lease::State::Ended && near.team == shape.team => {
                         Some(WorkerId::from_uuid(near.worker_id))
@@ -331,7 +331,7 @@ impl PlacementsService {
                 }
             }
         };
-        let found = leases::worker_of_owner(self.0.db.read(), &shape.team, &owner).await;
+        let found = leases::worker_of_owner(self.0.context.db.read(), &shape.team, &owner).await;
         let kept_to = found.map_err(|error| database("look where an owner's containers are", &error))?;
         let locations = match self.0.store.find(&shape.team, &inputs).await {
             Ok(Found::All(locations)) => locations.into(),
@@ -359,7 +359,7 @@ impl PlacementsService {
 
     /// Whether a lease is there already.
     async fn is_repeat(&self, lease: LeaseId) -> Result<bool, Status> {
-        let found = leases::find(self.0.db.read(), lease).await;
+        let found = leases::find(self.0.context.db.read(), lease).await;
         Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
     }
 
@@ -383,7 +383,7 @@ impl PlacementsService {
             worker_name: granted.worker_name,
             incarnation: granted.claims.incarnation.0,
             gateway_endpoint: granted.gateway_endpoint,
-            term: Some(rpc::duration(self.0.config.lease_term)),
+            term: Some(rpc::duration(self.0.context.config.lease_term)),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! `Workers.WatchWorkers`: each worker as it is, whenever it has changed.
 //!
 //! Nothing is kept for those who watch: whoever is behind is sent the latest state of what has a later revision than the last one he has seen.
-//! Revisions become visible in their order ([`crate::lifecycle::departure::changed`]), so none is missed. Several workers may share one, which is
+//! Revisions become visible in their order ([`crate::workers::revisions::changed`]), so none is missed. Several workers may share one, which is
 //! named only with the last of them: whoever resumes has seen all that its revision stands for.
 
 use domain::Timestamp;
@@ -12,10 +12,11 @@ use tokio::sync::mpsc::Sender;
 use tonic::Status;
 
 use super::{SERVICE, convert, database};
-use crate::app::Scheduler;
-use crate::lifecycle::departure;
+use crate::app::App;
 use crate::notify::local::ALL_WORKERS;
 use crate::workers;
+use crate::workers::removed;
+use crate::workers::revisions;
 
 /// How many changes are read at a time, and how many wait for a slow watcher.
 pub(super) const BATCH: usize = 100;
@@ -23,11 +24,11 @@ pub(super) const BATCH: usize = 100;
 type Changes = Sender<Result<pb::WatchWorkersResponse, Status>>;
 
 /// Sends what has changed since `after`, and then what changes.
-pub(super) async fn follow(scheduler: &Scheduler, after: u64, changes: &Changes) -> Result<(), Status> {
+pub(super) async fn follow(scheduler: &App, after: u64, changes: &Changes) -> Result<(), Status> {
     let failed = |error: sea_orm::DbErr| database("watch workers", &error);
     // Subscribed before the first look, so that nothing falls in between.
-    let mut hints = scheduler.hints.subscribe(ALL_WORKERS);
-    let revisions = departure::revisions(scheduler.db.read()).await.map_err(failed)?;
+    let mut hints = scheduler.context.notify.local.subscribe(ALL_WORKERS);
+    let revisions = revisions::revisions(scheduler.context.db.read()).await.map_err(failed)?;
     let mut seen = i64::try_from(after).unwrap_or(i64::MAX);
     if seen > revisions.last {
         return Err(compacted("that revision was never reached"));
@@ -36,14 +37,15 @@ pub(super) async fn follow(scheduler: &Scheduler, after: u64, changes: &Changes)
     let mut seen_gone = if seen == 0 { revisions.last } else { seen };
     let mut synced = false;
     loop {
-        let db = scheduler.db.read();
-        let revisions = departure::revisions(db).await.map_err(failed)?;
+        let db = scheduler.context.db.read();
+        let revisions = revisions::revisions(db).await.map_err(failed)?;
         if seen_gone < revisions.forgotten {
             return Err(compacted("which workers have gone since is forgotten"));
         }
-        let changed =
-            workers::changed_since(db, &scheduler.config, seen, revisions.last).await.map_err(failed)?;
-        let gone = departure::gone_since(db, seen_gone, revisions.last).await.map_err(failed)?;
+        let changed = workers::changed_since(db, &scheduler.context.config, seen, revisions.last)
+            .await
+            .map_err(failed)?;
+        let gone = removed::gone_since(db, seen_gone, revisions.last).await.map_err(failed)?;
         let mut found: Vec<_> = changed
             .into_iter()
             .map(|worker| (worker.revision, Change::Worker(shown(scheduler, worker))))
@@ -72,8 +74,8 @@ async fn send(changes: &Changes, revision: i64, change: Change) -> bool {
     changes.send(Ok(pb::WatchWorkersResponse { revision, change: Some(change) })).await.is_ok()
 }
 
-fn shown(scheduler: &Scheduler, worker: workers::Worker) -> pb::Worker {
-    convert::worker(worker, scheduler.config.worker_ttl, Timestamp::now())
+fn shown(scheduler: &App, worker: workers::Worker) -> pb::Worker {
+    convert::worker(worker, scheduler.context.config.worker_ttl, Timestamp::now())
 }
 
 fn compacted(message: &str) -> Status {

@@ -3,7 +3,7 @@
 //! Both directions carry complete states, so nothing is kept here that a reconnect would miss: what was sent is remembered only to
 //! send less. What an attempt runs is sent once on each stream, and one message takes some MiB of it, however much a worker runs. A gateway that shuts down ends its side of the stream; one whose stream breaks is waited for.
 //!
-//! A stream reads nothing by itself as long as nothing changes. What its worker shall do it hears ([`crate::workers::desired_state`]), and its leases
+//! A stream reads nothing by itself as long as nothing changes. What its worker shall do it hears ([`crate::notify::desired_state`]), and its leases
 //! it reads once for each generation of that. They are the same until the next, for whatever changes them raises it, but for how far they are; and
 //! whatever is made of them is judged again on their rows.
 
@@ -22,14 +22,14 @@ use tonic::{Status, Streaming};
 use uuid::Uuid;
 
 use super::{Reasoned, SERVICE, convert, database, stopping};
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::db::entity::lease;
 use crate::db::entity::worker::Desired;
 use crate::leases;
 use crate::leases::drift;
 use crate::lifecycle::heartbeats::Urgency;
 use crate::notify::changes::Effects;
-use crate::workers::desired_state::{self, Known, News, Subscription};
+use crate::notify::desired_state::{self, Known, News, Subscription};
 use crate::workers::{self, CONTACT_EVERY, Hello, Kept, SessionError};
 use crate::workloads::events::InputProgress;
 use crate::workloads::{self, Phase};
@@ -62,12 +62,12 @@ type Answers = Sender<Answer>;
 ///
 /// What is done now and then is in boxes of its own, so that a stream that waits takes little room.
 pub(super) async fn attend(
-    scheduler: &Scheduler,
+    scheduler: &App,
     mut inbound: Streaming<pb::SynchronizeRequest>,
     answers: &Answers,
 ) -> Result<(), Status> {
     let mut attendance = Box::pin(begin(scheduler, &mut inbound, answers)).await?;
-    let mut heartbeat = interval(scheduler.config.heartbeat);
+    let mut heartbeat = interval(scheduler.context.config.heartbeat);
     heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     heartbeat.reset();
     loop {
@@ -90,7 +90,7 @@ pub(super) async fn attend(
 
 /// Hears who speaks for whom, and tells what shall be.
 async fn begin<'s>(
-    scheduler: &'s Scheduler,
+    scheduler: &'s App,
     inbound: &mut Streaming<pb::SynchronizeRequest>,
     answers: &'s Answers,
 ) -> Result<Attendance<'s>, Status> {
@@ -99,7 +99,7 @@ async fn begin<'s>(
             let versions = hello.protocol_versions.clone();
             let hello = parse_hello(scheduler, hello)?;
             if !versions.contains(&PROTOCOL) {
-                scheduler.list_incompatible(&hello, &versions).await.map_err(Reasoned::status)?;
+                scheduler.lifecycle.list_incompatible(&hello, &versions).await.map_err(Reasoned::status)?;
                 let message = format!("this scheduler speaks version {PROTOCOL}");
                 return Err(Reason::UnsupportedProtocol.status(SERVICE, message));
             }
@@ -111,7 +111,7 @@ async fn begin<'s>(
     };
     let name = hello.name.clone();
     let let_in = tokio::select! {
-        let_in = scheduler.hellos.ask(hello) => let_in.ok_or_else(stopping)?,
+        let_in = scheduler.registrations.ask(hello) => let_in.ok_or_else(stopping)?,
         // Unless it is let in just now, it is not any more.
         () = answers.closed() => return Err(Status::cancelled("the stream has ended")),
     };
@@ -130,7 +130,7 @@ async fn begin<'s>(
         name,
         credential: scheduler.signer.sign(&session),
         // Subscribed before the first look, so that nothing falls in between.
-        news: scheduler.attended.subscribe(session.worker),
+        news: scheduler.context.notify.desired.subscribe(session.worker),
         session,
         told: None,
         live: Live::default(),
@@ -174,7 +174,7 @@ impl Observation {
 
 /// One stream of the gateway that speaks for a worker.
 struct Attendance<'s> {
-    scheduler: &'s Scheduler,
+    scheduler: &'s App,
     answers: &'s Answers,
     name: String,
     session: SessionClaims,
@@ -222,7 +222,7 @@ impl Attendance<'_> {
     }
 
     async fn welcome(&self) -> Result<(), Status> {
-        let config = &self.scheduler.config;
+        let config = &self.scheduler.context.config;
         self.send(Tell::Welcome(pb::Welcome {
             session_credential: self.credential.clone(),
             worker_id: self.session.worker.to_string(),
@@ -245,9 +245,9 @@ impl Attendance<'_> {
         }
         // Why, is said by the row.
         let since = Instant::now();
-        match workers::speaks(self.scheduler.db.read(), &self.session).await {
+        match workers::speaks(self.scheduler.context.db.read(), &self.session).await {
             Ok(row) => {
-                self.scheduler.attended.note(std::slice::from_ref(&row), since);
+                self.scheduler.context.notify.desired.note(std::slice::from_ref(&row), since);
                 Ok(News { known: Known::of(&row), since })
             }
             Err(error) => Err(self.refuse(error).await),
@@ -258,7 +258,7 @@ impl Attendance<'_> {
     async fn take_live(&mut self, known: &Known) -> Result<Vec<lease::Model>, Status> {
         if self.live.as_of != Some(known.generation) {
             let (worker, incarnation) = (self.session.worker, self.session.incarnation);
-            self.live.leases = leases::live_tasks(self.scheduler.db.read(), worker, incarnation)
+            self.live.leases = leases::live_tasks(self.scheduler.context.db.read(), worker, incarnation)
                 .await
                 .map_err(|error| database("read leases", &error))?;
             self.live.as_of = Some(known.generation);
@@ -352,7 +352,8 @@ impl Attendance<'_> {
         attempt: AttemptId,
     ) -> Result<Option<pb::RunAttempt>, Status> {
         let failed = |error: sea_orm::DbErr| database("read a workload", &error);
-        let Some(row) = workloads::find(self.scheduler.db.read(), workload).await.map_err(failed)? else {
+        let Some(row) = workloads::find(self.scheduler.context.db.read(), workload).await.map_err(failed)?
+        else {
             return Ok(None);
         };
         Ok(Some(pb::RunAttempt {
@@ -390,12 +391,12 @@ impl Attendance<'_> {
         let News { known, .. } = self.present().await?;
         let mut live = self.take_live(&known).await?;
         let observation = self.compare(&live, &phases, observed.applied_generation, inputs);
-        let every = CONTACT_EVERY.min(self.scheduler.config.heartbeat / 2);
+        let every = CONTACT_EVERY.min(self.scheduler.context.config.heartbeat / 2);
         // What ends an attempt is taken from nobody who has been superseded meanwhile.
         let is_contact = !observation.absent.is_empty() || Timestamp::now().since(self.noted) >= every;
         if is_contact {
             let urgency = if observation.is_empty() { Urgency::Soon } else { Urgency::Now };
-            let contacts = &self.scheduler.contacts;
+            let contacts = &self.scheduler.heartbeats;
             self.noted = match contacts.heard(&self.session, kept, urgency).await {
                 Some(Ok(noted)) => noted,
                 Some(Err(error)) => return Err(self.refuse(error).await),
@@ -428,7 +429,7 @@ impl Attendance<'_> {
                 // get its FinishAttempt through is not waited for for ever.
                 Some(Phase::Ended) if lease.state != lease::State::Ending => {
                     let since = self.ended.get(&lease.id).copied().unwrap_or(now);
-                    if now.since(since) < self.scheduler.config.worker_ttl {
+                    if now.since(since) < self.scheduler.context.config.worker_ttl {
                         ended.insert(lease.id, since);
                         continue;
                     }
@@ -462,11 +463,11 @@ impl Attendance<'_> {
     ) -> Result<(), sea_orm::DbErr> {
         let Observation { absent, advanced, brought } = observation;
         for lease in &absent {
-            self.scheduler.observe_absence(lease).await?;
+            workloads::operations::observe_absence(&self.scheduler.context, lease).await?;
         }
         live.retain(|lease| !absent.iter().any(|absent| absent.id == lease.id));
         if !advanced.is_empty() {
-            self.scheduler.observe_phases(&advanced).await?;
+            workloads::operations::observe_phases(&self.scheduler.context, &advanced).await?;
             for lease in live {
                 let advanced = advanced.iter().find(|(advanced, _)| advanced.id == lease.id);
                 lease.phase = advanced.map_or(lease.phase, |(_, phase)| *phase as i64);
@@ -475,7 +476,7 @@ impl Attendance<'_> {
         if brought.is_empty() {
             return Ok(());
         }
-        self.scheduler.observe_inputs(&brought).await
+        workloads::operations::observe_inputs(&self.scheduler.context, &brought).await
     }
 
     /// Notes which leases are here and not there, or the other way round.
@@ -493,7 +494,7 @@ impl Attendance<'_> {
         let is_told = self.told.is_some_and(|told| told.unsigned_abs() <= applied_generation);
         let runs = phases.iter().filter(|(_, phase)| is_told && !matches!(phase, Phase::Ended));
         let stray = runs.map(|(lease, _)| lease.uuid()).filter(|lease| !here.contains(lease));
-        let patience = self.scheduler.config.worker_ttl;
+        let patience = self.scheduler.context.config.worker_ttl;
         self.drift.note(&missing.collect(), &stray.collect(), patience, now);
     }
 
@@ -536,6 +537,7 @@ impl Attendance<'_> {
     async fn leave(&self) -> Result<(), Status> {
         tracing::info!(worker.id = %self.session.worker, "a gateway said goodbye");
         self.scheduler
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
                 workers::leave(&txn, &self.session, self.noted, &mut effects).await?;
@@ -546,7 +548,7 @@ impl Attendance<'_> {
     }
 }
 
-fn parse_hello(scheduler: &Scheduler, hello: pb::Hello) -> Result<Hello, Status> {
+fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Hello, Status> {
     if !(1..=MOST_VERSIONS).contains(&hello.protocol_versions.len()) {
         return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MOST_VERSIONS}")));
     }

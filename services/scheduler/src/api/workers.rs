@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::worker_stream::{self, Answer, Told};
 use super::{Reasoned, SERVICE, convert, database, end_page, stopping, unknown_worker, watch_workers};
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::lifecycle::departure::Down;
 use crate::workers;
 
@@ -26,11 +26,11 @@ fn named(worker: &str) -> Result<&str, Status> {
 }
 
 /// Service `Workers`.
-pub(crate) struct WorkersService(pub(crate) Arc<Scheduler>);
+pub(crate) struct WorkersService(pub(crate) Arc<App>);
 
 impl WorkersService {
     fn shown(&self, worker: workers::Worker) -> pb::Worker {
-        convert::worker(worker, self.0.config.worker_ttl, Timestamp::now())
+        convert::worker(worker, self.0.context.config.worker_ttl, Timestamp::now())
     }
 }
 
@@ -45,9 +45,9 @@ impl Workers for WorkersService {
         let inbound = request.into_inner();
         let (answers, outbound) = mpsc::channel(4);
         let scheduler = self.0.clone();
-        self.0.tasks.spawn(async move {
+        self.0.context.tasks.spawn(async move {
             let end = tokio::select! {
-                () = scheduler.stopping.cancelled() => Err(stopping()),
+                () = scheduler.context.stopping.cancelled() => Err(stopping()),
                 end = worker_stream::attend(&scheduler, inbound, &answers) => end,
             };
             if let Err(status) = end {
@@ -78,6 +78,7 @@ impl Workers for WorkersService {
 
         let ticket = self
             .0
+            .tickets
             .issue_ticket(team, worker, volume, operation, Timestamp::now())
             .await
             .map_err(Reasoned::status)?;
@@ -85,7 +86,7 @@ impl Workers for WorkersService {
         Ok(Response::new(pb::IssueTicketResponse {
             ticket: ticket.token,
             gateway_endpoint: ticket.gateway_endpoint,
-            valid_for: Some(rpc::duration(self.0.config.ticket_validity)),
+            valid_for: Some(rpc::duration(self.0.context.config.ticket_validity)),
         }))
     }
 
@@ -95,12 +96,13 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
         let worker = parse_id("worker_id", &request.into_inner().worker_id)?;
 
-        let ticket = self.0.issue_door_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
+        let ticket =
+            self.0.tickets.issue_door_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::IssueDoorTicketResponse {
             ticket: ticket.token,
             gateway_endpoint: ticket.gateway_endpoint,
-            valid_for: Some(rpc::duration(self.0.config.ticket_validity)),
+            valid_for: Some(rpc::duration(self.0.context.config.ticket_validity)),
         }))
     }
 
@@ -112,11 +114,11 @@ impl Workers for WorkersService {
         let page = Page::of(SERVICE, &request)?;
 
         let after = page.after.map(WorkerId::from_uuid);
-        let found = workers::list(self.0.db.read(), &self.0.config, after, page.size + 1)
+        let found = workers::list(self.0.context.db.read(), &self.0.context.config, after, page.size + 1)
             .await
             .map_err(|error| database("list workers", &error))?;
 
-        let (ttl, now) = (self.0.config.worker_ttl, Timestamp::now());
+        let (ttl, now) = (self.0.context.config.worker_ttl, Timestamp::now());
         let shown = |worker| convert::worker(worker, ttl, now);
         let (workers, next_page_token) = end_page(&page, found, |worker| worker.placed.id.uuid(), shown);
         Ok(Response::new(pb::ListWorkersResponse { workers, next_page_token }))
@@ -129,7 +131,7 @@ impl Workers for WorkersService {
         let request = request.into_inner();
         let name = named(&request.worker)?;
 
-        let worker = workers::get(self.0.db.read(), &self.0.config, name)
+        let worker = workers::get(self.0.context.db.read(), &self.0.context.config, name)
             .await
             .map_err(|error| database("look at a worker", &error))?;
 
@@ -146,10 +148,10 @@ impl Workers for WorkersService {
         let after = request.into_inner().after_revision;
         let (changes, outbound) = mpsc::channel(watch_workers::BATCH);
         let scheduler = self.0.clone();
-        self.0.tasks.spawn(async move {
+        self.0.context.tasks.spawn(async move {
             let end = tokio::select! {
                 () = changes.closed() => return,
-                () = scheduler.stopping.cancelled() => Err(stopping()),
+                () = scheduler.context.stopping.cancelled() => Err(stopping()),
                 end = watch_workers::follow(&scheduler, after, &changes) => end,
             };
             if let Err(status) = end {
@@ -167,7 +169,7 @@ impl Workers for WorkersService {
         let request = request.into_inner();
         let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
 
-        let landing = self.0.bring_down(named(&request.worker)?, Down::Land, interrupt_after).await;
+        let landing = self.0.lifecycle.bring_down(named(&request.worker)?, Down::Land, interrupt_after).await;
 
         let worker = landing.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
         Ok(Response::new(pb::LandWorkerResponse { worker }))
@@ -179,7 +181,7 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
         let request = request.into_inner();
 
-        let running = self.0.run_worker(named(&request.worker)?).await.map_err(Reasoned::status)?;
+        let running = self.0.lifecycle.run_worker(named(&request.worker)?).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::RunWorkerResponse { worker: running.map(|worker| self.shown(worker)) }))
     }
@@ -192,7 +194,7 @@ impl Workers for WorkersService {
         let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
         let down = Down::Retire { force: request.force };
 
-        let retiring = self.0.bring_down(named(&request.worker)?, down, interrupt_after).await;
+        let retiring = self.0.lifecycle.bring_down(named(&request.worker)?, down, interrupt_after).await;
 
         let worker = retiring.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
         Ok(Response::new(pb::RetireWorkerResponse { worker }))
@@ -204,7 +206,7 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
         let request = request.into_inner();
 
-        let unended = self.0.prune(named(&request.worker)?, request.force).await;
+        let unended = self.0.lifecycle.prune(named(&request.worker)?, request.force).await;
 
         Ok(Response::new(convert::pruned(unended.map_err(Reasoned::status)?)))
     }

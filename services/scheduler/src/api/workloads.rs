@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{Reasoned, SERVICE, convert, database, invalid_token, stopping, team_or_all};
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::workloads;
 use crate::workloads::events::{self, Event};
 use crate::workloads::outcome::Report;
@@ -25,7 +25,7 @@ const DEFAULT_GRACE: Duration = Duration::from_secs(10);
 const WATCH_BATCH: usize = 64;
 
 /// Service `Workloads`.
-pub(crate) struct WorkloadsService(pub(crate) Scheduler);
+pub(crate) struct WorkloadsService(pub(crate) App);
 
 #[tonic::async_trait]
 impl Workloads for WorkloadsService {
@@ -40,8 +40,8 @@ impl Workloads for WorkloadsService {
         // A caller that goes away must not leave a workload half accepted.
         let (scheduler, traceparent) = (self.0.clone(), rpc::trace::current());
         let span = tracing::Span::current();
-        let submitted = self.0.tasks.spawn(tracing::Instrument::instrument(
-            async move { scheduler.submit(id, spec, traceparent).await },
+        let submitted = self.0.context.tasks.spawn(tracing::Instrument::instrument(
+            async move { scheduler.submissions.submit(id, spec, traceparent).await },
             span,
         ));
         submitted.await.map_err(|_| stopping())?.map_err(Reasoned::status)?;
@@ -55,14 +55,14 @@ impl Workloads for WorkloadsService {
         let request = request.into_inner();
         let team = parse_team("team", request.team)?;
         let id = parse_id("workload_id", &request.workload_id)?;
-        self.0.has(&team, id).await.map_err(Reasoned::status)?;
+        workloads::operations::has(&self.0.context, &team, id).await.map_err(Reasoned::status)?;
 
         let (events, outbound) = mpsc::channel(WATCH_BATCH);
         let scheduler = self.0.clone();
-        self.0.tasks.spawn(async move {
+        self.0.context.tasks.spawn(async move {
             let end = tokio::select! {
                 () = events.closed() => return,
-                () = scheduler.stopping.cancelled() => Err(stopping()),
+                () = scheduler.context.stopping.cancelled() => Err(stopping()),
                 end = follow(&scheduler, id, request.after_revision, &events) => end,
             };
             if let Err(status) = end {
@@ -78,7 +78,8 @@ impl Workloads for WorkloadsService {
         let team = parse_team("team", request.team)?;
         let id = parse_id("workload_id", &request.workload_id)?;
 
-        let workload = self.0.get(&team, id).await.map_err(Reasoned::status)?;
+        let workload =
+            workloads::operations::get(&self.0.context, &team, id).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::GetResponse { workload: Some(convert::workload(workload)) }))
     }
@@ -90,7 +91,7 @@ impl Workloads for WorkloadsService {
         let outcome = convert::parse_outcome("outcome", request.outcome)?;
         let page = Page::of(SERVICE, &request)?;
 
-        let (found, more) = workloads::list(self.0.db.read(), team.as_deref(), state, outcome, &page)
+        let (found, more) = workloads::list(self.0.context.db.read(), team.as_deref(), state, outcome, &page)
             .await
             .map_err(|error| database("list workloads", &error))?;
 
@@ -108,7 +109,7 @@ impl Workloads for WorkloadsService {
         let id = parse_id("workload_id", &request.workload_id)?;
         let grace = rpc::parse_duration("grace", request.grace)?.unwrap_or(DEFAULT_GRACE);
 
-        self.0.cancel(&team, id, grace).await.map_err(Reasoned::status)?;
+        workloads::operations::cancel(&self.0.context, &team, id, grace).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::CancelResponse {}))
     }
@@ -119,7 +120,7 @@ impl Workloads for WorkloadsService {
     ) -> Result<Response<pb::StartAttemptResponse>, Status> {
         let claims = self.attempt(&request.into_inner().lease_token)?;
 
-        self.0.start_attempt(&claims).await.map_err(Reasoned::status)?;
+        workloads::operations::start_attempt(&self.0.context, &claims).await.map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::StartAttemptResponse {}))
     }
@@ -154,7 +155,9 @@ impl Workloads for WorkloadsService {
             usage: rpc::parse_usage("usage", request.usage.unwrap_or_default())?,
         };
 
-        self.0.finish_attempt(&claims, &report).await.map_err(Reasoned::status)?;
+        workloads::operations::finish_attempt(&self.0.context, &claims, &report)
+            .await
+            .map_err(Reasoned::status)?;
 
         Ok(Response::new(pb::FinishAttemptResponse {}))
     }
@@ -175,18 +178,19 @@ impl WorkloadsService {
 
 /// Sends what happened to a workload since `revision`, and then what happens, until it has finished.
 async fn follow(
-    scheduler: &Scheduler,
+    scheduler: &App,
     id: WorkloadId,
     mut revision: u64,
     events: &mpsc::Sender<Result<pb::WatchResponse, Status>>,
 ) -> Result<(), Status> {
     let failed = |error: sea_orm::DbErr| database("watch a workload", &error);
     // Subscribed before the first look, so that nothing falls in between.
-    let mut hints = scheduler.hints.subscribe(id.uuid());
+    let mut hints = scheduler.context.notify.local.subscribe(id.uuid());
     let mut first = true;
     loop {
-        let batch =
-            events::after(scheduler.db.read(), id, revision, WATCH_BATCH as u64).await.map_err(failed)?;
+        let batch = events::after(scheduler.context.db.read(), id, revision, WATCH_BATCH as u64)
+            .await
+            .map_err(failed)?;
         let (empty, full) = (batch.is_empty(), batch.len() == WATCH_BATCH);
         for event in batch {
             revision = event.revision;
@@ -197,7 +201,7 @@ async fn follow(
         }
         if empty && first {
             // It may be that the watcher has seen the last event already.
-            let row = workloads::find(scheduler.db.read(), id).await.map_err(failed)?;
+            let row = workloads::find(scheduler.context.db.read(), id).await.map_err(failed)?;
             if row.is_none_or(|row| row.finished_at.is_some() && row.revision.unsigned_abs() <= revision) {
                 return Ok(());
             }

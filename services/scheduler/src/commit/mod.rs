@@ -4,7 +4,7 @@
 //! and each grant is judged again by [`placement::refusals`] on what they say now, after what was granted before it. So limits hold however
 //! many replicas grant at once, and whatever they remember; only how many containers and volumes are kept is what was remembered of the
 //! worker's last word. What does not hold any more is left out, and told. Of a row only what leases change is read, and the rest of it where
-//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::lifecycle::departure::changed`]).
+//! its revision is not the one that is remembered: whatever else changes a row gives it a new one ([`crate::workers::revisions::changed`]).
 //!
 //! Rows are locked in one order: workloads, leases, workers, owners of containers, those that are known before those that are new; of
 //! each kind by id.
@@ -201,7 +201,10 @@ pub(crate) async fn carry_out(
         done.refused.extend(together.iter().map(|grant| grant.lease));
     }
     let held = owner_affinity::keep_to_workers(txn, held, &mut done, now).await?;
-    held.iter().for_each(|grant| changes.take(grant));
+    for grant in &held {
+        let is_of_workload = matches!(grant.holder, Holder::Workload { .. });
+        changes.take(grant.worker, grant.kind, &grant.demand.shape.requests, is_of_workload);
+    }
     done.workers = locked;
     changes.note(&mut done.workers);
 

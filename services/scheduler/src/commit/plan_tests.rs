@@ -10,10 +10,10 @@ use testing::databases::TestDatabase;
 use super::*;
 use crate::config::Config;
 use crate::db::entity::lease::{EndedBy, StopReason};
-use crate::lifecycle::departure;
 use crate::notify::changes::Effects;
 use crate::workers;
 use crate::workers::cache::Memory;
+use crate::workers::revisions;
 use crate::workers::test_support::hello;
 use crate::workloads;
 
@@ -122,7 +122,7 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
         few("ending it").await;
     }
 
-    let last = departure::revisions(&txn).await.expect("revisions").last;
+    let last = revisions::revisions(&txn).await.expect("revisions").last;
     assert!(workers::orphans(&txn, last).await.expect("leases").is_empty());
     few("looking for leases of workers that are gone").await;
     let late = now + config.lost_after;

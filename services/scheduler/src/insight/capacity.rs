@@ -13,11 +13,11 @@ use futures::{StreamExt, stream};
 use sea_orm::{ColumnTrait, DbErr, EntityTrait, QueryFilter, QuerySelect};
 use uuid::Uuid;
 
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::db::entity::lease;
 use crate::db::entity::worker::{Desired, State};
-use crate::lifecycle::departure::Forget;
 use crate::placement::{Demand, Shape, Trust, Worker};
+use crate::store_client::Forget;
 
 /// Of how many reasons why nobody could take it those who ask are told.
 const REASONS: usize = 10;
@@ -114,33 +114,33 @@ impl Removable {
 }
 
 /// What waits, and what there is for it.
-pub(crate) async fn feed(scheduler: &Scheduler, ask: Ask) -> Result<Feed, DbErr> {
-    scheduler.dispatch.catch_up().await;
+pub(crate) async fn feed(app: &App, ask: Ask) -> Result<Feed, DbErr> {
+    app.dispatch.catch_up().await;
     let mut feed = Feed::default();
-    tell_demand(scheduler, &mut feed);
-    tell_refused(scheduler, &mut feed);
+    tell_demand(app, &mut feed);
+    tell_refused(app, &mut feed);
     for told in [&mut feed.demand, &mut feed.refused] {
         told.sort_by_cached_key(|one| (Reverse(one.count), one.oldest, one.shape.team.clone()));
         told.truncate(ask.shapes);
     }
-    let leases = live_leases(scheduler).await?;
-    tell_supply(scheduler, &leases, &mut feed);
+    let leases = live_leases(app).await?;
+    tell_supply(app, &leases, &mut feed);
     feed.supply.sort_by_cached_key(|one| (Reverse(one.workers), key(&one.labels)));
     feed.supply.truncate(ask.shapes);
     feed.removable.sort_by_cached_key(Removable::harm);
     if ask.replicas {
-        put_what_loses_something_last(scheduler, &mut feed.removable, ask.removable).await;
+        put_what_loses_something_last(app, &mut feed.removable, ask.removable).await;
     }
     feed.removable.truncate(ask.removable);
     Ok(feed)
 }
 
 /// Asks of as many as may be needed to tell of `wanted` with which nothing is lost.
-async fn put_what_loses_something_last(scheduler: &Scheduler, removable: &mut Vec<Removable>, wanted: usize) {
+async fn put_what_loses_something_last(app: &App, removable: &mut Vec<Removable>, wanted: usize) {
     removable.truncate(wanted.saturating_mul(CANDIDATES));
     let mut safe = 0;
     for some in removable.chunks_mut(wanted.max(1)) {
-        tell_losses(scheduler, some).await;
+        tell_losses(app, some).await;
         safe += some.iter().filter(|one| one.would_lose == Some(false)).count();
         if safe >= wanted || some.iter().all(|one| one.would_lose.is_none()) {
             break;
@@ -154,14 +154,14 @@ async fn put_what_loses_something_last(scheduler: &Scheduler, removable: &mut Ve
 }
 
 /// Asks the artifact store what would be lost with each of these. Once it does not answer, it is not asked any more.
-async fn tell_losses(scheduler: &Scheduler, removable: &mut [Removable]) {
+async fn tell_losses(app: &App, removable: &mut [Removable]) {
     let is_away = AtomicBool::new(false);
     let ids: Vec<_> = removable.iter().map(|one| one.id).collect();
     let asked = ids.into_iter().map(async |id| {
         if is_away.load(Ordering::Relaxed) {
             return None;
         }
-        match scheduler.store.forget_worker(id, Forget::Check).await {
+        match app.store.forget_worker(id, Forget::Check).await {
             Ok(()) => Some(false),
             Err(refusal)
                 if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsSetAside) =>
@@ -180,14 +180,14 @@ async fn tell_losses(scheduler: &Scheduler, removable: &mut [Removable]) {
     }
 }
 
-fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
+fn tell_demand(app: &App, feed: &mut Feed) {
     let lines: Vec<_> = {
-        let queue = scheduler.dispatch.queue();
+        let queue = app.dispatch.queue();
         queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
     };
     let mut by_shape = HashMap::<_, Waiting>::new();
     for (demand, count, oldest) in lines {
-        let waiting = Waiting::of(scheduler, &demand, count, oldest);
+        let waiting = Waiting::of(app, &demand, count, oldest);
         feed.waiting += count;
         feed.for_none += waiting.for_none;
         feed.oldest = Some(feed.oldest.map_or(oldest, |known| known.min(oldest)));
@@ -200,16 +200,16 @@ fn tell_demand(scheduler: &Scheduler, feed: &mut Feed) {
 }
 
 /// What was refused lately, and still would be.
-fn tell_refused(scheduler: &Scheduler, feed: &mut Feed) {
-    let refused = scheduler.dispatch.refused().lately(Timestamp::now());
-    let refused = refused.iter().map(|one| Waiting::of(scheduler, &one.demand, one.count, one.first));
+fn tell_refused(app: &App, feed: &mut Feed) {
+    let refused = app.dispatch.refused().lately(Timestamp::now());
+    let refused = refused.iter().map(|one| Waiting::of(app, &one.demand, one.count, one.first));
     feed.refused = refused.filter(|one| one.for_none > 0).collect();
 }
 
 impl Waiting {
     /// So many that ask for `demand`. Each is looked at for itself, so that nothing that is placed waits for all of them.
-    fn of(scheduler: &Scheduler, demand: &Demand, count: usize, oldest: Timestamp) -> Self {
-        let mut workers = scheduler.dispatch.workers.lock();
+    fn of(app: &App, demand: &Demand, count: usize, oldest: Timestamp) -> Self {
+        let mut workers = app.dispatch.workers.lock();
         let is_hopeless = workers.is_hopeless(demand);
         let never_for = match is_hopeless {
             true => workers.refusals(demand).lines().into_iter().take(REASONS).collect(),
@@ -237,9 +237,9 @@ impl Waiting {
     }
 }
 
-fn tell_supply(scheduler: &Scheduler, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
+fn tell_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
     let mut by_labels = BTreeMap::<_, Supply>::new();
-    let workers = scheduler.dispatch.workers.lock();
+    let workers = app.dispatch.workers.lock();
     // Many workers share their labels as one value, and are not compared by what these say.
     let mut known = HashMap::<*const Labels, Supply>::new();
     let are_there = |(worker, _): &(&Worker, _)| worker.state != State::Lost;
@@ -320,7 +320,7 @@ impl Supply {
 }
 
 /// How many leases of each worker have not ended.
-async fn live_leases(scheduler: &Scheduler) -> Result<HashMap<Uuid, i64>, DbErr> {
+async fn live_leases(app: &App) -> Result<HashMap<Uuid, i64>, DbErr> {
     let live: Vec<(Uuid, i64)> = lease::Entity::find()
         .select_only()
         .column(lease::Column::WorkerId)
@@ -328,7 +328,7 @@ async fn live_leases(scheduler: &Scheduler) -> Result<HashMap<Uuid, i64>, DbErr>
         .filter(lease::is_live())
         .group_by(lease::Column::WorkerId)
         .into_tuple()
-        .all(scheduler.db.read())
+        .all(app.context.db.read())
         .await?;
     Ok(live.into_iter().collect())
 }

@@ -10,7 +10,7 @@ use domain::{ArtifactId, CacheId, Timestamp, WorkloadId};
 use sea_orm::DbErr;
 use uuid::Uuid;
 
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::db::entity::workload::State;
 use crate::placement::{Choice, Demand, Group, Index, Location, Outlook, Refusal, Says, Shape, Tell};
 use crate::store_client::{Found, Inputs};
@@ -81,34 +81,34 @@ struct Turn {
 
 /// What would become of `spec` if it were submitted now, with its inputs where the artifact store says that they are.
 pub(crate) async fn spec(
-    scheduler: &Scheduler,
+    app: &App,
     mut spec: WorkloadSpec,
     tell: &Tell,
 ) -> Result<Explanation, ExplainError> {
     if let Image::ResourceType(name) = &spec.image {
-        spec.image = scheduler.image(name).await.map_err(ExplainError::NotLocated)?;
+        spec.image = app.store.image(name).await.map_err(ExplainError::NotLocated)?;
     }
     let inputs =
         Inputs { artifacts: spec.artifacts(), caches: spec.caches.iter().map(|mount| mount.cache).collect() };
-    let locations = match scheduler.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
+    let locations = match app.store.find(&spec.team, &inputs).await.map_err(ExplainError::NotLocated)? {
         Found::All(locations) => locations,
         Found::Missing(artifact) => return Err(ExplainError::InputUnavailable(artifact)),
         Found::MissingCache(cache) => return Err(ExplainError::CacheUnavailable(cache)),
     };
 
-    scheduler.dispatch.catch_up().await;
+    app.dispatch.catch_up().await;
     let now = Timestamp::now();
     let demand = Demand::of(&spec, Uuid::now_v7());
     let priority = i64::from(spec.priority);
     let turn = {
-        let queue = scheduler.dispatch.queue();
+        let queue = app.dispatch.queue();
         Turn {
             ahead: queue.ahead(priority, now, Uuid::max()),
             rivals: queue.rivals(&demand, priority, now, Uuid::max()),
             is_behind: queue.is_before(&demand, priority, now),
         }
     };
-    let mut explanation = judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, turn, tell, now);
+    let mut explanation = judge(&mut app.dispatch.workers.lock(), &demand, &locations, turn, tell, now);
     if explanation.verdict != Verdict::NotNow {
         explanation.position = 0;
     }
@@ -117,13 +117,13 @@ pub(crate) async fn spec(
 
 /// What becomes of a workload that was submitted and waits.
 pub(crate) async fn workload(
-    scheduler: &Scheduler,
+    app: &App,
     team: &str,
     id: WorkloadId,
     tell: &Tell,
 ) -> Result<Explanation, ExplainError> {
-    scheduler.dispatch.catch_up().await;
-    let row = workloads::find(scheduler.db.read(), id).await?.filter(|row| row.team == team);
+    app.dispatch.catch_up().await;
+    let row = workloads::find(app.context.db.read(), id).await?.filter(|row| row.team == team);
     let row = row.ok_or(ExplainError::NotFound(id))?;
     // One whose inputs are being pinned is not in the queue yet, but has its place there.
     if !matches!(row.state, State::Accepted | State::Pending) {
@@ -133,7 +133,7 @@ pub(crate) async fn workload(
     let locations = workloads::locations(&row)?;
     let since = Timestamp(row.submitted_at);
     let turn = {
-        let queue = scheduler.dispatch.queue();
+        let queue = app.dispatch.queue();
         Turn {
             ahead: queue.ahead(row.priority, since, row.sequence),
             rivals: queue.rivals(&demand, row.priority, since, row.sequence),
@@ -141,7 +141,7 @@ pub(crate) async fn workload(
         }
     };
     let now = Timestamp::now();
-    Ok(judge(&mut scheduler.dispatch.workers.lock(), &demand, &locations, turn, tell, now))
+    Ok(judge(&mut app.dispatch.workers.lock(), &demand, &locations, turn, tell, now))
 }
 
 fn judge(

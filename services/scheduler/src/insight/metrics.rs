@@ -11,7 +11,7 @@ use sea_orm::{
     QueryFilter, QuerySelect, Statement,
 };
 
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::db::entity::{lease, reservation, worker, workload};
 use crate::placement::{CODES, DecidedBy, WAITS_FOR};
 
@@ -21,25 +21,8 @@ const TEAMS: usize = 100;
 /// The name of all others.
 const OTHER: &str = "other";
 
-/// A lease was granted.
-pub(crate) fn placed(decided_by: DecidedBy) {
-    metrics::counter!("gantry_scheduler_placements_total", "decided_by" => decided_by.name()).increment(1);
-}
-
-/// Something was not placed at once, for these reasons.
-pub(crate) fn refused(codes: impl IntoIterator<Item = &'static str>) {
-    for code in codes {
-        metrics::counter!("gantry_scheduler_refusals_total", "reason" => code).increment(1);
-    }
-}
-
-/// What was asked for together was answered after this time.
-pub(crate) fn decided_in(time: Duration) {
-    metrics::histogram!("gantry_scheduler_decision_seconds").record(time);
-}
-
 /// Sets the gauges whenever somebody reads them.
-pub(crate) fn add(scheduler: Scheduler, host: &server::Host) {
+pub(crate) fn add(app: App, host: &server::Host) {
     describe();
     // What has not happened yet is 0, and not missing.
     for decided_by in DecidedBy::all() {
@@ -51,15 +34,15 @@ pub(crate) fn add(scheduler: Scheduler, host: &server::Host) {
     _ = metrics::histogram!("gantry_scheduler_decision_seconds");
     let shown = Arc::new(Mutex::new(Shown::default()));
     host.add_gauges(move || {
-        let (scheduler, shown) = (scheduler.clone(), shown.clone());
+        let (app, shown) = (app.clone(), shown.clone());
         async move {
-            let waiting = waiting(&scheduler, Timestamp::now());
+            let waiting = waiting(&app, Timestamp::now());
             shown.lock().unwrap_or_else(PoisonError::into_inner).show(waiting);
-            let drift = scheduler.drift.total();
+            let drift = app.drift.total();
             for (what, count) in [("missing", drift.missing), ("stray", drift.stray)] {
                 metrics::gauge!("gantry_scheduler_leases_drift", "what" => what).set(count as f64);
             }
-            if let Err(error) = set(&scheduler.db).await {
+            if let Err(error) = set(&app.context.db).await {
                 tracing::debug!(error = domain::chain(&error), "cannot count for metrics");
             }
         }
@@ -75,15 +58,15 @@ struct Waiting {
 }
 
 /// Who waits, by team and reason.
-fn waiting(scheduler: &Scheduler, now: Timestamp) -> HashMap<(String, &'static str), Waiting> {
+fn waiting(app: &App, now: Timestamp) -> HashMap<(String, &'static str), Waiting> {
     let lines: Vec<_> = {
-        let queue = scheduler.dispatch.queue();
+        let queue = app.dispatch.queue();
         queue.demand().map(|(demand, count, oldest)| (demand.clone(), count, oldest)).collect()
     };
     let mut waiting = HashMap::<_, Waiting>::new();
     for (demand, count, oldest) in lines {
         // Each for itself, so that nothing that is placed waits for all of them.
-        let reason = scheduler.dispatch.workers.lock().waits_for(&demand);
+        let reason = app.dispatch.workers.lock().waits_for(&demand);
         let of = waiting.entry((demand.shape.team.clone(), reason)).or_default();
         of.count += count;
         of.oldest = of.oldest.max(now.since(oldest));

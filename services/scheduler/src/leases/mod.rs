@@ -360,12 +360,10 @@ pub(crate) async fn let_go(
     ended: &[Left],
     now: Timestamp,
 ) -> Result<Vec<Parcel>, DbErr> {
-    let mut effects = Effects::default();
     let settled = ended.iter().filter(|lease| lease.settles);
     let messages =
         settled.map(|lease| (lease.lease_id, Message::Settle(Settlement::nothing(lease.team.clone()))));
-    outbox::put_all(txn, messages, now, &mut effects).await?;
-    Ok(effects.parcels)
+    outbox::put_all(txn, messages, now).await
 }
 
 /// What `worker` shall do changes.

@@ -12,9 +12,6 @@
 //! Invariants: what a worker shall do is changed here alone, and never by what the worker says. Once a worker shall land or retire, it
 //! gets no new lease ([`crate::leases`] grants under a guard), so what is found to be over stays over. A worker that has gone has no lease,
 //! and whatever its gateway says in its old session is refused.
-//!
-//! Revisions become visible in their order: who changes a worker so that watchers shall hear of it takes its revision last ([`changed`]),
-//! from a row whose lock is held until the commit.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -24,17 +21,18 @@ use rpc::Reason;
 use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{
     ActiveModelTrait, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait,
-    FromQueryResult, QueryFilter, QueryOrder, QuerySelect, Set, Statement,
+    FromQueryResult, QueryFilter, QuerySelect, Set, Statement,
 };
 use uuid::Uuid;
 
-use crate::app::Scheduler;
 use crate::db::entity::lease::{self, EndedBy};
 use crate::db::entity::removed_worker::{self, WorkerEnd};
 use crate::db::entity::worker::{self, Desired, Model, State};
-use crate::db::entity::worker_revision;
+use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
-use crate::workers::quarantine;
+use crate::store_client::Forget;
+use crate::workers::lease_counts::{self, Load};
+use crate::workers::{quarantine, removed, revisions};
 use crate::workloads;
 
 /// What is asked of a worker cannot be done.
@@ -54,75 +52,6 @@ pub(crate) enum RegistryError {
     Database(#[from] DbErr),
 }
 
-/// How much a worker does.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Load {
-    /// Leases that have not ended.
-    pub(crate) leases: u32,
-    /// Those of them that may not be interrupted.
-    pub(crate) uninterruptible: u32,
-}
-
-/// Of workers that something is seen of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Revisions {
-    /// The last one.
-    pub(crate) last: i64,
-    /// Who has gone up to this one is forgotten.
-    pub(crate) forgotten: i64,
-}
-
-/// Gives `workers`, whose rows this transaction has changed, a new revision. The last thing that a transaction does, or nearly so: others wait.
-pub(crate) async fn changed(
-    txn: &DatabaseTransaction,
-    workers: &[Uuid],
-    effects: &mut Effects,
-) -> Result<(), DbErr> {
-    if workers.is_empty() {
-        return Ok(());
-    }
-    let revision = next_revision(txn).await?;
-    worker::Entity::update_many()
-        .col_expr(worker::Column::Revision, Expr::value(revision))
-        .filter(worker::Column::Id.is_in(workers.iter().copied()))
-        .exec(txn)
-        .await?;
-    effects.registry = true;
-    effects.workers.extend(workers.iter().copied().map(WorkerId::from_uuid));
-    Ok(())
-}
-
-async fn next_revision(txn: &DatabaseTransaction) -> Result<i64, DbErr> {
-    let row = worker_revision::Entity::update_many()
-        .col_expr(worker_revision::Column::Last, Expr::col(worker_revision::Column::Last).add(1))
-        .filter(worker_revision::Column::Id.eq(1))
-        .exec_with_returning(txn)
-        .await?;
-    let row = row.first().ok_or_else(|| DbErr::RecordNotFound("the revision of workers".to_owned()))?;
-    Ok(row.last)
-}
-
-/// Which revisions there are.
-pub(crate) async fn revisions(db: &impl ConnectionTrait) -> Result<Revisions, DbErr> {
-    let row = worker_revision::Entity::find_by_id(1).one(db).await?;
-    let row = row.ok_or_else(|| DbErr::RecordNotFound("the revision of workers".to_owned()))?;
-    Ok(Revisions { last: row.last, forgotten: row.forgotten })
-}
-
-/// Which workers went with a revision after `after`, up to `last`.
-pub(crate) async fn gone_since(
-    db: &impl ConnectionTrait,
-    after: i64,
-    last: i64,
-) -> Result<Vec<removed_worker::Model>, DbErr> {
-    removed_worker::Entity::find()
-        .filter(removed_worker::Column::Revision.gt(after))
-        .filter(removed_worker::Column::Revision.lte(last))
-        .order_by_asc(removed_worker::Column::Revision)
-        .all(db)
-        .await
-}
-
 /// The row of the worker with this name or id, which nobody else changes until the end of the transaction.
 async fn lock(txn: &DatabaseTransaction, worker: &str) -> Result<Option<Model>, DbErr> {
     let mut matches = Condition::any().add(worker::Column::Name.eq(worker));
@@ -130,35 +59,6 @@ async fn lock(txn: &DatabaseTransaction, worker: &str) -> Result<Option<Model>, 
         matches = matches.add(worker::Column::Id.eq(id.uuid()));
     }
     worker::Entity::find().filter(matches).lock_exclusive().one(txn).await
-}
-
-/// A worker with this name or id that has gone.
-async fn gone(db: &impl ConnectionTrait, worker: &str) -> Result<Option<removed_worker::Model>, DbErr> {
-    let mut matches = Condition::any().add(removed_worker::Column::Name.eq(worker));
-    if let Ok(id) = worker.parse::<WorkerId>() {
-        matches = matches.add(removed_worker::Column::Id.eq(id.uuid()));
-    }
-    let newest =
-        removed_worker::Entity::find().filter(matches).order_by_desc(removed_worker::Column::Revision);
-    newest.one(db).await
-}
-
-/// How the worker with this id went, if it did.
-pub(crate) async fn how_it_went(
-    db: &impl ConnectionTrait,
-    worker: WorkerId,
-) -> Result<Option<WorkerEnd>, DbErr> {
-    Ok(removed_worker::Entity::find_by_id(worker.uuid()).one(db).await?.map(|gone| gone.how))
-}
-
-/// Whether the worker of this name that has this marker was retired, and may not register again.
-pub(crate) async fn is_retired(db: &impl ConnectionTrait, name: &str, marker: Uuid) -> Result<bool, DbErr> {
-    let row = removed_worker::Entity::find()
-        .filter(removed_worker::Column::Name.eq(name))
-        .filter(removed_worker::Column::MarkerId.eq(marker))
-        .one(db)
-        .await?;
-    Ok(row.is_some())
 }
 
 /// What an operator wants of a worker that shall go down.
@@ -182,7 +82,7 @@ pub(crate) async fn bring_down(
     let row = match lock(txn, worker).await? {
         Some(row) if row.leaving.is_none() => row,
         row => {
-            let gone = row.is_some() || gone(txn, worker).await?.is_some();
+            let gone = row.is_some() || removed::gone(txn, worker).await?.is_some();
             return match down {
                 Down::Retire { .. } if gone => Ok(None),
                 Down::Retire { .. } | Down::Land => Err(RegistryError::NotFound(worker.to_owned())),
@@ -208,7 +108,7 @@ pub(crate) async fn bring_down(
             .exec(txn)
             .await?;
         tracing::info!(worker.name = row.name, worker.desired = ?desired, "a worker shall take no more work");
-        changed(txn, &[row.id], effects).await?;
+        revisions::changed(txn, &[row.id], effects).await?;
     }
     effects.workers.push(WorkerId::from_uuid(row.id));
     effects.registry = true;
@@ -222,7 +122,7 @@ pub(crate) async fn run(
     effects: &mut Effects,
 ) -> Result<Option<WorkerId>, RegistryError> {
     let Some(row) = lock(txn, worker).await?.filter(|row| row.leaving.is_none()) else {
-        let retired = gone(txn, worker).await?.filter(|gone| gone.how == WorkerEnd::Retired);
+        let retired = removed::gone(txn, worker).await?.filter(|gone| gone.how == WorkerEnd::Retired);
         let Some(retired) = retired else { return Err(RegistryError::NotFound(worker.to_owned())) };
         removed_worker::Entity::update_many()
             .col_expr(removed_worker::Column::MarkerId, Expr::value(None::<Uuid>))
@@ -246,7 +146,7 @@ pub(crate) async fn run(
             .exec(txn)
             .await?;
         tracing::info!(worker.name = row.name, "a worker may take work again");
-        changed(txn, &[row.id], effects).await?;
+        revisions::changed(txn, &[row.id], effects).await?;
     }
     effects.workers.push(WorkerId::from_uuid(row.id));
     Ok(Some(WorkerId::from_uuid(row.id)))
@@ -261,7 +161,7 @@ pub(crate) async fn prunable(
         Some(row) if row.leaving.is_some() => Ok(None),
         Some(row) if row.state == State::Running => Err(RegistryError::InContact(row.name)),
         Some(row) => Ok(Some(WorkerId::from_uuid(row.id))),
-        None if gone(txn, worker).await?.is_some() => Ok(None),
+        None if removed::gone(txn, worker).await?.is_some() => Ok(None),
         None => Err(RegistryError::NotFound(worker.to_owned())),
     }
 }
@@ -281,7 +181,7 @@ pub(crate) async fn prune(
         .filter(worker::Column::Id.eq(id.uuid()))
         .exec(txn)
         .await?;
-    changed(txn, &[id.uuid()], effects).await?;
+    revisions::changed(txn, &[id.uuid()], effects).await?;
     effects.workers.push(id);
     Ok(())
 }
@@ -312,38 +212,6 @@ pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Resu
     Ok(Unended { leases, workloads: held.into_iter().filter_map(workload).collect() })
 }
 
-/// How many workers' leases are counted by one statement.
-pub(crate) const COUNTED_AT_ONCE: usize = 1000;
-
-#[derive(FromQueryResult)]
-struct Counted {
-    worker_id: Uuid,
-    leases: i64,
-    uninterruptible: i64,
-}
-
-/// How much workers do.
-pub(crate) async fn loads(db: &impl ConnectionTrait, workers: &[Uuid]) -> Result<HashMap<Uuid, Load>, DbErr> {
-    if workers.is_empty() {
-        return Ok(HashMap::new());
-    }
-    let places: Vec<_> = (1..=workers.len()).map(|number| format!("${number}")).collect();
-    let sql = format!(
-        "SELECT l.worker_id AS worker_id, COUNT(*) AS leases,
-                CAST(SUM(CASE WHEN w.interruptible = TRUE THEN 0 ELSE 1 END) AS BIGINT) AS uninterruptible
-         FROM leases l LEFT JOIN workloads w ON w.id = l.workload_id
-         WHERE l.state <> 'ended' AND l.worker_id IN ({}) GROUP BY l.worker_id",
-        places.join(", ")
-    );
-    let values = workers.iter().map(|worker| (*worker).into());
-    let statement = Statement::from_sql_and_values(db.get_database_backend(), sql, values);
-    let counted = Counted::find_by_statement(statement).all(db).await?;
-    let count = |number: i64| u32::try_from(number).unwrap_or(u32::MAX);
-    let load =
-        |row: &Counted| Load { leases: count(row.leases), uninterruptible: count(row.uninterruptible) };
-    Ok(counted.iter().map(|row| (row.worker_id, load(row))).collect())
-}
-
 /// Whether a workload that ran on `worker` is still being settled: what it left there is kept by nobody until then.
 async fn is_settling(db: &impl ConnectionTrait, worker: Uuid) -> Result<bool, DbErr> {
     let sql = "SELECT w.id AS id FROM workloads w
@@ -366,24 +234,25 @@ pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr
 }
 
 /// Lets what runs on `worker` be interrupted: all of it, or what may be. Answers when it was told to.
-async fn interrupt(scheduler: &Scheduler, worker: Uuid, all: bool) -> Result<(), DbErr> {
+async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(), DbErr> {
     let live = lease::Entity::find()
         .filter(lease::Column::WorkerId.eq(worker))
         .filter(lease::is_live())
         .filter(lease::Column::StopReason.is_null())
-        .all(scheduler.db.read())
+        .all(lifecycle.context.db.read())
         .await?;
     for lease in live {
         let Some(workload) = lease.workload_id.map(WorkloadId::from_uuid) else {
             if all {
-                scheduler.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
+                lifecycle.end_lease(LeaseId::from_uuid(lease.id), EndedBy::Lost).await?;
             }
             continue;
         };
-        scheduler
+        lifecycle
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                let grace = scheduler.config.timeout_grace;
+                let grace = lifecycle.context.config.timeout_grace;
                 workloads::interrupt(&txn, workload, &lease, all, grace, &mut effects).await?;
                 Ok::<_, DbErr>(((), effects))
             })
@@ -400,23 +269,24 @@ const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Does what is due for one worker that shall land or go, and does so much now.
 async fn see_off(
-    scheduler: &Scheduler,
+    lifecycle: &Lifecycle,
     row: &Model,
     load: Load,
     asked: &mut Asked,
 ) -> Result<(), RegistryError> {
-    let db = scheduler.db.read();
+    let db = lifecycle.context.db.read();
     let expired = row.ephemeral && row.state == State::Lost;
     if row.leaving.is_some() || expired {
         let how = row.leaving.unwrap_or(WorkerEnd::Expired);
-        return if load.leases == 0 { Ok(depart(scheduler, row.id, how).await?) } else { Ok(()) };
+        return if load.leases == 0 { Ok(depart(lifecycle, row.id, how).await?) } else { Ok(()) };
     }
     let due = row.interrupt_at.is_some_and(|at| at <= Timestamp::now().0);
     if load.leases > 0 && (due || load.uninterruptible == 0) {
-        interrupt(scheduler, row.id, due).await?;
+        interrupt(lifecycle, row.id, due).await?;
     }
     if due || (load.uninterruptible == 0 && row.landed_at.is_none()) {
-        scheduler
+        lifecycle
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
                 note_progress(&txn, row, due, Timestamp::now(), &mut effects).await?;
@@ -430,11 +300,11 @@ async fn see_off(
         asked.insert(row.id, Timestamp::now());
         if !row.force_retire
             && let Err(refusal) =
-                scheduler.store.forget_worker(WorkerId::from_uuid(row.id), Forget::Check).await
+                lifecycle.store.forget_worker(WorkerId::from_uuid(row.id), Forget::Check).await
         {
-            return Ok(held_up(scheduler, row, refusal).await?);
+            return Ok(held_up(lifecycle, row, refusal).await?);
         }
-        depart(scheduler, row.id, WorkerEnd::Retired).await?;
+        depart(lifecycle, row.id, WorkerEnd::Retired).await?;
     }
     Ok(())
 }
@@ -452,7 +322,7 @@ pub(crate) async fn note_progress(
         return Ok(());
     };
     let mut noted = worker::ActiveModel { id: sea_orm::Unchanged(row.id), ..Default::default() };
-    let load = loads(txn, &[row.id]).await?.get(&row.id).copied().unwrap_or_default();
+    let load = lease_counts::loads(txn, &[row.id]).await?.get(&row.id).copied().unwrap_or_default();
     if load.uninterruptible == 0 && row.landed_at.is_none() {
         tracing::info!(worker.name = row.name, "nothing is left on a worker that may not be interrupted");
         noted.landed_at = Set(Some(now.0));
@@ -462,13 +332,13 @@ pub(crate) async fn note_progress(
     }
     if noted.is_changed() {
         worker::Entity::update_many().set(noted).filter(worker::Column::Id.eq(row.id)).exec(txn).await?;
-        changed(txn, &[row.id], effects).await?;
+        revisions::changed(txn, &[row.id], effects).await?;
     }
     Ok(())
 }
 
 /// The artifact store does not want to forget a worker: that is noted, and it is asked again.
-async fn held_up(scheduler: &Scheduler, row: &Model, refusal: rpc::Refusal) -> Result<(), DbErr> {
+async fn held_up(lifecycle: &Lifecycle, row: &Model, refusal: rpc::Refusal) -> Result<(), DbErr> {
     if refusal.is_transient() {
         tracing::debug!(worker.name = row.name, error = %refusal, "the artifact store does not say whether a worker may go");
         return Ok(());
@@ -478,7 +348,8 @@ async fn held_up(scheduler: &Scheduler, row: &Model, refusal: rpc::Refusal) -> R
         return Ok(());
     }
     tracing::warn!(worker.name = row.name, why, "a worker cannot be retired yet");
-    scheduler
+    lifecycle
+        .context
         .change(async |txn| {
             let mut effects = Effects::default();
             let updated = worker::Entity::update_many()
@@ -488,7 +359,7 @@ async fn held_up(scheduler: &Scheduler, row: &Model, refusal: rpc::Refusal) -> R
                 .exec(&*txn)
                 .await?;
             if updated.rows_affected > 0 {
-                changed(&txn, &[row.id], &mut effects).await?;
+                revisions::changed(&txn, &[row.id], &mut effects).await?;
             }
             Ok::<_, DbErr>(((), effects))
         })
@@ -496,15 +367,16 @@ async fn held_up(scheduler: &Scheduler, row: &Model, refusal: rpc::Refusal) -> R
 }
 
 /// Removes a worker that has no lease any more, unless it shall stay after all, and tells the store.
-async fn depart(scheduler: &Scheduler, worker: Uuid, how: WorkerEnd) -> Result<(), DbErr> {
-    let departed = scheduler
+async fn depart(lifecycle: &Lifecycle, worker: Uuid, how: WorkerEnd) -> Result<(), DbErr> {
+    let departed = lifecycle
+        .context
         .change(async |txn| {
             let mut effects = Effects::default();
             let gone = remove(&txn, worker, how, Timestamp::now(), &mut effects).await?;
             Ok::<_, DbErr>((gone, effects))
         })
         .await?;
-    if departed { tell_store(scheduler, worker).await } else { Ok(()) }
+    if departed { tell_store(lifecycle, worker).await } else { Ok(()) }
 }
 
 /// Removes the row of a worker and leaves a note that it was there. `false`: it shall stay after all.
@@ -538,7 +410,7 @@ pub(crate) async fn remove(
         marker_id: Set((how == WorkerEnd::Retired).then_some(row.marker_id)),
         how: Set(how),
         gone_at: Set(now.0),
-        revision: Set(next_revision(txn).await?),
+        revision: Set(revisions::next_revision(txn).await?),
         store_told: Set(false),
     };
     removed_worker::Entity::insert(gone).exec_without_returning(txn).await?;
@@ -548,23 +420,15 @@ pub(crate) async fn remove(
     Ok(true)
 }
 
-/// What the artifact store is asked about a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Forget {
-    /// Whether it would lose something by that.
-    Check,
-    /// To forget it, whatever that loses.
-    Now,
-}
-
 /// Lets the store forget a worker that has gone. If it does not answer, it is told later.
-async fn tell_store(scheduler: &Scheduler, worker: Uuid) -> Result<(), DbErr> {
+async fn tell_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
     let id = WorkerId::from_uuid(worker);
-    if let Err(error) = scheduler.store.forget_worker(id, Forget::Now).await {
+    if let Err(error) = lifecycle.store.forget_worker(id, Forget::Now).await {
         tracing::debug!(worker.id = %id, error = %error, "the artifact store has not forgotten a worker yet");
         return Ok(());
     }
-    scheduler
+    lifecycle
+        .context
         .db
         .write(async |txn| {
             removed_worker::Entity::update_many()
@@ -577,36 +441,18 @@ async fn tell_store(scheduler: &Scheduler, worker: Uuid) -> Result<(), DbErr> {
         .await
 }
 
-/// Forgets which workers went before `before`, of those that the store has forgotten.
-pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
-    let old = removed_worker::Entity::find()
-        .filter(removed_worker::Column::GoneAt.lt(before.0))
-        .filter(removed_worker::Column::StoreTold.eq(true))
-        .all(txn)
-        .await?;
-    let Some(newest) = old.iter().map(|gone| gone.revision).max() else { return Ok(()) };
-    let ids = old.iter().map(|gone| gone.id);
-    removed_worker::Entity::delete_many().filter(removed_worker::Column::Id.is_in(ids)).exec(txn).await?;
-    worker_revision::Entity::update_many()
-        .col_expr(worker_revision::Column::Forgotten, Expr::value(newest))
-        .filter(worker_revision::Column::Forgotten.lt(newest))
-        .exec(txn)
-        .await
-        .map(|_| ())
-}
-
 /// Looks once at all workers that shall land or go. Answers whether there are any that may soon.
-pub(crate) async fn see_all_off(scheduler: &Scheduler, asked: &mut Asked) -> Result<bool, DbErr> {
-    let rows = going(scheduler.db.read()).await?;
+pub(crate) async fn see_all_off(lifecycle: &Lifecycle, asked: &mut Asked) -> Result<bool, DbErr> {
+    let rows = going(lifecycle.context.db.read()).await?;
     asked.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
     let mut all = HashMap::new();
-    for some in rows.chunks(COUNTED_AT_ONCE) {
+    for some in rows.chunks(lease_counts::COUNTED_AT_ONCE) {
         let ids: Vec<_> = some.iter().map(|row| row.id).collect();
-        all.extend(loads(scheduler.db.read(), &ids).await?);
+        all.extend(lease_counts::loads(lifecycle.context.db.read(), &ids).await?);
     }
     for row in &rows {
         let load = all.get(&row.id).copied().unwrap_or_default();
-        match see_off(scheduler, row, load, asked).await {
+        match see_off(lifecycle, row, load, asked).await {
             Ok(()) => {}
             Err(RegistryError::Database(error)) => return Err(error),
             Err(error) => {
@@ -623,12 +469,12 @@ pub(crate) async fn see_all_off(scheduler: &Scheduler, asked: &mut Asked) -> Res
         .column(removed_worker::Column::Id)
         .filter(Expr::cust("store_told = FALSE"))
         .into_tuple::<Uuid>()
-        .all(scheduler.db.read())
+        .all(lifecycle.context.db.read())
         .await?;
     for worker in &untold {
-        tell_store(scheduler, *worker).await?;
+        tell_store(lifecycle, *worker).await?;
     }
-    quarantine::try_again(scheduler, Timestamp::now()).await?;
+    quarantine::try_again(&lifecycle.context, Timestamp::now()).await?;
     // What a lost one may run still can take for ever.
     let waits =
         |row: &Model| row.state == State::Lost && all.get(&row.id).is_some_and(|load| load.leases > 0);
@@ -636,21 +482,21 @@ pub(crate) async fn see_all_off(scheduler: &Scheduler, asked: &mut Asked) -> Res
 }
 
 /// Sees workers off, until the service stops.
-pub(crate) async fn see_off_forever(scheduler: Scheduler) {
+pub(crate) async fn see_off_forever(lifecycle: Lifecycle) {
     let mut asked = Asked::new();
     loop {
         let look = tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
-            look = see_all_off(&scheduler, &mut asked) => look,
+            () = lifecycle.context.stopping.cancelled() => return,
+            look = see_all_off(&lifecycle, &mut asked) => look,
         };
         match look {
-            Ok(any) => scheduler.hints.someone_goes(any),
+            Ok(any) => lifecycle.context.notify.local.someone_goes(any),
             Err(error) => tracing::warn!(error = %error, "cannot look for workers that shall land or go"),
         }
         tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
-            () = scheduler.hints.registry().notified() => {}
-            () = tokio::time::sleep(scheduler.config.poll) => {}
+            () = lifecycle.context.stopping.cancelled() => return,
+            () = lifecycle.context.notify.local.registry().notified() => {}
+            () = tokio::time::sleep(lifecycle.context.config.poll) => {}
         }
     }
 }

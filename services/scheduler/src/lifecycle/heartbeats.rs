@@ -12,7 +12,7 @@ use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
-use crate::app::Scheduler;
+use crate::context::Context;
 use crate::db::entity::worker::State;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
@@ -93,23 +93,23 @@ impl Said {
 }
 
 /// Writes down who was heard, until the service stops.
-pub(crate) async fn note_forever(scheduler: Scheduler, mut said: Said) {
+pub(crate) async fn note_forever(context: Context, mut said: Said) {
     let note = async {
         loop {
             let batch = said.next().await;
             if batch.is_empty() {
                 return;
             }
-            note(&scheduler, batch).await;
+            note(&context, batch).await;
         }
     };
     tokio::select! {
-        () = scheduler.stopping.cancelled() => {}
+        () = context.stopping.cancelled() => {}
         () = note => {}
     }
 }
 
-async fn note(scheduler: &Scheduler, batch: Vec<Contact>) {
+async fn note(context: &Context, batch: Vec<Contact>) {
     let now = Timestamp::now();
     let heard: Vec<_> = batch
         .iter()
@@ -121,7 +121,7 @@ async fn note(scheduler: &Scheduler, batch: Vec<Contact>) {
             at: now + Duration::from_micros(micros),
         })
         .collect();
-    let judged = match write(scheduler, &heard).await {
+    let judged = match write(context, &heard).await {
         Ok(judged) => judged,
         Err(error) => {
             let failed = |contact: Contact| contact.answer.send(Err(error.clone().into()));
@@ -134,8 +134,8 @@ async fn note(scheduler: &Scheduler, batch: Vec<Contact>) {
     }
 }
 
-async fn write(scheduler: &Scheduler, heard: &[Heard]) -> Result<Vec<Result<State, SessionError>>, DbErr> {
-    let mut judged = scheduler.db.write(async |txn| workers::observe(&txn, heard).await).await?;
+async fn write(context: &Context, heard: &[Heard]) -> Result<Vec<Result<State, SessionError>>, DbErr> {
+    let mut judged = context.db.write(async |txn| workers::observe(&txn, heard).await).await?;
     let back: Vec<_> = heard
         .iter()
         .zip(&judged)
@@ -144,7 +144,7 @@ async fn write(scheduler: &Scheduler, heard: &[Heard]) -> Result<Vec<Result<Stat
         .collect();
     if !back.is_empty() {
         // Apart, for whoever says hello holds the row of its worker when it comes to that of its contact.
-        let come_back = scheduler.change(async |txn| {
+        let come_back = context.change(async |txn| {
             let mut effects = Effects::default();
             workers::come_back(&txn, &back, &mut effects).await?;
             Ok::<_, DbErr>(((), effects))

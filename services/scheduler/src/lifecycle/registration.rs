@@ -1,6 +1,6 @@
 //! Hellos: gateways are let in, many at a time.
 //!
-//! Each makes a change that watchers of workers hear of, and those are made one after the other ([`crate::lifecycle::departure::changed`]). So that all can
+//! Each makes a change that watchers of workers hear of, and those are made one after the other ([`crate::workers::revisions::changed`]). So that all can
 //! come back within the TTL when a scheduler was away, one task of each replica lets all in that came meanwhile, in one transaction.
 
 use std::collections::HashSet;
@@ -11,7 +11,8 @@ use domain::worker::SessionClaims;
 use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 
-use crate::app::{Scheduler, is_duplicate};
+use crate::db::entity::is_duplicate;
+use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
 use crate::workers::{self, Hello, SessionError};
@@ -54,12 +55,12 @@ impl Hellos {
 }
 
 /// Lets gateways in, until the service stops.
-pub(crate) async fn let_in_forever(scheduler: Scheduler, mut asked: Asked) {
+pub(crate) async fn let_in_forever(lifecycle: Lifecycle, mut asked: Asked) {
     let let_in = async {
         let mut waiting = Vec::new();
         while asked.0.recv_many(&mut waiting, BATCH).await > 0 {
             while !waiting.is_empty() {
-                if let Some(error) = answer(&scheduler, next(&mut waiting)).await {
+                if let Some(error) = answer(&lifecycle, next(&mut waiting)).await {
                     // Who has asked meanwhile would wait as long, and hear the same.
                     waiting.extend(std::iter::from_fn(|| asked.0.try_recv().ok()));
                     waiting.drain(..).for_each(|asking| _ = asking.answer.send(Err(error.clone().into())));
@@ -68,7 +69,7 @@ pub(crate) async fn let_in_forever(scheduler: Scheduler, mut asked: Asked) {
         }
     };
     tokio::select! {
-        () = scheduler.stopping.cancelled() => {}
+        () = lifecycle.context.stopping.cancelled() => {}
         () = let_in => {}
     }
 }
@@ -84,13 +85,13 @@ fn next(waiting: &mut Vec<Asking>) -> Vec<Asking> {
 }
 
 /// Answers why the database did not take it, where that would be so of anything else.
-async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) -> Option<DbErr> {
+async fn answer(lifecycle: &Lifecycle, asking: Vec<Asking>) -> Option<DbErr> {
     if asking.is_empty() {
         return None;
     }
     let mut away = None;
     let hellos: Vec<_> = asking.iter().map(|asking| &asking.hello).collect();
-    let answers = match let_in(scheduler, &hellos).await {
+    let answers = match let_in(lifecycle, &hellos).await {
         Err(error) if db::is_away(&error) => {
             let answers = hellos.iter().map(|_| Err(error.clone().into())).collect();
             away = Some(error);
@@ -100,7 +101,7 @@ async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) -> Option<DbErr> {
         Err(_) if hellos.len() > 1 => {
             let mut answers = Vec::with_capacity(hellos.len());
             for hello in hellos {
-                match let_in(scheduler, &[hello]).await {
+                match let_in(lifecycle, &[hello]).await {
                     Ok(one) => answers.extend(one),
                     Err(error) => answers.push(Err(error.into())),
                 }
@@ -115,21 +116,21 @@ async fn answer(scheduler: &Scheduler, asking: Vec<Asking>) -> Option<DbErr> {
         _ = asking.answer.send(answer);
     }
     if away.is_none()
-        && let Err(error) = scheduler.end_orphans().await
+        && let Err(error) = lifecycle.end_orphans().await
     {
         tracing::warn!(error = %error, "leases of workers that began anew end with the next look");
     }
     away
 }
 
-async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, DbErr> {
+async fn let_in(lifecycle: &Lifecycle, hellos: &[&Hello]) -> Result<Vec<LetIn>, DbErr> {
     let once = async || {
         let let_in = async |txn: Transaction| {
             let (now, mut effects) = (Timestamp::now(), Effects::default());
-            let sessions = workers::hello(&txn, hellos, &scheduler.config, now, &mut effects).await?;
+            let sessions = workers::hello(&txn, hellos, &lifecycle.context.config, now, &mut effects).await?;
             Ok::<_, DbErr>(((now, sessions), effects))
         };
-        scheduler.change(let_in).await
+        lifecycle.context.change(let_in).await
     };
     let (now, sessions) = match once().await {
         // Another replica was faster with one of these names. It is known now.
@@ -141,6 +142,7 @@ async fn let_in(scheduler: &Scheduler, hellos: &[&Hello]) -> Result<Vec<LetIn>, 
 
 #[cfg(test)]
 mod tests {
+    use crate::workers::revisions;
     use db::Database;
     use domain::worker::Labels;
     use domain::{GatewayInstance, WorkerId};
@@ -150,7 +152,6 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::db::entity::worker;
-    use crate::lifecycle::departure;
     use crate::workers::test_support::hello;
 
     #[tokio::test]
@@ -187,7 +188,7 @@ mod tests {
             });
             said.await.expect("let in or refused")
         };
-        let revision = async || departure::revisions(db.read()).await.expect("revisions").last;
+        let revision = async || revisions::revisions(db.read()).await.expect("revisions").last;
         let before = revision().await;
         let (one, two, three) = (hello("one"), hello("two"), hello("three"));
         let (first, changed) = say(&[&one, &two]).await;

@@ -14,9 +14,9 @@ use db::Database;
 use domain::Timestamp;
 use sea_orm::DbErr;
 
-use crate::app::Scheduler;
 use crate::config::Config;
 use crate::leases;
+use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
 use crate::workers;
 use crate::workloads;
@@ -38,19 +38,22 @@ fn blindness(config: &Config) -> Duration {
 }
 
 /// Looks at all that time changes, once.
-pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
+pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
     let now = Timestamp::now();
-    for id in workloads::overdue(scheduler.db.read(), now).await? {
-        scheduler
+    for id in workloads::overdue(lifecycle.context.db.read(), now).await? {
+        lifecycle
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                workloads::time_out(&txn, id, scheduler.config.timeout_grace, now, &mut effects).await?;
+                workloads::time_out(&txn, id, lifecycle.context.config.timeout_grace, now, &mut effects)
+                    .await?;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;
     }
-    while leases::any_expired(scheduler.db.read(), now).await? {
-        scheduler
+    while leases::any_expired(lifecycle.context.db.read(), now).await? {
+        lifecycle
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
                 leases::expire(&txn, now, &mut effects).await?;
@@ -58,59 +61,60 @@ pub(crate) async fn expire(scheduler: &Scheduler) -> Result<(), DbErr> {
             })
             .await?;
     }
-    if workers::any_silent(scheduler.db.read(), &scheduler.config, now).await? {
-        scheduler
+    if workers::any_silent(lifecycle.context.db.read(), &lifecycle.context.config, now).await? {
+        lifecycle
+            .context
             .change(async |txn| {
                 let mut effects = Effects::default();
-                workers::notice_silence(&txn, &scheduler.config, now, &mut effects).await?;
+                workers::notice_silence(&txn, &lifecycle.context.config, now, &mut effects).await?;
                 Ok::<_, DbErr>(((), effects))
             })
             .await?;
     }
-    scheduler.take_back_unheard().await?;
-    scheduler.end_orphans().await
+    lifecycle.take_back_unheard().await?;
+    lifecycle.end_orphans().await
 }
 
 /// How long nothing is due.
-async fn pause(scheduler: &Scheduler) -> Duration {
-    let poll = scheduler.config.poll;
-    match workloads::next_deadline(scheduler.db.read()).await {
+async fn pause(lifecycle: &Lifecycle) -> Duration {
+    let poll = lifecycle.context.config.poll;
+    match workloads::next_deadline(lifecycle.context.db.read()).await {
         Ok(Some(deadline)) => deadline.since(Timestamp::now()).min(poll),
         Ok(None) | Err(_) => poll,
     }
 }
 
 /// Notices what time changes, until the service stops.
-pub(crate) async fn expire_forever(scheduler: Scheduler) {
+pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
     // When the last look began that came to its end.
     let mut looked = Timestamp::now();
     loop {
         let now = Timestamp::now();
-        let was_blind = now.since(looked) > blindness(&scheduler.config);
+        let was_blind = now.since(looked) > blindness(&lifecycle.context.config);
         let look = async {
             if was_blind {
                 tracing::warn!("could not look for a while: workers and leases get a full term");
-                be_patient(&scheduler.db, &scheduler.config, false).await?;
+                be_patient(&lifecycle.context.db, &lifecycle.context.config, false).await?;
             }
-            expire(&scheduler).await
+            expire(&lifecycle).await
         };
         let result = tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
+            () = lifecycle.context.stopping.cancelled() => return,
             result = look => result,
         };
         let pause = match result {
             Ok(()) => {
                 looked = now;
-                pause(&scheduler).await
+                pause(&lifecycle).await
             }
             Err(error) => {
                 tracing::warn!(error = %error, "cannot look for what has expired");
-                scheduler.config.poll
+                lifecycle.context.config.poll
             }
         };
         tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
-            () = scheduler.hints.timer().notified() => {}
+            () = lifecycle.context.stopping.cancelled() => return,
+            () = lifecycle.context.notify.local.timer().notified() => {}
             () = tokio::time::sleep(pause) => {}
         }
     }

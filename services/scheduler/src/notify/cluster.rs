@@ -1,18 +1,20 @@
-//! Gossip: replicas tell each other what changed, so that nobody has to look often.
+//! Notifications between replicas, over the database's own channel (`LISTEN` and `NOTIFY`).
 //!
-//! What is announced in one replica ([`crate::app::Scheduler::announce`]) is told to the others, many things at a time, and announced there.
-//! All of it may be lost: see [`crate::notify::local`].
+//! What is announced in one replica ([`Notify::announce`]) is told to the others, many changes in
+//! one message, and announced there. A message may be lost, as any notification.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use db::Database;
 use db::hints::{Heard, LONGEST, Listener};
 use domain::{WorkerId, WorkloadId};
-use tokio::sync::Notify;
+use tokio::sync::Notify as Wake;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::app::Scheduler;
+use crate::notify::Notify;
 use crate::notify::changes::Effects;
 use crate::notify::local::ALL_WORKERS;
 
@@ -33,9 +35,9 @@ pub(crate) struct Gossip {
     /// Who says it: hints come back to who sent them.
     replica: Uuid,
     news: Arc<Mutex<HashSet<News>>>,
-    some: Arc<Notify>,
+    some: Arc<Wake>,
     /// Something that may be collected for a moment.
-    later: Arc<Notify>,
+    later: Arc<Wake>,
 }
 
 /// Something that changed.
@@ -148,49 +150,49 @@ impl Gossip {
 }
 
 /// Tells the others what changed here, until the service stops.
-pub(crate) async fn tell_forever(scheduler: Scheduler) {
+pub(crate) async fn tell_forever(db: Database, gossip: Gossip, stopping: CancellationToken) {
     let some = async {
         loop {
-            scheduler.gossip.there_is_some().await;
-            for hint in scheduler.gossip.hints() {
-                if let Err(error) = scheduler.db.hint(CHANNEL, &hint).await {
+            gossip.there_is_some().await;
+            for hint in gossip.hints() {
+                if let Err(error) = db.hint(CHANNEL, &hint).await {
                     tracing::debug!(error = %error, "cannot tell other replicas what changed");
                 }
             }
         }
     };
     tokio::select! {
-        () = scheduler.stopping.cancelled() => {}
+        () = stopping.cancelled() => {}
         () = some => {}
     }
 }
 
 /// Hears what changed in other replicas, until the service stops.
-pub(crate) async fn hear_forever(scheduler: Scheduler) {
+pub(crate) async fn hear_forever(db: Database, notify: Notify, stopping: CancellationToken) {
     let heard = async {
         loop {
-            match scheduler.db.listen(CHANNEL).await {
+            match db.listen(CHANNEL).await {
                 Ok(None) => return,
-                Ok(Some(listener)) => hear(&scheduler, listener).await,
+                Ok(Some(listener)) => hear(&notify, listener).await,
                 Err(error) => tracing::debug!(error = %error, "cannot listen to other replicas"),
             }
             tokio::time::sleep(PAUSE).await;
         }
     };
     tokio::select! {
-        () = scheduler.stopping.cancelled() => {}
+        () = stopping.cancelled() => {}
         () = heard => {}
     }
 }
 
 /// Hears until the connection is lost.
-async fn hear(scheduler: &Scheduler, mut listener: Listener) {
+async fn hear(notify: &Notify, mut listener: Listener) {
     // What was said before.
-    scheduler.dispatch.catch_up().await;
+    notify.local.much_changed();
     loop {
         match listener.heard().await {
-            Ok(Heard::Hint(hint)) => heard(scheduler, &hint).await,
-            Ok(Heard::Gap) => scheduler.dispatch.catch_up().await,
+            Ok(Heard::Hint(hint)) => heard(notify, &hint),
+            Ok(Heard::Gap) => notify.local.much_changed(),
             Err(error) => {
                 tracing::debug!(error = %error, "cannot hear other replicas");
                 return;
@@ -199,10 +201,10 @@ async fn hear(scheduler: &Scheduler, mut listener: Listener) {
     }
 }
 
-async fn heard(scheduler: &Scheduler, hint: &str) {
+fn heard(notify: &Notify, hint: &str) {
     let mut words = hint.split(' ');
-    let own = scheduler.gossip.replica;
-    if words.next().and_then(|from| Uuid::try_parse(from).ok()) == Some(own) {
+    let own = notify.cluster.as_ref().map(|own| own.replica);
+    if words.next().and_then(|from| Uuid::try_parse(from).ok()) == own {
         return;
     }
     let (mut workers, mut freed, mut queued, mut much) = (Vec::new(), Vec::new(), Vec::new(), false);
@@ -211,18 +213,18 @@ async fn heard(scheduler: &Scheduler, hint: &str) {
             Some(News::Worker(id)) => workers.push(id),
             Some(News::Freed(id)) => freed.push(id),
             Some(News::Queued(id)) => queued.push(id),
-            Some(News::Workload(id)) => scheduler.hints.changed(id.uuid()),
-            Some(News::Deadline) => scheduler.hints.timer().notify_one(),
-            Some(News::Registry) => scheduler.hints.changed(ALL_WORKERS),
+            Some(News::Workload(id)) => notify.local.changed(id.uuid()),
+            Some(News::Deadline) => notify.local.timer().notify_one(),
+            Some(News::Registry) => notify.local.changed(ALL_WORKERS),
             // What another version has to tell is not known here.
             Some(News::Much) | None => much = true,
         }
     }
-    scheduler.attended.look_at(workers.iter().copied());
-    scheduler.hints.look_at(workers, queued);
-    scheduler.hints.freed(freed);
+    notify.desired.look_at(workers.iter().copied());
+    notify.local.look_at(workers, queued);
+    notify.local.freed(freed);
     if much {
-        scheduler.dispatch.catch_up().await;
+        notify.local.much_changed();
     }
 }
 

@@ -38,6 +38,8 @@ pub(crate) struct Changed {
     pub(crate) queued: HashSet<WorkloadId>,
     /// Another replica has given back leases of these: it concerns who waits here.
     pub(crate) freed: HashSet<WorkerId>,
+    /// More than was told, or something that was lost: all of it is to be looked at.
+    pub(crate) much: bool,
 }
 
 impl Hints {
@@ -74,6 +76,12 @@ impl Hints {
         }
     }
 
+    /// The dispatcher shall look at everything.
+    pub(crate) fn much_changed(&self) {
+        self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).much = true;
+        self.0.dispatch.notify_one();
+    }
+
     /// The dispatcher shall look at these if anybody waits.
     pub(crate) fn freed(&self, workers: Vec<WorkerId>) {
         if !workers.is_empty() {
@@ -91,7 +99,12 @@ impl Hints {
     /// Whether there is something that the dispatcher shall look at.
     pub(crate) fn has_changed(&self) -> bool {
         let changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
-        !changed.workers.is_empty() || !changed.queued.is_empty()
+        changed.much || !changed.workers.is_empty() || !changed.queued.is_empty()
+    }
+
+    /// Whether the dispatcher shall look at everything. It is told once.
+    pub(crate) fn take_much(&self) -> bool {
+        std::mem::take(&mut self.0.changed.lock().unwrap_or_else(PoisonError::into_inner).much)
     }
 
     /// Takes what the dispatcher shall look at.

@@ -1,8 +1,69 @@
 //! Notifications: a hint that something changed, for tasks of this replica and for other replicas.
 //!
-//! Any of them may be lost. Each task that waits for one also polls the database.
+//! A transaction collects what it changed ([`changes`]). After the commit [`Notify::announce`] wakes
+//! the tasks of this replica that wait for it ([`local`], [`desired_state`]), hands over parcels for
+//! delivery, and tells other replicas ([`cluster`]). Any notification may be lost: each task that
+//! waits for one also polls the database.
 
 pub(crate) mod changes;
 pub(crate) mod cluster;
+pub(crate) mod desired_state;
 pub(crate) mod local;
 pub(crate) mod request;
+
+use tokio::sync::mpsc;
+
+use self::changes::Effects;
+use self::cluster::Gossip;
+use self::desired_state::DesiredStates;
+use self::local::{ALL_WORKERS, Hints};
+use crate::outbox::Parcel;
+
+/// Where changes are announced. Cheap to clone; clones share it.
+#[derive(Debug, Clone)]
+pub(crate) struct Notify {
+    pub(crate) local: Hints,
+    pub(crate) desired: DesiredStates,
+    /// `None`: replicas do not tell each other.
+    pub(crate) cluster: Option<Gossip>,
+    parcels: mpsc::UnboundedSender<Parcel>,
+}
+
+impl Notify {
+    /// Notifications of a replica, and the parcels that it shall deliver.
+    pub(crate) fn new(
+        desired: DesiredStates,
+        cluster: Option<Gossip>,
+    ) -> (Self, mpsc::UnboundedReceiver<Parcel>) {
+        let (parcels, to_deliver) = mpsc::unbounded_channel();
+        (Self { local: Hints::default(), desired, cluster, parcels }, to_deliver)
+    }
+
+    /// Announces what was committed.
+    pub(crate) fn announce(&self, effects: Effects) {
+        self.desired.look_at(effects.workers.iter().copied());
+        self.local.look_at(effects.workers.iter().copied(), effects.queued.iter().copied());
+        self.announce_granted(effects);
+    }
+
+    /// Announces what the scheduling task committed, which knows it already.
+    pub(crate) fn announce_granted(&self, effects: Effects) {
+        if let Some(cluster) = &self.cluster {
+            cluster.tell(&effects);
+        }
+        let Effects { workloads, workers, freed, parcels, queued: _, deadline, registry } = effects;
+        if !workers.is_empty() || !freed.is_empty() {
+            self.local.leases_changed();
+        }
+        if registry {
+            self.local.changed(ALL_WORKERS);
+            self.local.registry().notify_one();
+        }
+        workloads.iter().for_each(|workload| self.local.changed(workload.uuid()));
+        if deadline {
+            self.local.timer().notify_one();
+        }
+        // Without a receiver the service stops: the next start delivers them.
+        parcels.into_iter().for_each(|parcel| _ = self.parcels.send(parcel));
+    }
+}

@@ -13,10 +13,10 @@ use uuid::Uuid;
 use super::waiters::{Call, Leases, Member, Waits};
 use super::{Ask, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError};
 use crate::commit::{Done, Grant, Holder, Known, Pinned, Plan};
+use crate::counters;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::workload::{self, State};
 use crate::db::entity::{lease, to_json, worker};
-use crate::insight::metrics;
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::placement::{Choice, Demand, Location, Part, Placement};
@@ -342,7 +342,7 @@ impl Dispatcher {
     /// What whoever asked hears.
     fn error(&self, refused: &Refused) -> PlaceError {
         let refusals = self.memory.workers.lock().refusals(&refused.demand);
-        metrics::refused(refusals.codes());
+        counters::refused(refusals.codes());
         match refused.is_never {
             true => PlaceError::NoCompatibleWorker(refusals),
             false => PlaceError::AllWorkersBusy(refusals),
@@ -368,10 +368,10 @@ impl Dispatcher {
             match unit {
                 Unit::Workload(submitted) => {
                     let refusals = self.memory.workers.lock().refusals(&why.demand);
-                    metrics::refused(refusals.codes());
+                    counters::refused(refusals.codes());
                     let known = workloads::find(self.db.read(), submitted.submission.id).await;
                     _ = submitted.answer.send(match known {
-                        Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest),
+                        Ok(Some(row)) => submitted.submission.repeats(&row.spec_digest).map_err(Into::into),
                         Ok(None) => {
                             self.is_refused_for_good(&why.demand);
                             Err(SubmitError::NoCompatibleWorker(refusals))
@@ -507,7 +507,7 @@ impl Dispatcher {
                         Ok(())
                     }
                 };
-                _ = submitted.answer.send(answer);
+                _ = submitted.answer.send(answer.map_err(Into::into));
             }
             Unit::Leases(leases) => {
                 for member in leases.members.iter().filter(|member| member.ask.kind.takes_a_slot()) {

@@ -31,11 +31,11 @@ use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use crate::app::Scheduler;
 use crate::commit::{self, Done, Grant, Plan};
 use crate::config::Config;
+use crate::context::Context;
+use crate::counters;
 use crate::db::entity::lease::Kind;
-use crate::insight::metrics;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
 use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
@@ -48,7 +48,7 @@ use crate::scheduling::reservations::Reservations;
 use crate::scheduling::waiters::Asking;
 use crate::store_client::Inputs;
 use crate::workers::cache::{Memory, SharedFacts, Workers};
-use crate::workloads::Submission;
+use crate::workloads::{OtherSpec, Submission};
 
 /// How often something is decided anew because what was decided on had changed in the meantime.
 const DECISIONS: usize = 8;
@@ -63,8 +63,8 @@ const REQUESTS: usize = 4096;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SubmitError {
     /// The id names another workload.
-    #[error("workload {0} exists, with another spec")]
-    Exists(WorkloadId),
+    #[error(transparent)]
+    Exists(#[from] OtherSpec),
     /// No worker could ever run it.
     #[error("no worker could ever run it: {}", .0.lines().join("; "))]
     NoCompatibleWorker(Refusals),
@@ -312,7 +312,7 @@ impl Dispatcher {
     fn note(&mut self, plan: &Plan, done: Result<Done, DbErr>) -> Result<Done, DbErr> {
         self.give_back(&plan.grants);
         let mut done = done?;
-        placed(plan, &done).for_each(metrics::placed);
+        placed(plan, &done).for_each(counters::placed);
         self.look |= !done.freed.is_empty();
         self.memory.forget(std::mem::take(&mut done.gone));
         self.look |= self.memory.note(std::mem::take(&mut done.workers))?;
@@ -347,7 +347,7 @@ impl Dispatcher {
             self.reasons_now(demand);
         }
         let Some(why) = self.reasons.get(&demand.shape) else { return Arc::default() };
-        metrics::refused(why.codes.iter().copied());
+        counters::refused(why.codes.iter().copied());
         why.lines.clone()
     }
 
@@ -410,7 +410,8 @@ fn placed(plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
 }
 
 /// Does what is asked for, until the service stops.
-pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Scheduler) {
+pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, context: Context) {
+    let notify = &context.notify;
     let mut poll = interval(dispatcher.config.poll);
     poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut requests, mut is_due, mut next_look) = (Vec::new(), false, Instant::now());
@@ -418,18 +419,19 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         let (patience, none_held) = (dispatcher.asking.next_end(), requests.is_empty());
         tokio::select! {
             biased;
-            () = scheduler.stopping.cancelled() => break,
+            () = context.stopping.cancelled() => break,
             at = poll.tick() => (is_due, next_look) = (true, at + dispatcher.config.poll),
             // Before the hints, which are heard in every pass: however many there are, who asks is answered.
             () = std::future::ready(()), if !none_held => {}
             count = dispatcher.requests.recv_many(&mut requests, BATCH), if none_held => if count == 0 { break },
-            () = scheduler.hints.dispatch().notified() => {}
+            () = notify.local.dispatch().notified() => {}
             () = patience_ends(patience) => {}
         }
         // Each look may take for longer than until the next is due, which comes before them.
         dispatcher.take_asked(&mut requests);
         let mut effects = Effects::default();
-        let asked = requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
+        let asked =
+            notify.local.take_much() || requests.iter().any(|request| matches!(request, Request::CatchUp(_)));
         let is_due = std::mem::take(&mut is_due);
         let (mut caught_up, mut away) = (false, None);
         if is_due || asked {
@@ -452,22 +454,22 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
             dispatcher.take_asked(&mut requests);
             batch::fail(std::mem::take(&mut requests), &error);
             dispatcher.end_patience(Instant::now(), is_due);
-            scheduler.announce_granted(effects);
+            notify.announce_granted(effects);
             continue;
         }
         // What was changed before something was asked for is seen before it is decided.
-        dispatcher.hear(&scheduler.hints).await;
+        dispatcher.hear(&notify.local).await;
         // Who waits is before who comes.
         if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
             tracing::warn!(error = %error, "cannot place what waits");
         }
         if !requests.is_empty() {
-            scheduler.announce_granted(std::mem::take(&mut effects));
+            notify.announce_granted(std::mem::take(&mut effects));
             let nothing_is_before = || {
-                let is_due = Instant::now() >= next_look || scheduler.stopping.is_cancelled();
-                !is_due && !scheduler.hints.has_changed()
+                let is_due = Instant::now() >= next_look || context.stopping.is_cancelled();
+                !is_due && !notify.local.has_changed()
             };
-            let tell = |effects| scheduler.announce_granted(effects);
+            let tell = |effects| notify.announce_granted(effects);
             let caller = Caller { now: &Timestamp::now, nothing_is_before: &nothing_is_before, tell: &tell };
             requests = dispatcher.rounds(requests, &caller).await;
             if let Err(error) = dispatcher.take_turns(Timestamp::now(), &mut effects).await {
@@ -482,7 +484,7 @@ pub(crate) async fn dispatch_forever(mut dispatcher: Dispatcher, scheduler: Sche
         // To others they are what waits, and is no workload that does.
         let over = dispatcher.asking.told_in_vain();
         effects.queued.extend(over.into_iter().map(WorkloadId::from_uuid));
-        scheduler.announce_granted(effects);
+        notify.announce_granted(effects);
     }
     // Else what comes free would be left to calls that are over, for a while: it is not worth waiting for longer.
     match tokio::time::timeout(dispatcher.config.poll, dispatcher.tell_none()).await {

@@ -26,9 +26,9 @@ use super::batch::{Open, Refused, Unit};
 use super::queue_pass::Planned;
 use super::waiters::Leases;
 use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
-use crate::app::is_duplicate;
 use crate::commit::{Done, Plan};
-use crate::insight::metrics;
+use crate::counters;
+use crate::db::entity::is_duplicate;
 use crate::notify::changes::Effects;
 use crate::queue::Turn;
 
@@ -393,12 +393,12 @@ impl Round {
         self.open.units.append(&mut self.doubted);
         self.open.units.extend(self.refused.into_iter().map(|(unit, _)| unit));
         self.open.fail(error);
-        metrics::decided_in(self.began.elapsed());
+        counters::decided_in(self.began.elapsed());
     }
 
     fn answer(self) {
         self.open.answer();
-        metrics::decided_in(self.began.elapsed());
+        counters::decided_in(self.began.elapsed());
     }
 }
 

@@ -1,12 +1,13 @@
 //! The artifact store, as the scheduler calls it: pins, where bytes are, and how workloads ended.
 
+pub(crate) mod delivery;
 pub(crate) mod reconcile;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use domain::worker::TicketOperation;
-use domain::workload::{Outcome, OutputOwner};
+use domain::workload::{Image, Outcome, OutputOwner};
 use domain::{ArtifactId, AttemptId, CacheId, LeaseId, Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
@@ -18,7 +19,6 @@ use rpc::{Peer, Refusal};
 use tonic::Request;
 use uuid::Uuid;
 
-use crate::lifecycle::departure::Forget;
 use crate::outbox::Settlement;
 use crate::placement::Location;
 use crate::workloads::Submission;
@@ -28,6 +28,15 @@ const DEADLINE: Duration = Duration::from_secs(10);
 
 /// How long it may take to forget a worker, which may have held a lot.
 const FORGETTING: Duration = Duration::from_secs(60);
+
+/// What the artifact store is asked about a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Forget {
+    /// Whether it would lose something by that.
+    Check,
+    /// To forget it, whatever that loses.
+    Now,
+}
 
 /// Calls the store. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -79,6 +88,12 @@ fn within<T>(message: T) -> Request<T> {
 }
 
 impl Store {
+    /// What a resource type stands for: what the centre has of it, before what workers bring along.
+    pub(crate) async fn image(&self, resource_type: &str) -> Result<Image, Refusal> {
+        let of_centre = self.base_type_of_centre(resource_type).await?;
+        Ok(of_centre.map_or_else(|| Image::ResourceType(resource_type.to_owned()), Image::Artifact))
+    }
+
     /// The store behind `peer`.
     pub(crate) fn new(peer: Peer) -> Self {
         Self {

@@ -10,12 +10,12 @@ use domain::{LeaseId, Timestamp, WorkloadId};
 use rand::RngExt;
 use sea_orm::DbErr;
 
-use crate::app::Scheduler;
+use crate::context::Context;
 use crate::leases;
-use crate::lifecycle::departure;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Settlement};
-use crate::store_client::Holder;
+use crate::store_client::{Holder, Store};
+use crate::workers::removed;
 use crate::workloads;
 
 /// For how long the containers of an owner keep to their worker after a lease was granted, if none lives.
@@ -30,11 +30,11 @@ pub(crate) enum ReconcileError {
 }
 
 /// Gives up workloads that were accepted long ago, and forgets what finished long ago.
-pub(crate) async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
+pub(crate) async fn tidy(context: &Context) -> Result<(), DbErr> {
     let now = Timestamp::now();
-    let config = &scheduler.config;
-    for id in workloads::forgotten(scheduler.db.read(), now - config.reconcile_grace).await? {
-        scheduler
+    let config = &context.config;
+    for id in workloads::forgotten(context.db.read(), now - config.reconcile_grace).await? {
+        context
             .change(async |txn| {
                 let mut effects = Effects::default();
                 workloads::end_unpinned(&txn, id, now, &mut effects).await?;
@@ -43,21 +43,21 @@ pub(crate) async fn tidy(scheduler: &Scheduler) -> Result<(), DbErr> {
             .await?;
     }
     let before = now - config.keep_finished;
-    while scheduler.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
-    scheduler.db.write(async |txn| departure::forget(&txn, before).await).await?;
-    scheduler.db.write(async |txn| leases::forget(&txn, before).await).await?;
+    while context.db.write(async |txn| workloads::forget(&txn, before).await).await? > 0 {}
+    context.db.write(async |txn| removed::forget(&txn, before).await).await?;
+    context.db.write(async |txn| leases::forget(&txn, before).await).await?;
     let before = now - OWNERS_KEPT;
-    scheduler.db.write(async |txn| leases::forget_owners(&txn, before).await).await
+    context.db.write(async |txn| leases::forget_owners(&txn, before).await).await
 }
 
 /// Settles what the store still holds pins for although it has finished here, or is unknown.
-pub(crate) async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError> {
+pub(crate) async fn compare(context: &Context, store: &Store) -> Result<(), ReconcileError> {
     let mut page = String::new();
     loop {
-        let (holders, next) = scheduler.store.holders(page).await?;
-        let before = Timestamp::now() - scheduler.config.reconcile_grace;
+        let (holders, next) = store.holders(page).await?;
+        let before = Timestamp::now() - context.config.reconcile_grace;
         for holder in holders.iter().filter(|holder| holder.pinned_at < before) {
-            settle_again(scheduler, holder).await?;
+            settle_again(context, holder).await?;
         }
         if next.is_empty() {
             return Ok(());
@@ -66,25 +66,25 @@ pub(crate) async fn compare(scheduler: &Scheduler) -> Result<(), ReconcileError>
     }
 }
 
-async fn settle_again(scheduler: &Scheduler, holder: &Holder) -> Result<(), DbErr> {
+async fn settle_again(context: &Context, holder: &Holder) -> Result<(), DbErr> {
     let id = holder.id;
-    let settlement = match workloads::find(scheduler.db.read(), WorkloadId::from_uuid(id)).await? {
+    let settlement = match workloads::find(context.db.read(), WorkloadId::from_uuid(id)).await? {
         Some(row) => match workloads::settlement_of_finished(&row)? {
             Some(settlement) => settlement,
             None => return Ok(()),
         },
-        None if leases::holds(scheduler.db.read(), LeaseId::from_uuid(id)).await? => return Ok(()),
+        None if leases::holds(context.db.read(), LeaseId::from_uuid(id)).await? => return Ok(()),
         // A lease that has ended, or forgotten, or lost with a database: nobody else would ever settle it.
         None => Settlement::nothing(holder.team.clone()),
     };
-    if outbox::pending(scheduler.db.read(), id).await? {
+    if outbox::pending(context.db.read(), id).await? {
         return Ok(());
     }
-    scheduler
+    context
         .change(async |txn| {
             let mut effects = Effects::default();
             let message = Message::Settle(settlement.clone());
-            outbox::put(&txn, id, message, Timestamp::now(), &mut effects).await?;
+            effects.parcels.push(outbox::put(&txn, id, message, Timestamp::now()).await?);
             Ok::<_, DbErr>(((), effects))
         })
         .await?;
@@ -92,24 +92,24 @@ async fn settle_again(scheduler: &Scheduler, holder: &Holder) -> Result<(), DbEr
 }
 
 /// Tidies and compares now and then, until the service stops.
-pub(crate) async fn reconcile_forever(scheduler: Scheduler) {
+pub(crate) async fn reconcile_forever(context: Context, store: Store) {
     loop {
-        let every = scheduler.config.reconcile_every;
+        let every = context.config.reconcile_every;
         let jitter: f64 = rand::rng().random_range(0.8..1.2);
         tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
+            () = context.stopping.cancelled() => return,
             () = tokio::time::sleep(every.mul_f64(jitter).max(Duration::from_millis(10))) => {}
         }
         let round = async {
-            if let Err(error) = tidy(&scheduler).await {
+            if let Err(error) = tidy(&context).await {
                 tracing::warn!(error = %error, "cannot tidy up");
             }
-            if let Err(error) = compare(&scheduler).await {
+            if let Err(error) = compare(&context, &store).await {
                 tracing::debug!(error = %error, "cannot compare pins with the artifact store");
             }
         };
         tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
+            () = context.stopping.cancelled() => return,
             () = round => {}
         }
     }

@@ -15,13 +15,13 @@ use sea_orm::{ConnectionTrait, DbBackend, DbErr, EntityTrait, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::config::Config;
+use crate::config::{Config, Limits};
 use crate::db::entity::worker::{Desired, State};
 use crate::db::entity::{from_json, heartbeat, worker};
-use crate::lifecycle::departure;
+use crate::notify::desired_state::DesiredStates;
 use crate::placement::{Failing, Index, Load, Resources, Trust, Worker};
 use crate::workers;
-use crate::workers::desired_state::Attended;
+use crate::workers::removed;
 
 /// How often everything is read anew.
 const WHOLE_EVERY: Duration = Duration::from_secs(60);
@@ -52,7 +52,7 @@ impl TransactionId {
 pub(crate) struct Workers {
     index: Arc<Mutex<Index>>,
     /// Those whose gateways speak with this replica, who hear of what is noted here.
-    pub(crate) attended: Attended,
+    pub(crate) desired: DesiredStates,
 }
 
 impl Workers {
@@ -104,17 +104,6 @@ pub(crate) struct Facts {
     lost_after: Duration,
     remember: Duration,
     now: Timestamp,
-}
-
-/// What holds for workers that do not say something else.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Limits {
-    /// Slots.
-    pub tasks: Option<u32>,
-    /// Containers.
-    pub containers: Option<u32>,
-    /// Volumes.
-    pub volumes: Option<u32>,
 }
 
 fn failing(row: &worker::Model) -> Failing {
@@ -229,7 +218,7 @@ impl Memory {
     pub(crate) fn new(config: &Config) -> Self {
         let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
         Self {
-            workers: Workers { index: Arc::new(Mutex::new(index)), attended: Attended::default() },
+            workers: Workers { index: Arc::new(Mutex::new(index)), desired: DesiredStates::default() },
             facts: SharedFacts::new(Facts::new(config)),
             seen: None,
             wrote: VecDeque::new(),
@@ -246,7 +235,7 @@ impl Memory {
 
     /// Notes what rows say that were read or written just now. Answers whether any worker may take more than before.
     pub(crate) fn note(&mut self, rows: Vec<worker::Model>) -> Result<bool, DbErr> {
-        self.workers.attended.note(&rows, Instant::now());
+        self.workers.desired.note(&rows, Instant::now());
         let mut facts = self.facts.lock();
         let mut better = false;
         for row in rows {
@@ -280,7 +269,7 @@ impl Memory {
     /// These workers are not there any more. They count as such that went just now for a while.
     pub(crate) fn forget(&mut self, ids: impl IntoIterator<Item = WorkerId>) {
         let ids: Vec<_> = ids.into_iter().collect();
-        self.workers.attended.forget(ids.iter().copied());
+        self.workers.desired.forget(ids.iter().copied());
         let (mut facts, mut index) = (self.facts.lock(), self.workers.lock());
         for id in ids {
             let Some(known) = index.get(id).cloned() else { continue };
@@ -373,7 +362,7 @@ impl Memory {
         better |= self.read(db, &changed).await?;
         if went > self.went {
             // At last: whoever was read may have gone after that.
-            let gone = departure::gone_since(read, self.went, i64::MAX).await?;
+            let gone = removed::gone_since(read, self.went, i64::MAX).await?;
             self.forget(gone.iter().map(|gone| WorkerId::from_uuid(gone.id)));
             // Who waited for one that has gone may have to be told so.
             better = true;

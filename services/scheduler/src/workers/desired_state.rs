@@ -1,273 +1,37 @@
-//! Attended workers: what the workers shall do whose gateways speak with this replica, as far as it knows.
-//!
-//! A stream of a gateway looks at nothing by itself. Whoever reads workers notes here what their rows say: the dispatcher, which sees whatever
-//! others change ([`crate::workers::cache`]), and a task that reads those of which a hint came, many with one statement ([`look_forever`]). A stream
-//! hears of it when that is news, and reads what it needs then. So a hint that is lost costs nothing but the time until the next look of the
-//! dispatcher, however many streams there are.
-//!
-//! Invariant: what is known of a worker is what its row said once, and never gets older. Generations only rise, and whatever a gateway shall hear
-//! of raises that of its worker: its session, what it shall do, and each lease of an attempt when it is granted, shall stop, or ends.
+//! Reads the rows of workers that a notification named, many with one statement.
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::HashSet;
 use std::time::Instant;
 
 use domain::WorkerId;
-use domain::worker::SessionClaims;
-use tokio::sync::{Notify, watch};
 
-use crate::app::Scheduler;
-use crate::db::entity::worker::{Desired, Model};
+use crate::context::Context;
 use crate::workers;
 
-/// The workers that are attended here. Cheap to clone; clones share it.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Attended(Arc<Inner>);
-
-#[derive(Debug, Default)]
-struct Inner {
-    workers: Mutex<HashMap<WorkerId, watch::Sender<Option<News>>>>,
-    /// Those to look at, and since when.
-    asked: Mutex<HashMap<WorkerId, Instant>>,
-    some: Notify,
-}
-
-/// How long it takes until a gateway is told that something changed.
-const LAG: &str = "gantry_scheduler_synchronize_lag_seconds";
-
-/// Exports it from now on.
-pub(crate) fn describe() {
-    metrics::describe_histogram!(
-        LAG,
-        "From when a replica knew that what a worker shall do had changed until it was told."
-    );
-    drop(metrics::histogram!(LAG));
-}
-
-/// A gateway was told what is known here since `since`.
-pub(crate) fn told(since: Instant) {
-    metrics::histogram!(LAG).record(since.elapsed());
-}
-
-/// What the row of a worker says.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Known {
-    pub(crate) generation: i64,
-    pub(crate) desired: Desired,
-    incarnation: i64,
-    session: i64,
-    /// It is there, and stays.
-    stays: bool,
-}
-
-/// What is known, and since when this replica might have known it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct News {
-    pub(crate) known: Known,
-    pub(crate) since: Instant,
-}
-
-impl Known {
-    pub(crate) fn of(row: &Model) -> Self {
-        Self {
-            generation: row.generation,
-            desired: row.desired,
-            incarnation: row.incarnation,
-            session: row.session,
-            stays: row.leaving.is_none(),
-        }
-    }
-
-    /// Whether `session` is the one that speaks for it.
-    pub(crate) fn is_spoken_for_by(&self, session: &SessionClaims) -> bool {
-        let is = |number: i64, claimed: u64| u64::try_from(number) == Ok(claimed);
-        self.stays && is(self.session, session.session.0) && is(self.incarnation, session.incarnation.0)
-    }
-}
-
-impl Attended {
-    /// Hears from now on of what `worker` shall do.
-    pub(crate) fn subscribe(&self, worker: WorkerId) -> Subscription {
-        let mut workers = self.workers();
-        let receiver = workers.entry(worker).or_insert_with(|| watch::Sender::new(None)).subscribe();
-        Subscription { worker, receiver, attended: self.clone() }
-    }
-
-    /// Notes what rows said that were read after `since`.
-    pub(crate) fn note(&self, rows: &[Model], since: Instant) {
-        let workers = self.workers();
-        if workers.is_empty() {
-            return;
-        }
-        for row in rows {
-            if let Some(sender) = workers.get(&WorkerId::from_uuid(row.id)) {
-                tell(sender, News { known: Known::of(row), since });
-            }
-        }
-    }
-
-    /// These have no row any more.
-    pub(crate) fn forget(&self, gone: impl IntoIterator<Item = WorkerId>) {
-        let workers = self.workers();
-        for sender in gone.into_iter().filter_map(|id| workers.get(&id)) {
-            // Of one of which nothing is known its stream looks by itself.
-            let known = sender.borrow().map(|news| Known { stays: false, ..news.known });
-            if let Some(known) = known {
-                tell(sender, News { known, since: Instant::now() });
-            }
-        }
-    }
-
-    /// Something of these was changed.
-    pub(crate) fn look_at(&self, changed: impl IntoIterator<Item = WorkerId>) {
-        let workers = self.workers();
-        let changed: Vec<_> = changed.into_iter().filter(|id| workers.contains_key(id)).collect();
-        drop(workers);
-        if changed.is_empty() {
-            return;
-        }
-        let now = Instant::now();
-        let mut asked = self.asked();
-        changed.into_iter().for_each(|id| _ = asked.entry(id).or_insert(now));
-        drop(asked);
-        self.0.some.notify_one();
-    }
-
-    fn workers(&self) -> MutexGuard<'_, HashMap<WorkerId, watch::Sender<Option<News>>>> {
-        self.0.workers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn asked(&self) -> MutexGuard<'_, HashMap<WorkerId, Instant>> {
-        self.0.asked.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Tells who listens, if it is news.
-fn tell(sender: &watch::Sender<Option<News>>, news: News) {
-    let age = |known: &Known| (known.generation, !known.stays);
-    sender.send_if_modified(|now| {
-        let is_news = now.is_none_or(|now| age(&now.known) < age(&news.known));
-        if is_news {
-            *now = Some(news);
-        }
-        is_news
-    });
-}
-
-/// Hears of what a worker shall do until it is dropped.
-#[derive(Debug)]
-pub(crate) struct Subscription {
-    worker: WorkerId,
-    receiver: watch::Receiver<Option<News>>,
-    attended: Attended,
-}
-
-impl Subscription {
-    /// What is known. `None`: nothing yet.
-    pub(crate) fn news(&self) -> Option<News> {
-        *self.receiver.borrow()
-    }
-
-    /// Resolves when there is news since the last time, or since it was subscribed. Cancel safe.
-    pub(crate) async fn changed(&mut self) {
-        // The sender lives as long as it has a subscriber.
-        if self.receiver.changed().await.is_err() {
-            std::future::pending::<()>().await;
-        }
-    }
-}
-
-impl Drop for Subscription {
-    fn drop(&mut self) {
-        let mut workers = self.attended.workers();
-        if let Entry::Occupied(entry) = workers.entry(self.worker)
-            // This one still counts.
-            && entry.get().receiver_count() <= 1
-        {
-            entry.remove();
-        }
-    }
-}
-
-/// Looks at the workers of which a hint came, until the service stops.
-pub(crate) async fn look_forever(scheduler: Scheduler) {
-    let attended = &scheduler.attended;
-    let look = async {
+/// Reads what was changed, until the service stops.
+pub(crate) async fn read_forever(context: Context) {
+    let states = &context.notify.desired;
+    let read = async {
         loop {
-            attended.0.some.notified().await;
-            let asked = std::mem::take(&mut *attended.asked());
-            let rows = match workers::find_all(scheduler.db.read(), asked.keys().copied()).await {
+            let asked = states.next_asked().await;
+            let rows = match workers::find_all(context.db.read(), asked.keys().copied()).await {
                 Ok(rows) => rows,
                 Err(error) => {
-                    // The dispatcher looks as well.
-                    tracing::debug!(error = %error, "cannot look at workers that were changed");
+                    // The scheduling task polls as well.
+                    tracing::debug!(error = %error, "cannot read workers that were changed");
                     continue;
                 }
             };
             for row in &rows {
                 let since = asked.get(&WorkerId::from_uuid(row.id)).copied();
-                attended.note(std::slice::from_ref(row), since.unwrap_or_else(Instant::now));
+                states.note(std::slice::from_ref(row), since.unwrap_or_else(Instant::now));
             }
             let there: HashSet<_> = rows.iter().map(|row| WorkerId::from_uuid(row.id)).collect();
-            attended.forget(asked.into_keys().filter(|id| !there.contains(id)));
+            states.forget(asked.into_keys().filter(|id| !there.contains(id)));
         }
     };
     tokio::select! {
-        () = scheduler.stopping.cancelled() => {}
-        () = look => {}
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_known_never_gets_older() {
-        let attended = Attended::default();
-        let worker = WorkerId::new();
-        let mut subscription = attended.subscribe(worker);
-        let sender = |attended: &Attended| attended.workers().get(&worker).cloned();
-        let known =
-            |generation, desired| Known { generation, desired, incarnation: 1, session: 1, stays: true };
-        let said = |known| {
-            let sender = sender(&attended).expect("somebody listens");
-            tell(&sender, News { known, since: Instant::now() });
-        };
-        let mut hears = || {
-            let news = subscription.receiver.has_changed().expect("it is open");
-            subscription.receiver.mark_unchanged();
-            (news, subscription.news().map(|news| news.known))
-        };
-        attended.forget([worker]);
-        assert_eq!(hears(), (false, None), "its stream looks by itself");
-        let landing = known(7, Desired::Land);
-        said(landing);
-        assert_eq!(hears(), (true, Some(landing)));
-        for old in [known(6, Desired::Run), landing] {
-            said(old);
-            assert_eq!(hears(), (false, Some(landing)));
-        }
-        said(known(9, Desired::Run));
-        assert_eq!(hears(), (true, Some(known(9, Desired::Run))));
-
-        attended.forget([worker, WorkerId::new()]);
-        let gone = Known { stays: false, ..known(9, Desired::Run) };
-        assert_eq!(hears(), (true, Some(gone)));
-        said(known(9, Desired::Run));
-        assert_eq!(hears(), (false, Some(gone)), "it was there before");
-
-        attended.look_at([worker, WorkerId::new()]);
-        assert_eq!(
-            attended.asked().keys().collect::<Vec<_>>(),
-            [&worker],
-            "nobody here speaks for the other"
-        );
-        let second = attended.subscribe(worker);
-        drop(subscription);
-        assert_eq!(second.news().map(|news| news.known), Some(gone));
-        drop(second);
-        assert!(sender(&attended).is_none(), "nobody listens");
+        () = context.stopping.cancelled() => {}
+        () = read => {}
     }
 }

@@ -14,10 +14,10 @@ use uuid::Uuid;
 
 use super::{Kept, SessionError, find_all, judge, number};
 use crate::db::entity::worker::{self, Model, State};
-use crate::lifecycle::departure;
 use crate::notify::changes::Effects;
-use crate::workers::desired_state::Known;
+use crate::notify::desired_state::Known;
 use crate::workers::load_counters::lock_workers;
+use crate::workers::revisions;
 
 /// A gateway that was heard, and what it said.
 #[derive(Debug, Clone)]
@@ -133,5 +133,5 @@ pub(crate) async fn come_back(
         .filter(worker::Column::Id.is_in(back.iter().copied()))
         .exec(txn)
         .await?;
-    departure::changed(txn, &back, effects).await
+    revisions::changed(txn, &back, effects).await
 }

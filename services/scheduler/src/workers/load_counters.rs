@@ -1,6 +1,6 @@
 //! Counts: what leases change of the rows of workers.
 //!
-//! Everything else that changes a row gives it a new revision ([`crate::lifecycle::departure::changed`]), so that what is remembered of a row holds as long as
+//! Everything else that changes a row gives it a new revision ([`crate::workers::revisions::changed`]), so that what is remembered of a row holds as long as
 //! its revision is the same; the random operations check that. So to grant is to read some numbers.
 
 use std::collections::{BTreeMap, HashSet};
@@ -13,11 +13,10 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::commit::{Grant, Holder};
 use crate::db::entity::lease::{Kind, Left};
 use crate::db::entity::worker;
 use crate::db::writes::Writes;
-use crate::placement;
+use crate::placement::{self, Resources};
 use crate::workers::cache::{SharedFacts, TransactionId};
 
 /// What of a worker's row changes without a new revision of it.
@@ -191,15 +190,15 @@ impl Changes {
         change.generations |= i64::from(lease.workload_id.is_some());
     }
 
-    pub(crate) fn take(&mut self, grant: &Grant) {
-        let change = self.0.entry(grant.worker.uuid()).or_default();
-        change.generations |= i64::from(matches!(grant.holder, Holder::Workload { .. }));
-        if !grant.kind.takes_a_slot() {
+    /// A lease is granted. `is_of_workload`: what its worker shall do changes with it.
+    pub(crate) fn take(&mut self, worker: WorkerId, kind: Kind, asked: &Resources, is_of_workload: bool) {
+        let change = self.0.entry(worker.uuid()).or_default();
+        change.generations |= i64::from(is_of_workload);
+        if !kind.takes_a_slot() {
             return;
         }
-        let asked = &grant.demand.shape.requests;
         change.tasks += 1;
-        change.checks += i64::from(grant.kind == Kind::Check);
+        change.checks += i64::from(kind == Kind::Check);
         change.cpu_millis += signed(asked.cpu_millis);
         change.memory_bytes += signed(asked.memory_bytes);
         change.disk_bytes += signed(asked.disk_bytes);

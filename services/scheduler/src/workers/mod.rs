@@ -27,17 +27,20 @@ use crate::config::Config;
 use crate::db::entity::removed_worker::WorkerEnd;
 use crate::db::entity::worker::{self, Desired, Model, State};
 use crate::db::entity::{from_json, heartbeat, lease, reservation, to_json};
-use crate::lifecycle::departure::{self, Load};
 use crate::notify::changes::Effects;
+use crate::notify::desired_state::Known;
 use crate::placement;
 use crate::workers::cache::Facts;
-use crate::workers::desired_state::Known;
+use crate::workers::lease_counts::Load;
 
 pub(crate) mod cache;
 pub(crate) mod desired_state;
 mod heartbeats;
+pub(crate) mod lease_counts;
 pub(crate) mod load_counters;
 pub(crate) mod quarantine;
+pub(crate) mod removed;
+pub(crate) mod revisions;
 #[cfg(test)]
 pub(crate) mod test_support;
 
@@ -158,7 +161,7 @@ pub(crate) async fn hello(
         }
         let_in.push(session);
     }
-    departure::changed(txn, &changed, effects).await?;
+    revisions::changed(txn, &changed, effects).await?;
     Ok(let_in)
 }
 
@@ -275,7 +278,7 @@ async fn may_register(
             Err(SessionError::OtherTeam)
         }
         Some(_) => Ok(()),
-        None if departure::is_retired(txn, &hello.name, hello.marker.id.uuid()).await? => {
+        None if removed::is_retired(txn, &hello.name, hello.marker.id.uuid()).await? => {
             Err(SessionError::Retired)
         }
         None => Ok(()),
@@ -351,7 +354,7 @@ pub(crate) async fn list_incompatible(
             id
         }
     };
-    Ok(departure::changed(txn, &[id], effects).await?)
+    Ok(revisions::changed(txn, &[id], effects).await?)
 }
 
 /// The session in which `hello` may speak for `known`.
@@ -401,7 +404,7 @@ async fn judge(
         Some(row) if Known::of(row).is_spoken_for_by(session) => Ok(()),
         Some(row) if row.leaving.is_none() => Err(SessionError::Stale),
         Some(_) => Err(SessionError::Forgotten),
-        None if departure::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
+        None if removed::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
             Err(SessionError::Retired)
         }
         None => Err(SessionError::Forgotten),
@@ -458,7 +461,7 @@ async fn set_state(
         .exec(txn)
         .await?;
     if set.rows_affected > 0 {
-        departure::changed(txn, &[session.worker.uuid()], effects).await?;
+        revisions::changed(txn, &[session.worker.uuid()], effects).await?;
     }
     Ok(())
 }
@@ -546,7 +549,7 @@ pub(crate) async fn notice_silence(
             silent.push(worker.id);
         }
     }
-    departure::changed(txn, &silent, effects).await
+    revisions::changed(txn, &silent, effects).await
 }
 
 /// Live leases of workers that are lost or pruned, or of incarnations that are over, [`ORPHANS`] at most; those that were given up already
@@ -631,7 +634,7 @@ pub(crate) async fn view_all(
     config: &Config,
     rows: Vec<(Model, Option<heartbeat::Model>)>,
 ) -> Result<Vec<Worker>, DbErr> {
-    let loads = departure::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
+    let loads = lease_counts::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
     let kept_free = reservation::all(db, Timestamp::now()).await?;
     let view = |row: (Model, Option<heartbeat::Model>)| {
         let mut worker = view(row, config, &loads)?;
@@ -711,7 +714,8 @@ pub(crate) async fn changed_since(
     let mut workers = Vec::with_capacity(rows.len());
     let mut rows = rows.into_iter().peekable();
     while rows.peek().is_some() {
-        workers.extend(view_all(db, config, rows.by_ref().take(departure::COUNTED_AT_ONCE).collect()).await?);
+        workers
+            .extend(view_all(db, config, rows.by_ref().take(lease_counts::COUNTED_AT_ONCE).collect()).await?);
     }
     Ok(workers)
 }

@@ -18,11 +18,11 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect, Set};
 use uuid::Uuid;
 
-use crate::app::Scheduler;
 use crate::config::Config;
+use crate::context::Context;
 use crate::db::entity::worker;
-use crate::lifecycle::departure;
 use crate::notify::changes::Effects;
+use crate::workers::revisions;
 
 /// How long a worker is set aside for the `time`th time in a row, from 1 on.
 fn term(config: &Config, time: i64) -> Duration {
@@ -74,7 +74,7 @@ pub(crate) async fn failed(
         );
     }
     worker::Entity::update_many().set(noted).filter(worker::Column::Id.eq(worker)).exec(txn).await?;
-    departure::changed(txn, &[worker], effects).await
+    revisions::changed(txn, &[worker], effects).await
 }
 
 /// A process has started on `worker`: it works. Changes nothing where it did before.
@@ -90,7 +90,7 @@ pub(crate) async fn works(
         .exec(txn)
         .await?;
     if forgiven.rows_affected > 0 {
-        departure::changed(txn, &[worker], effects).await?;
+        revisions::changed(txn, &[worker], effects).await?;
     }
     Ok(())
 }
@@ -108,16 +108,16 @@ pub(crate) fn forgiven() -> worker::ActiveModel {
 }
 
 /// Lets workers be tried again whose time has passed.
-pub(crate) async fn try_again(scheduler: &Scheduler, now: Timestamp) -> Result<(), DbErr> {
+pub(crate) async fn try_again(context: &Context, now: Timestamp) -> Result<(), DbErr> {
     let due = worker::Entity::find()
         .filter(worker::Column::SetAsideUntil.is_not_null())
         .filter(worker::Column::SetAsideUntil.lte(now.0))
-        .one(scheduler.db.read())
+        .one(context.db.read())
         .await?;
     if due.is_none() {
         return Ok(());
     }
-    scheduler
+    context
         .change(async |txn| {
             let mut effects = Effects::default();
             put_on_probation(&txn, now, &mut effects).await?;
@@ -138,7 +138,7 @@ pub(crate) async fn put_on_probation(
         .filter(worker::Column::SetAsideUntil.lte(now.0))
         .exec_with_returning(txn)
         .await?;
-    departure::changed(txn, &tried.iter().map(|row| row.id).collect::<Vec<_>>(), effects).await
+    revisions::changed(txn, &tried.iter().map(|row| row.id).collect::<Vec<_>>(), effects).await
 }
 
 #[cfg(test)]

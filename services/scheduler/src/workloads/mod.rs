@@ -34,7 +34,6 @@ use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Parcel, Settlement};
 use crate::placement::{Demand, Location};
-use crate::scheduling::SubmitError;
 use crate::workers;
 use crate::workers::quarantine;
 use crate::workloads::events::{Event, InputProgress, Whereabouts};
@@ -42,6 +41,7 @@ use crate::workloads::outcome::{Allowed, AttemptEnd, Ending, Next, Report};
 
 mod deadlines;
 pub(crate) mod events;
+pub(crate) mod operations;
 pub(crate) mod outcome;
 mod pending;
 mod retry;
@@ -162,10 +162,15 @@ impl Submission {
     }
 
     /// Whether a workload with this digest of its spec is the same that was submitted before.
-    pub(crate) fn repeats(&self, digest: &[u8]) -> Result<(), SubmitError> {
-        if digest == self.digest.as_bytes() { Ok(()) } else { Err(SubmitError::Exists(self.id)) }
+    pub(crate) fn repeats(&self, digest: &[u8]) -> Result<(), OtherSpec> {
+        if digest == self.digest.as_bytes() { Ok(()) } else { Err(OtherSpec(self.id)) }
     }
 }
+
+/// An id names another workload.
+#[derive(Debug, thiserror::Error)]
+#[error("workload {0} exists, with another spec")]
+pub(crate) struct OtherSpec(pub(crate) WorkloadId);
 
 /// The spec that was kept.
 pub(crate) fn spec(row: &Model) -> Result<WorkloadSpec, DbErr> {
@@ -316,9 +321,9 @@ pub(crate) async fn conclude(
             owners: spec.owners_of(&ending.outputs),
             caches: ending.caches.clone(),
         };
-        outbox::put(txn, id.uuid(), Message::Settle(settlement), now, effects).await?;
+        effects.parcels.push(outbox::put(txn, id.uuid(), Message::Settle(settlement), now).await?);
     } else if let Some(attempt) = attempt {
-        outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now, effects).await?;
+        effects.parcels.push(outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now).await?);
     }
     if awaited {
         row.state = State::Settling;

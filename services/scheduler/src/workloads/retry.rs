@@ -108,7 +108,7 @@ pub(super) async fn again(
 ) -> Result<(), DbErr> {
     if let Some(attempt) = attempt.map(AttemptId::from_uuid) {
         let id = WorkloadId::from_uuid(row.id);
-        outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now, effects).await?;
+        effects.parcels.push(outbox::put(txn, id.uuid(), Message::EndAttempt { attempt }, now).await?);
     }
     row.lease_id = None;
     row.attempt_id = None;

@@ -14,9 +14,9 @@ use sea_orm::{ConnectionTrait, DbErr, Statement};
 use tokio::time::{MissedTickBehavior, interval};
 use uuid::Uuid;
 
-use crate::app::Scheduler;
-use crate::lifecycle::departure;
+use crate::context::Context;
 use crate::notify::local::ALL_WORKERS;
+use crate::workers::revisions;
 
 /// Of how many workloads the revisions are read at a time.
 const AT_ONCE: usize = 5000;
@@ -25,27 +25,27 @@ const AT_ONCE: usize = 5000;
 type Seen = HashMap<Uuid, Option<i64>>;
 
 /// Looks for all who watch, until the service stops.
-pub(crate) async fn look_forever(scheduler: Scheduler) {
-    let mut looks = interval(scheduler.config.poll / 2);
+pub(crate) async fn look_forever(context: Context) {
+    let mut looks = interval(context.config.poll / 2);
     looks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut seen = Seen::new();
     loop {
         tokio::select! {
-            () = scheduler.stopping.cancelled() => return,
+            () = context.stopping.cancelled() => return,
             _ = looks.tick() => {}
         }
-        let now = match revisions(&scheduler.db, &scheduler.hints.watched()).await {
+        let now = match revisions(&context.db, &context.notify.local.watched()).await {
             Ok(now) => now,
             Err(error) => {
                 tracing::debug!(error = %error, "cannot look at what is watched");
                 // Each finds out by himself whether the database answers him, and may go to another replica.
-                scheduler.hints.watched().into_iter().for_each(|id| scheduler.hints.changed(id));
+                context.notify.local.watched().into_iter().for_each(|id| context.notify.local.changed(id));
                 continue;
             }
         };
         for (id, revision) in &now {
             if seen.get(id) != Some(revision) {
-                scheduler.hints.changed(*id);
+                context.notify.local.changed(*id);
             }
         }
         seen = now;
@@ -57,7 +57,7 @@ async fn revisions(db: &Database, watched: &[Uuid]) -> Result<Seen, DbErr> {
     let (db, backend) = (db.read(), db.read().get_database_backend());
     let mut found: Seen = watched.iter().map(|id| (*id, None)).collect();
     if let Some(revision) = found.get_mut(&ALL_WORKERS) {
-        *revision = Some(departure::revisions(db).await?.last);
+        *revision = Some(revisions::revisions(db).await?.last);
     }
     let workloads: Vec<_> = watched.iter().filter(|id| **id != ALL_WORKERS).collect();
     for some in workloads.chunks(AT_ONCE) {

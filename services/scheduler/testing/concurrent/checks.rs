@@ -12,7 +12,8 @@ use super::{World, spec};
 use crate::db::entity::lease::Kind;
 use crate::db::entity::{event, from_json, lease, worker, workload};
 use crate::insight::metrics;
-use crate::lifecycle::departure;
+use crate::workers::lease_counts;
+use crate::workers::revisions;
 use crate::workloads;
 use crate::workloads::events::Event;
 
@@ -133,7 +134,7 @@ impl World {
     async fn check_worker(&self, worker: &worker::Model, live: &[&lease::Model]) {
         let own: HashSet<_> =
             live.iter().filter(|lease| lease.worker_id == worker.id).map(|lease| lease.id).collect();
-        let load = departure::loads(self.db.read(), &[worker.id]).await.expect("loads");
+        let load = lease_counts::loads(self.db.read(), &[worker.id]).await.expect("loads");
         let load = load.get(&worker.id).copied().unwrap_or_default();
         assert_eq!(load.leases as usize, own.len());
         if worker.landed_at.is_some() {
@@ -168,7 +169,7 @@ impl World {
                 assert_eq!(says, said, "it has changed without a new revision");
             }
         });
-        let last = departure::revisions(self.db.read()).await.expect("revisions").last;
+        let last = revisions::revisions(self.db.read()).await.expect("revisions").last;
         assert!(worker.revision <= last, "{} has a revision that was never handed out", worker.name);
         self.seen(|seen| {
             assert!(seen.revision <= last, "revisions fall");

@@ -18,8 +18,8 @@ use rand::{RngExt, SeedableRng};
 use sea_orm::{ColumnTrait, EntityTrait, PaginatorTrait, QueryFilter};
 use testing::databases::TestDatabase;
 
-use crate::app::is_duplicate;
 use crate::config::Config;
+use crate::db::entity::is_duplicate;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::{lease, removed_worker, reservation, worker, workload};
 use crate::leases::{self, RenewError};
@@ -27,6 +27,7 @@ use crate::lifecycle::departure::{self, Down, RegistryError};
 use crate::notify::changes::Effects;
 use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::scheduling::{Ask, Caller, PlaceError, Placed, Request, SubmitError};
+use crate::workers::lease_counts;
 use crate::workers::quarantine;
 use crate::workers::{self, Heard, Hello, Kept, SessionError};
 use crate::workloads::outcome::{AttemptEnd, Report};
@@ -262,7 +263,7 @@ impl World {
     }
 
     async fn progress(&self, row: &worker::Model, live: &[lease::Model]) {
-        let load = departure::loads(self.db.read(), &[row.id]).await.expect("loads");
+        let load = lease_counts::loads(self.db.read(), &[row.id]).await.expect("loads");
         let load = load.get(&row.id).copied().unwrap_or_default();
         let due = row.interrupt_at.is_some_and(|at| at <= self.now().0);
         if due || load.uninterruptible == 0 {

@@ -395,7 +395,7 @@ impl World {
         assert_eq!(live, 0, "all have ended");
         let open = self.model.workloads.values().filter(|one| one.state != Progress::Finished).count();
         assert_eq!(open, 0, "all have finished");
-        let (holders, _) = self.replicas[0].scheduler.store.holders(String::new()).await.expect("listed");
+        let (holders, _) = self.replicas[0].app.store.holders(String::new()).await.expect("listed");
         assert!(holders.is_empty(), "the store keeps something for {holders:?}");
         self.store.check_outputs(&self.known, &self.model).await;
     }

@@ -12,7 +12,6 @@ use domain::{ArtifactId, Digest, LeaseId, Timestamp, WorkerId};
 use rpc::Peer;
 use rpc::token::TokenSigner;
 use sea_orm::{ColumnTrait, EntityTrait, QueryFilter};
-use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -22,26 +21,28 @@ use super::fixtures::{self, Amounts};
 use super::gateways::Observed;
 use super::operations::{Answer, Call, Step};
 use super::stream::{Heard, Stream};
-use crate::app::Scheduler;
+use crate::app::App;
 use crate::config::Config;
+use crate::context::Context;
 use crate::db::entity::lease::{Kind, State};
 use crate::db::entity::worker;
 use crate::leases;
-use crate::leases::drift;
+use crate::lifecycle::Lifecycle;
 use crate::lifecycle::departure;
 use crate::lifecycle::heartbeats;
 use crate::lifecycle::registration;
 use crate::lifecycle::timeouts;
+use crate::notify::Notify;
 use crate::notify::changes::Effects;
-use crate::notify::cluster;
-use crate::notify::local;
 use crate::outbox;
 use crate::placement::tests::reference;
 use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
 use crate::scheduling::{Ask, Caller, Dispatcher, PlaceError, Placed, Request};
+use crate::store_client::delivery::{self, Delivery};
 use crate::store_client::reconcile;
 use crate::store_client::{Inputs, Store};
 use crate::workers::{self, Hello, Kept};
+use crate::workloads::operations;
 
 /// What all replicas have in common.
 #[derive(Clone)]
@@ -56,7 +57,7 @@ pub(super) struct Cluster {
 
 /// A replica of the scheduler, none of whose loops runs by itself.
 pub(super) struct Replica {
-    pub(super) scheduler: Scheduler,
+    pub(super) app: App,
     pub(super) dispatcher: Dispatcher,
     cluster: Cluster,
     /// Whose callers wait.
@@ -77,60 +78,46 @@ struct Waiting {
 impl Replica {
     pub(super) fn start(cluster: &Cluster) -> Self {
         let (dispatch, dispatcher) = Dispatcher::new(cluster.db.clone(), cluster.config.clone());
-        let (contacts, said) = heartbeats::channel();
-        let (hellos, _) = registration::channel();
-        // What is put into the outbox stays there: who has put it there has gone.
-        let nobody_delivers = Semaphore::new(0);
-        nobody_delivers.close();
-        let scheduler = Scheduler {
+        let (heartbeats, heard) = heartbeats::channel();
+        let (registrations, _) = registration::channel();
+        // What is put into the outbox stays there: no task delivers it.
+        let (notify, _) = Notify::new(dispatch.workers.desired.clone(), None);
+        let context = Context {
             db: cluster.db.clone(),
             config: cluster.config.clone(),
-            signer: cluster.signer.clone(),
-            store: Store::new(cluster.store.clone()),
-            admissions: crate::queue::limits::Admissions::new(
-                cluster.config.most_waiting,
-                cluster.config.most_waiting_bytes,
-            ),
-            deliveries: Arc::new(nobody_delivers),
-            delivered: outbox::delivered(cluster.db.clone(), TaskTracker::new()),
-            hints: local::Hints::default(),
-            attended: dispatch.workers.attended.clone(),
-            contacts,
-            hellos,
-            dispatch,
-            gossip: cluster::Gossip::new(),
-            drift: drift::Drift::default(),
-            orphans_ended: Arc::default(),
+            notify,
             tasks: TaskTracker::new(),
             stopping: CancellationToken::new(),
         };
-        let notes = Box::pin(heartbeats::note_forever(scheduler.clone(), said));
+        let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
+        let app = App::new(lifecycle, cluster.signer.clone(), dispatch, heartbeats, registrations);
+        let notes = Box::pin(heartbeats::note_forever(context, heard));
         let (calls, streams) = (vec![], BTreeMap::new());
-        Self { scheduler, dispatcher, cluster: cluster.clone(), calls, streams, notes }
+        Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }
     }
 
     /// It is killed: nothing of it goes on.
     pub(super) async fn kill(&mut self) {
-        self.scheduler.stopping.cancel();
+        self.app.context.stopping.cancel();
         self.streams.clear();
         // What it was writing is not written.
         self.notes = Box::pin(std::future::pending());
-        self.scheduler.tasks.close();
-        self.scheduler.tasks.wait().await;
+        self.app.context.tasks.close();
+        self.app.context.tasks.wait().await;
     }
 
     /// Lets a gateway in on a stream.
     async fn attend(&mut self, number: usize, hello: &Hello) -> Answer {
-        let (hellos, asked) = registration::channel();
-        let scheduler = Scheduler { hellos, ..self.scheduler.clone() };
+        let (registrations, asked) = registration::channel();
+        let app = App { registrations, ..self.app.clone() };
         let hello = fixtures::hello_on_stream(hello, &self.cluster.signer);
         let (stream, heard) = tokio::select! {
             biased;
-            opened = Stream::open(scheduler.clone(), hello) => opened,
-            () = registration::let_in_forever(scheduler.clone(), asked) => panic!("it is not stopped"),
+            opened = Stream::open(app.clone(), hello) => opened,
+            () = registration::let_in_forever(app.lifecycle.clone(), asked) => panic!("it is not stopped"),
         };
         // As whoever lets in does it afterwards.
-        scheduler.end_orphans().await.expect("the database answers");
+        app.lifecycle.end_orphans().await.expect("the database answers");
         let session = stream.session.clone();
         let said = heard.end.unwrap_or("Ok").to_owned();
         if heard.end.is_none() {
@@ -148,7 +135,7 @@ impl Replica {
             () = stream.say(said, &mut heard) => {}
             () = &mut self.notes => panic!("it is not stopped"),
         };
-        stream.hear(&mut heard, &self.scheduler.attended).await;
+        stream.hear(&mut heard, &self.app.context.notify.desired).await;
         let answer = heard.end.unwrap_or("Ok").to_owned();
         Answer { heard: [(number, heard)].into(), ..Answer::said(vec![answer]) }
     }
@@ -156,7 +143,7 @@ impl Replica {
     /// Gateways hear all that this replica knows by now.
     async fn tell_all(&mut self, answer: &mut Answer) {
         for (number, stream) in &mut self.streams {
-            stream.hear(answer.heard.entry(*number).or_default(), &self.scheduler.attended).await;
+            stream.hear(answer.heard.entry(*number).or_default(), &self.app.context.notify.desired).await;
         }
         self.streams.retain(|number, _| answer.heard[number].end.is_none());
     }
@@ -236,8 +223,8 @@ impl Replica {
     }
 
     async fn carry_out_alone(&mut self, step: &Step) -> Answer {
-        let scheduler = self.scheduler.clone();
-        let (db, config, now) = (&scheduler.db, &scheduler.config, Timestamp::now());
+        let app = self.app.clone();
+        let (db, config, now) = (&app.context.db, &app.context.config, Timestamp::now());
         match step {
             Step::Hello(hello) => {
                 let let_in = db
@@ -249,7 +236,7 @@ impl Replica {
                 let session = let_in.remove(0);
                 Answer { session: session.as_ref().ok().cloned(), ..Answer::of([session]) }
             }
-            Step::Misfit(hello) => Answer::of([scheduler.list_incompatible(hello, &[99]).await]),
+            Step::Misfit(hello) => Answer::of([app.lifecycle.list_incompatible(hello, &[99]).await]),
             Step::Attend { stream, hello } => self.attend(*stream, hello).await,
             Step::Say { stream, said, is_fresh } => {
                 if *is_fresh {
@@ -278,13 +265,13 @@ impl Replica {
             }
             Step::Pass(_) => Answer::ok(),
             Step::BePatient => Answer::of([timeouts::be_patient(db, config, false).await]),
-            Step::Expire => Answer::of([timeouts::expire(&scheduler).await]),
+            Step::Expire => Answer::of([timeouts::expire(&app.lifecycle).await]),
             Step::Down { name, down, interrupt_after } => {
                 let after =
                     interrupt_after.map(|minutes| super::MINUTE * u32::try_from(minutes).expect("few"));
-                Answer::of([scheduler.bring_down(name, *down, after).await])
+                Answer::of([app.lifecycle.bring_down(name, *down, after).await])
             }
-            Step::Run(name) => Answer::of([scheduler.run_worker(name).await]),
+            Step::Run(name) => Answer::of([app.lifecycle.run_worker(name).await]),
             Step::Prune(name) => {
                 let pruned =
                     db.write(async |txn| departure::prune(&txn, name, &mut Effects::default()).await).await;
@@ -293,18 +280,18 @@ impl Replica {
             Step::SeeOff => {
                 // What one pass has ended is gone with the next.
                 for _ in 0..4 {
-                    let seen_off = departure::see_all_off(&scheduler, &mut departure::Asked::new()).await;
+                    let seen_off = departure::see_all_off(&app.lifecycle, &mut departure::Asked::new()).await;
                     seen_off.expect("the database answers");
                 }
                 Answer::ok()
             }
-            Step::EndOrphans => Answer::of([scheduler.end_orphans().await]),
+            Step::EndOrphans => Answer::of([app.lifecycle.end_orphans().await]),
             Step::Submit { id, other, is_fresh } => {
                 if *is_fresh {
                     self.look(true).await;
                 }
                 let spec = fixtures::spec(*id, self.cluster.input, *other);
-                let submitted = self.answered(scheduler.submit(*id, spec, None)).await;
+                let submitted = self.answered(app.submissions.submit(*id, spec, None)).await;
                 Answer::of([submitted])
             }
             Step::Place { call, is_fresh } => {
@@ -336,7 +323,7 @@ impl Replica {
                 }
                 let (lease, worker) = (*lease, leases::find(db.read(), *lease).await.expect("it answers"));
                 let worker = worker.map_or_else(WorkerId::new, |lease| WorkerId::from_uuid(lease.worker_id));
-                let released = scheduler.dispatch.clone();
+                let released = app.dispatch.clone();
                 let released = released.ask(move |answer| Request::Release(vec![(lease, worker)], answer));
                 Answer::of([self.answered(released).await.expect("it was not killed")])
             }
@@ -347,35 +334,37 @@ impl Replica {
                 self.dispatcher.refuse_hopeless();
                 Answer::of([placed])
             }
-            Step::Start(claims) => Answer::of([scheduler.start_attempt(claims).await]),
+            Step::Start(claims) => Answer::of([operations::start_attempt(&app.context, claims).await]),
             Step::Finish { claims, report } => {
-                Answer::of([scheduler.finish_attempt(claims, &told(claims, *report)).await])
+                Answer::of([operations::finish_attempt(&app.context, claims, &told(claims, *report)).await])
             }
             Step::Observe { claims, phase } => {
                 let lease = leases::find(db.read(), claims.lease).await.expect("the database answers");
                 match lease {
-                    Some(lease) => Answer::of([scheduler.observe_phases(&[(lease, *phase)]).await]),
+                    Some(lease) => {
+                        Answer::of([operations::observe_phases(&app.context, &[(lease, *phase)]).await])
+                    }
                     None => Answer::ok(),
                 }
             }
             Step::Absent(claims) => {
                 let lease = leases::find(db.read(), claims.lease).await.expect("the database answers");
                 match lease {
-                    Some(lease) => Answer::of([scheduler.observe_absence(&lease).await]),
+                    Some(lease) => Answer::of([operations::observe_absence(&app.context, &lease).await]),
                     None => Answer::ok(),
                 }
             }
             Step::Cancel { id, grace, team } => {
                 let grace = Duration::from_secs(u64::try_from(*grace).expect("no less than nothing"));
-                Answer::of([scheduler.cancel(team, *id, grace).await])
+                Answer::of([operations::cancel(&app.context, team, *id, grace).await])
             }
             Step::Deliver => {
                 self.deliver().await;
                 Answer::ok()
             }
             Step::Reconcile => {
-                reconcile::tidy(&scheduler).await.expect("the database answers");
-                reconcile::compare(&scheduler).await.expect("the store answers");
+                reconcile::tidy(&app.context).await.expect("the database answers");
+                reconcile::compare(&app.context, &app.store).await.expect("the store answers");
                 self.deliver().await;
                 Answer::ok()
             }
@@ -384,16 +373,15 @@ impl Replica {
 
     async fn last_contact(&self, session: &SessionClaims) -> Timestamp {
         let worker = session.worker.to_string();
-        let known = workers::get(self.scheduler.db.read(), &self.scheduler.config, &worker).await;
+        let known = workers::get(self.app.context.db.read(), &self.app.context.config, &worker).await;
         known.expect("the database answers").map_or(Timestamp(1), |worker| worker.last_contact_at)
     }
 
     /// Tells the artifact store all that it is owed, as the loop of a replica does that was just started.
     async fn deliver(&self) {
-        let deliveries = Arc::new(Semaphore::new(outbox::DELIVERIES));
-        let scheduler = Scheduler { deliveries, ..self.scheduler.clone() };
+        let Context { db, .. } = &self.app.context;
+        let delivery = Delivery::new(self.app.context.clone(), self.app.store.clone());
         let now = Timestamp::now();
-        let db = &scheduler.db;
         db.write(async |txn| outbox::release_claims(&txn, now).await).await.expect("the database answers");
         loop {
             let due = db.write(async |txn| outbox::claim(&txn, now).await).await;
@@ -402,7 +390,7 @@ impl Replica {
                 return;
             }
             for parcel in due {
-                outbox::deliver(scheduler.clone(), parcel).await;
+                delivery::deliver(delivery.clone(), parcel).await;
             }
         }
     }
@@ -416,8 +404,8 @@ impl Replica {
                 Err(error) => return Answer::of::<(), _>([Err(error)]),
             }
         }
-        let (scheduler, lease) = (self.scheduler.clone(), call.asks[0].0);
-        let placed = Box::pin(async move { scheduler.place(asks).await });
+        let (app, lease) = (self.app.clone(), call.asks[0].0);
+        let placed = Box::pin(async move { app.leasing.place(asks).await });
         match self.answered_or_waits(Waiting { number: call.number, lease, answer: placed }).await {
             Ok(placed) => Answer::of(placed),
             Err(waiting) => {
@@ -433,10 +421,10 @@ impl Replica {
         if ask.kept_to.is_some() {
             return None;
         }
-        let scheduler = &self.scheduler;
-        let workers = workers::list(scheduler.db.read(), &scheduler.config, None, 1000).await;
+        let app = &self.app;
+        let workers = workers::list(app.context.db.read(), &app.context.config, None, 1000).await;
         let workers = workers.expect("the database answers").into_iter().map(|worker| worker.placed);
-        let chain = scheduler.config.chains.of(ask.demand.shape.purpose);
+        let chain = app.context.config.chains.of(ask.demand.shape.purpose);
         let willing = workers.filter(|worker| reference::against(&ask.demand, worker).is_nothing());
         let standing = |worker: &_| reference::standing(chain, &ask.demand, worker, &ask.locations);
         let standing: Vec<_> = willing.map(|worker| (standing(&worker), worker.id)).collect();
@@ -447,14 +435,14 @@ impl Replica {
     /// The ids of the workers of these names that there are.
     async fn named(&self, names: &[&str]) -> Result<impl Iterator<Item = WorkerId>, PlaceError> {
         let rows = worker::Entity::find().filter(worker::Column::Name.is_in(names.iter().copied()));
-        let rows = rows.all(self.scheduler.db.read()).await?;
+        let rows = rows.all(self.app.context.db.read()).await?;
         Ok(rows.into_iter().map(|row| WorkerId::from_uuid(row.id)))
     }
 
     /// What the handler makes of a request.
     async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<Ask, PlaceError> {
         let Call { together, near, wait, .. } = *call;
-        let db = self.scheduler.db.read();
+        let db = self.app.context.db.read();
         let asks = fixtures::asks_of_lease(lease, kind);
         let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
         let process = Process::default();

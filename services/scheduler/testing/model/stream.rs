@@ -19,8 +19,8 @@ use tonic::{Request, Status, Streaming};
 
 use super::gateways::Observed;
 use crate::api::WorkersService;
-use crate::app::Scheduler;
-use crate::workers::desired_state::Attended;
+use crate::app::App;
+use crate::notify::desired_state::DesiredStates;
 use crate::workloads::Phase;
 
 /// How long a replica may take for what it does at once.
@@ -161,15 +161,15 @@ fn name(status: Status) -> &'static str {
 
 impl Stream {
     /// Opens one and says hello.
-    pub(super) async fn open(scheduler: Scheduler, hello: pb::Hello) -> (Self, Heard) {
-        let signer = scheduler.signer.clone();
+    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, Heard) {
+        let signer = app.signer.clone();
         let mailbox = Arc::new(Mailbox::default());
         mailbox.say(pb::synchronize_request::Message::Hello(hello));
         let from = mailbox.clone();
         let said = futures::stream::poll_fn(move |context| from.poll(context));
         let body = EncodeBody::new_client(Frames, said, None, None);
         let inbound = Streaming::new_request(Taken(mailbox.clone()), body, None, None);
-        let told = WorkersService(Arc::new(scheduler)).synchronize(Request::new(inbound)).await;
+        let told = WorkersService(Arc::new(app)).synchronize(Request::new(inbound)).await;
         let told = Box::pin(told.expect("it is opened").into_inner());
         let (credential, session) = (String::new(), None);
         let mut stream = Self { mailbox, told, credential, session, newest: 0, number: 0 };
@@ -224,7 +224,7 @@ impl Stream {
     }
 
     /// Hears what is told until that is all that its replica knows.
-    pub(super) async fn hear(&mut self, heard: &mut Heard, attended: &Attended) {
+    pub(super) async fn hear(&mut self, heard: &mut Heard, attended: &DesiredStates) {
         let session = self.session.clone().expect("it was let in");
         let known = attended.subscribe(session.worker).news().map(|news| news.known);
         let generation = match known {

@@ -27,3 +27,8 @@ pub(crate) fn from_json<T: serde::de::DeserializeOwned>(text: &str) -> Result<T,
 pub(crate) fn to_json<T: serde::Serialize>(value: &T) -> Result<String, sea_orm::DbErr> {
     serde_json::to_string(value).map_err(|error| sea_orm::DbErr::Type(error.to_string()))
 }
+
+/// Whether a row with this key was there already.
+pub(crate) fn is_duplicate(error: &sea_orm::DbErr) -> bool {
+    matches!(error.sql_err(), Some(sea_orm::SqlErr::UniqueConstraintViolation(_)))
+}

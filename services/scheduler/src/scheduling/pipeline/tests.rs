@@ -320,23 +320,6 @@ impl InTheWay {
         row.expect("asked").expect("a row").try_get("", "n").expect("a number")
     }
 
-    async fn until_one_waits_for_a_table(&self) {
-        let sql =
-            "SELECT count(*) AS n FROM pg_locks WHERE locktype = 'relation' AND NOT granted AND database =
-                   (SELECT oid FROM pg_database WHERE datname = current_database())";
-        let statement = Statement::from_string(self.0.get_database_backend(), sql);
-        let waited = tokio::time::timeout(Duration::from_secs(60), async {
-            loop {
-                let row = self.0.query_one_raw(statement.clone()).await.expect("asked").expect("a row");
-                if row.try_get::<i64>("", "n").expect("a number") == 1 {
-                    return;
-                }
-                tokio::time::sleep(Duration::from_millis(2)).await;
-            }
-        });
-        waited.await.expect("nobody waits for a table");
-    }
-
     async fn until_so_many_wait(&self, count: i64) {
         let waited = tokio::time::timeout(Duration::from_secs(60), async {
             while self.waiting().await != count {
@@ -376,71 +359,6 @@ async fn the_next_round_is_written_once_the_last_has_its_workers() {
         assert!(answer.await.expect("an answer")[0].is_ok());
     }
     assert_eq!(tasks(&dispatch, worker), (2, 2));
-}
-
-/// Which of two came first nobody would know.
-#[tokio::test]
-async fn what_may_be_one_statement_is_written_alone() {
-    let mut replica = replica(databases::postgres().await).await;
-    let other = InTheWay::of(&replica).await;
-    let (workers, leases) = (other.hold(WORKERS).await, other.hold(LEASES).await);
-    let ((first, granted), (second, granted_too)) = (place(LeaseId::new()), place(LeaseId::new()));
-    let (third, granted_last) = place(LeaseId::new());
-    let (dispatch, worker) = (replica.dispatch.clone(), replica.worker);
-    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &drop };
-    let rounds = replica.dispatcher.rounds(vec![first], &caller);
-    let meanwhile = async {
-        other.until_so_many_wait(1).await;
-        dispatch.requests.send(second).await.expect("it is heard");
-        until("a decision", || tasks(&dispatch, worker) == (0, 2)).await;
-        workers.rollback().await.expect("let go");
-        other.until_one_waits_for_a_table().await;
-        // Once this is decided it is known that the first has its worker.
-        dispatch.requests.send(third).await.expect("it is heard");
-        until("a decision", || tasks(&dispatch, worker) == (0, 3)).await;
-        for _ in 0..50 {
-            assert_eq!(other.waiting().await, 1, "no other has begun");
-        }
-        leases.rollback().await.expect("let go");
-    };
-    let (held, ()) = tokio::join!(rounds, meanwhile);
-    assert!(held.is_empty(), "{held:?}");
-    for answer in [granted, granted_too, granted_last] {
-        assert!(answer.await.expect("an answer")[0].is_ok());
-    }
-    assert_eq!(tasks(&dispatch, worker), (3, 3));
-}
-
-/// What was given back before is told, although what was to be granted with it failed.
-#[tokio::test]
-async fn what_one_statement_gave_back_is_told_although_the_rest_fails() {
-    let mut replica = replica(databases::postgres().await).await;
-    let other = InTheWay::of(&replica).await;
-    let worker = replica.worker;
-    let told = std::sync::Mutex::new(Vec::new());
-    let tell = |effects: Effects| told.lock().expect("told").extend(effects.freed);
-    let caller = Caller { now: &Timestamp::now, nothing_is_before: &|| true, tell: &tell };
-    let (held, granted) = place(LeaseId::new());
-    let lease = match &held {
-        Request::Place(asks, _) => asks[0].lease,
-        _ => unreachable!("it places"),
-    };
-    replica.dispatcher.rounds(vec![held], &caller).await;
-    granted.await.expect("an answer")[0].as_ref().expect("granted");
-
-    // Of another revision than is remembered, so that it is left to steps, which fail.
-    for change in [
-        "UPDATE workers SET revision = revision + 1",
-        "ALTER TABLE leases ADD CONSTRAINT nobody CHECK (state = 'ended') NOT VALID",
-    ] {
-        other.0.execute_unprepared(change).await.expect("changed");
-    }
-    let (answer, _given_back) = oneshot::channel();
-    let gives_back = Request::Release(vec![(lease, worker)], answer);
-    let (next, refused) = place(LeaseId::new());
-    replica.dispatcher.rounds(vec![gives_back, next], &caller).await;
-    assert!(matches!(refused.await.expect("an answer")[0], Err(PlaceError::Database(_))));
-    assert_eq!(*told.lock().expect("told"), [worker]);
 }
 
 #[tokio::test]

@@ -1,0 +1,110 @@
+//! Driven leases: a client places them, renews them, and gives them back.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use domain::Timestamp;
+use domain::worker::LeaseClaims;
+use futures::StreamExt;
+use rpc::Reason;
+use sea_orm::{ConnAcquireErr, DbErr};
+
+use crate::context::Context;
+use crate::leases::{self, RenewError};
+use crate::scheduling::{Ask, Dispatch, PlaceError, Placed, Request};
+use crate::store_client::{Inputs, Store};
+
+/// How many leases are pinned for at a time, of one call.
+const PINS: usize = 16;
+
+/// Grants driven leases and keeps them. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Leasing {
+    context: Context,
+    store: Store,
+    dispatch: Dispatch,
+}
+
+impl Leasing {
+    pub(crate) fn new(context: Context, store: Store, dispatch: Dispatch) -> Self {
+        Self { context, store, dispatch }
+    }
+
+    /// Grants driven leases, or answers the live ones that their ids name: for each what became of it. What they use is pinned.
+    pub(crate) async fn place(&self, asks: Vec<Ask>) -> Vec<Placed> {
+        let uses: Vec<_> = asks.iter().map(|ask| (ask.group, ask.inputs.clone())).collect();
+        let placed = self.dispatch.ask(|answer| Request::Place(asks, answer)).await;
+        let mut placed = placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); uses.len()]);
+        if uses.iter().any(|(_, inputs)| !inputs.is_empty()) {
+            self.pin_for(&uses, &mut placed).await;
+        }
+        placed
+    }
+
+    /// Pins what is used under leases that were granted. One for which that is refused is given back, with its group. One for which it is unknown stays
+    /// until its term is over: a repeat finds it.
+    async fn pin_for(&self, uses: &[(Option<u32>, Arc<Inputs>)], placed: &mut [Placed]) {
+        let mut pins = Vec::new();
+        for (number, (placed, (_, inputs))) in placed.iter().zip(uses).enumerate() {
+            if let Ok(granted) = placed
+                && !inputs.is_empty()
+            {
+                let (store, claims, inputs) = (self.store.clone(), granted.claims.clone(), inputs.clone());
+                pins.push(async move {
+                    (number, store.pin_for_lease(claims.lease, &claims.team, &inputs).await.err())
+                });
+            }
+        }
+        let mut failed = vec![None; placed.len()];
+        let mut pinned = futures::stream::iter(pins).buffer_unordered(PINS);
+        while let Some((number, refusal)) = pinned.next().await {
+            failed[number] = refusal.map(|refusal| match refusal.is(Reason::HolderSettled) {
+                // It has ended meanwhile.
+                true => PlaceError::Exists,
+                false => PlaceError::NotPinned(refusal),
+            });
+        }
+        // What is refused to one of a group is refused to all; what is refused for good counts.
+        let is_for_good =
+            |error: &PlaceError| !matches!(error, PlaceError::NotPinned(refusal) if refusal.is_transient());
+        let mut of_groups = HashMap::<u32, PlaceError>::new();
+        for (error, (group, _)) in failed.iter().zip(uses) {
+            let (Some(error), Some(group)) = (error, group) else { continue };
+            if is_for_good(error) || !of_groups.contains_key(group) {
+                of_groups.insert(*group, error.clone());
+            }
+        }
+        let mut given_back = Vec::new();
+        for ((placed, error), (group, _)) in placed.iter_mut().zip(failed).zip(uses) {
+            let error = group.and_then(|group| of_groups.get(&group).cloned()).or(error);
+            let (Ok(granted), Some(error)) = (&*placed, error) else { continue };
+            if is_for_good(&error) {
+                given_back.push(granted.claims.clone());
+            }
+            *placed = Err(error);
+        }
+        if let Err(error) = self.release(&given_back).await {
+            tracing::debug!(error = %error, "leases that nobody has got end with their terms");
+        }
+    }
+
+    /// Keeps a driven lease for another term.
+    pub(crate) async fn renew(&self, claims: &LeaseClaims) -> Result<(), RenewError> {
+        let term = self.context.config.lease_term;
+        self.context
+            .db
+            .write(async |txn| leases::renew(&txn, claims.lease, Timestamp::now(), term).await)
+            .await
+    }
+
+    /// Gives driven leases back. The lease of an attempt ends with the attempt, and is left alone.
+    pub(crate) async fn release(&self, claims: &[LeaseClaims]) -> Result<(), DbErr> {
+        let driven = claims.iter().filter(|claims| claims.attempt.is_none());
+        let leases: Vec<_> = driven.map(|claims| (claims.lease, claims.worker)).collect();
+        if leases.is_empty() {
+            return Ok(());
+        }
+        let released = self.dispatch.ask(|answer| Request::Release(leases, answer)).await;
+        released.unwrap_or(Err(DbErr::ConnectionAcquire(ConnAcquireErr::ConnectionClosed)))
+    }
+}

@@ -1,0 +1,59 @@
+//! The scheduler as its API sees it: one struct for each feature.
+
+mod leasing;
+mod submissions;
+mod tickets;
+
+use rpc::token::TokenSigner;
+
+pub(crate) use self::leasing::Leasing;
+pub(crate) use self::submissions::Submissions;
+pub(crate) use self::tickets::{TicketError, Tickets};
+use crate::context::Context;
+use crate::leases::drift::Drift;
+use crate::lifecycle::Lifecycle;
+use crate::lifecycle::heartbeats::Contacts;
+use crate::lifecycle::registration::Hellos;
+use crate::scheduling::Dispatch;
+use crate::store_client::Store;
+
+/// Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct App {
+    pub(crate) context: Context,
+    pub(crate) signer: TokenSigner,
+    pub(crate) store: Store,
+    pub(crate) dispatch: Dispatch,
+    pub(crate) submissions: Submissions,
+    pub(crate) leasing: Leasing,
+    pub(crate) tickets: Tickets,
+    pub(crate) lifecycle: Lifecycle,
+    pub(crate) heartbeats: Contacts,
+    pub(crate) registrations: Hellos,
+    pub(crate) drift: Drift,
+}
+
+impl App {
+    pub(crate) fn new(
+        lifecycle: Lifecycle,
+        signer: TokenSigner,
+        dispatch: Dispatch,
+        heartbeats: Contacts,
+        registrations: Hellos,
+    ) -> Self {
+        let Lifecycle { context, store, .. } = lifecycle.clone();
+        Self {
+            submissions: Submissions::new(context.clone(), store.clone(), dispatch.clone()),
+            leasing: Leasing::new(context.clone(), store.clone(), dispatch.clone()),
+            tickets: Tickets::new(context.clone(), store.clone(), signer.clone()),
+            drift: Drift::default(),
+            context,
+            signer,
+            store,
+            dispatch,
+            lifecycle,
+            heartbeats,
+            registrations,
+        }
+    }
+}

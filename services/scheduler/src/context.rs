@@ -1,0 +1,42 @@
+//! What every loop and feature needs: the database, the settings, notifications, and the end.
+
+use std::future::Future;
+use std::sync::Arc;
+
+use db::{Database, Transaction};
+use sea_orm::DbErr;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::config::Config;
+use crate::notify::Notify;
+use crate::notify::changes::Effects;
+
+/// Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Context {
+    pub(crate) db: Database,
+    pub(crate) config: Arc<Config>,
+    pub(crate) notify: Notify,
+    /// Tasks that the service waits for before it ends.
+    pub(crate) tasks: TaskTracker,
+    /// Cancelled when the service begins to stop.
+    pub(crate) stopping: CancellationToken,
+}
+
+impl Context {
+    /// Makes one change in one transaction, and announces its effects once it is committed.
+    pub(crate) async fn change<T, E, F>(
+        &self,
+        change: impl Fn(Transaction) -> F + Send + Sync,
+    ) -> Result<T, E>
+    where
+        F: Future<Output = Result<(T, Effects), E>> + Send,
+        T: Send,
+        E: std::error::Error + From<DbErr> + Send + 'static,
+    {
+        let (answer, effects) = self.db.write(change).await?;
+        self.notify.announce(effects);
+        Ok(answer)
+    }
+}

@@ -1,0 +1,224 @@
+//! Delivery of parcels to the artifact store.
+//!
+//! A parcel that this replica commits is delivered at once ([`deliver_forever`]). One that failed,
+//! or whose replica ended, is claimed by any replica after a while ([`redeliver_forever`]). The
+//! acknowledgements of many parcels are written in one transaction.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use db::{Asked, Database, Together, rows};
+use domain::Timestamp;
+use domain::workload::Outcome;
+use rpc::Reason;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
+    Statement,
+};
+use tokio::sync::{Semaphore, mpsc};
+use tracing::Instrument;
+use uuid::Uuid;
+
+use crate::context::Context;
+use crate::db::entity::outbox as entity;
+use crate::notify::changes::Effects;
+use crate::outbox::{self, Message, Parcel};
+use crate::store_client::Store;
+use crate::workloads;
+
+/// How many parcels are delivered at a time.
+const AT_ONCE: usize = 64;
+
+/// What delivers parcels. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Delivery {
+    context: Context,
+    store: Store,
+    permits: Arc<Semaphore>,
+    /// Writes acknowledgements, those of many parcels at once.
+    delivered: Together<Parcel, Result<Effects, DbErr>>,
+}
+
+impl Delivery {
+    pub(crate) fn new(context: Context, store: Store) -> Self {
+        let db = context.db.clone();
+        let delivered = Together::new(AT_ONCE, context.tasks.clone(), move |asked| {
+            let db = db.clone();
+            async move { note_delivered(&db, asked).await }
+        });
+        Self { context, store, permits: Arc::new(Semaphore::new(AT_ONCE)), delivered }
+    }
+}
+
+/// Delivers what this replica commits, until the service stops. What is not delivered by then is
+/// delivered after the next start.
+pub(crate) async fn deliver_forever(delivery: Delivery, mut parcels: mpsc::UnboundedReceiver<Parcel>) {
+    let deliver_all = async {
+        while let Some(parcel) = parcels.recv().await {
+            let (delivery, stopping) = (delivery.clone(), delivery.context.stopping.clone());
+            delivery.context.tasks.clone().spawn(async move {
+                tokio::select! {
+                    () = stopping.cancelled() => {}
+                    () = deliver(delivery, parcel) => {}
+                }
+            });
+        }
+    };
+    tokio::select! {
+        () = delivery.context.stopping.cancelled() => {}
+        () = deliver_all => {}
+    }
+}
+
+/// Delivers `parcel` and notes the answer. What fails is tried again by the loop.
+pub(crate) async fn deliver(delivery: Delivery, mut parcel: Parcel) {
+    // Nobody closes the semaphore.
+    let Ok(_permit) = delivery.permits.clone().acquire_owned().await else { return };
+    let span = match &parcel.message {
+        Message::Settle(_) => {
+            tracing::info_span!(target: "gantry", "settle", service = "scheduler", holder.id = %parcel.holder)
+        }
+        Message::EndAttempt { .. } => tracing::Span::none(),
+    };
+    if !span.is_none() {
+        match workloads::find(delivery.context.db.read(), parcel.workload()).await {
+            // Also when another process accepted the workload than delivers this.
+            Ok(row) => rpc::trace::continue_from(&span, row.as_ref().map_or("", |row| &row.traceparent)),
+            Err(error) => tracing::debug!(error = %error, "cannot read whose trace this belongs to"),
+        }
+    }
+    if let Err(error) = deliver_once(&delivery, &mut parcel).instrument(span).await {
+        if parcel.tries > 3 {
+            tracing::warn!(holder.id = %parcel.holder, tries = parcel.tries, error = %error, "cannot tell the artifact store how a workload ended");
+        }
+        let postponed = delivery
+            .context
+            .db
+            .write(async |txn| outbox::postpone(&txn, &parcel, Timestamp::now()).await)
+            .await;
+        if let Err(error) = postponed {
+            tracing::debug!(error = %error, "a parcel waits until its claim runs out");
+        }
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+enum DeliveryError {
+    #[error(transparent)]
+    Refused(#[from] rpc::Refusal),
+    #[error("the database failed")]
+    Database(#[from] DbErr),
+}
+
+async fn deliver_once(delivery: &Delivery, parcel: &mut Parcel) -> Result<(), DeliveryError> {
+    loop {
+        let answer = match &parcel.message {
+            Message::Settle(settlement) => delivery.store.settle(parcel.holder, settlement).await,
+            Message::EndAttempt { attempt } => delivery.store.end_attempt(parcel.holder, *attempt).await,
+        };
+        match (answer, &mut parcel.message) {
+            (Ok(()), _) => break,
+            (Err(refusal), Message::Settle(settlement))
+                if refusal.is(Reason::CandidateMissing)
+                    && !(settlement.outputs.is_empty() && settlement.caches.is_empty()) =>
+            {
+                tracing::warn!(holder.id = %parcel.holder, error = %refusal, "settling without outputs");
+                settlement.outputs.clear();
+                settlement.caches.clear();
+                settlement.outcome = Outcome::Errored;
+                let parcel = &*parcel;
+                delivery.context.db.write(async |txn| workloads::lose_outputs(&txn, parcel).await).await?;
+            }
+            (Err(refusal), _) => return Err(refusal.into()),
+        }
+    }
+
+    let delivered = delivery.delivered.call(parcel.clone()).await;
+    delivery.context.notify.announce(delivered.map_err(|error| DbErr::Custom(error.to_string()))??);
+    Ok(())
+}
+
+async fn note_delivered(db: &Database, asked: Vec<Asked<Parcel, Result<Effects, DbErr>>>) {
+    let (parcels, answers): (Vec<_>, Vec<_>) = asked.into_iter().unzip();
+    let now = Timestamp::now();
+    let note = async |parcels: &[Parcel]| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;
+    match note(&parcels).await {
+        Ok(effects) => {
+            for (answer, effects) in answers.into_iter().zip(effects) {
+                answer.send(Ok(effects)).ok();
+            }
+        }
+        Err(error) if parcels.len() == 1 => {
+            answers.into_iter().for_each(|answer| _ = answer.send(Err(error.clone())));
+        }
+        Err(error) => {
+            tracing::debug!(%error, parcels = parcels.len(), "each is noted alone");
+            for (answer, parcel) in answers.into_iter().zip(&parcels) {
+                let effects = note(std::slice::from_ref(parcel)).await;
+                let effects = effects.map(|of| of.into_iter().fold(Effects::default(), Effects::and));
+                answer.send(effects).ok();
+            }
+        }
+    }
+}
+
+/// Removes parcels that were acknowledged, and ends the workloads that are settled with that. Answers the effects of each.
+async fn are_delivered(
+    txn: &DatabaseTransaction,
+    parcels: &[Parcel],
+    now: Timestamp,
+) -> Result<Vec<Effects>, DbErr> {
+    let backend = txn.get_database_backend();
+    let query = format!("DELETE FROM outbox WHERE id {} RETURNING id", rows::among(backend, 1));
+    let ids = rows::ids(parcels.iter().map(|parcel| parcel.id))?;
+    let removed = txn.query_all_raw(Statement::from_sql_and_values(backend, query, [ids])).await?;
+    // What is not there any more another replica has delivered as well.
+    let removed: HashSet<Uuid> = removed.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
+    let settles =
+        |parcel: &&Parcel| removed.contains(&parcel.id) && matches!(parcel.message, Message::Settle(_));
+    let settled = parcels.iter().filter(settles).map(Parcel::workload);
+    let settled = workloads::settling(txn, settled).await?;
+    let mut effects: Vec<_> = parcels.iter().map(|_| Effects::default()).collect();
+    for workload in settled {
+        // Each is told of once.
+        let told = parcels.iter().position(|parcel| settles(&parcel) && parcel.workload() == workload);
+        if let Some(told) = told {
+            workloads::settled(txn, workload, now, &mut effects[told]).await?;
+        }
+    }
+    Ok(effects)
+}
+
+/// Claims what is due. Writes nothing when nothing is.
+async fn claim_due(delivery: &Delivery) -> Result<Vec<Parcel>, DbErr> {
+    let now = Timestamp::now();
+    let due = entity::Entity::find().filter(entity::Column::DueAt.lte(now.0)).limit(1);
+    if due.one(delivery.context.db.read()).await?.is_none() {
+        return Ok(vec![]);
+    }
+    delivery.context.db.write(async |txn| outbox::claim(&txn, now).await).await
+}
+
+/// Delivers what was left over, until the service stops.
+pub(crate) async fn redeliver_forever(delivery: Delivery) {
+    loop {
+        match claim_due(&delivery).await {
+            Ok(parcels) => {
+                let full = parcels.len() as u64 == outbox::BATCH;
+                let deliveries = parcels.into_iter().map(|parcel| deliver(delivery.clone(), parcel));
+                tokio::select! {
+                    () = delivery.context.stopping.cancelled() => return,
+                    _ = futures::future::join_all(deliveries) => {}
+                }
+                if full {
+                    continue;
+                }
+            }
+            Err(error) => tracing::warn!(error = %error, "cannot read the outbox"),
+        }
+        tokio::select! {
+            () = delivery.context.stopping.cancelled() => return,
+            () = tokio::time::sleep(delivery.context.config.poll / 4) => {}
+        }
+    }
+}

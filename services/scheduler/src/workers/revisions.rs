@@ -1,0 +1,58 @@
+//! Revisions of workers: what a watcher compares to know what has changed.
+//!
+//! Invariant: revisions become visible in their order. A transaction takes the revision of the
+//! workers that it changed last, from a row whose lock it holds until the commit ([`changed`]).
+
+use domain::WorkerId;
+use sea_orm::sea_query::{Expr, ExprTrait};
+use sea_orm::{ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
+use uuid::Uuid;
+
+use crate::db::entity::{worker, worker_revision};
+use crate::notify::changes::Effects;
+
+/// Of workers that something is seen of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Revisions {
+    /// The last one.
+    pub(crate) last: i64,
+    /// Who has gone up to this one is forgotten.
+    pub(crate) forgotten: i64,
+}
+
+/// Gives `workers`, whose rows this transaction has changed, a new revision. The last thing that a transaction does, or nearly so: others wait.
+pub(crate) async fn changed(
+    txn: &DatabaseTransaction,
+    workers: &[Uuid],
+    effects: &mut Effects,
+) -> Result<(), DbErr> {
+    if workers.is_empty() {
+        return Ok(());
+    }
+    let revision = next_revision(txn).await?;
+    worker::Entity::update_many()
+        .col_expr(worker::Column::Revision, Expr::value(revision))
+        .filter(worker::Column::Id.is_in(workers.iter().copied()))
+        .exec(txn)
+        .await?;
+    effects.registry = true;
+    effects.workers.extend(workers.iter().copied().map(WorkerId::from_uuid));
+    Ok(())
+}
+
+pub(crate) async fn next_revision(txn: &DatabaseTransaction) -> Result<i64, DbErr> {
+    let row = worker_revision::Entity::update_many()
+        .col_expr(worker_revision::Column::Last, Expr::col(worker_revision::Column::Last).add(1))
+        .filter(worker_revision::Column::Id.eq(1))
+        .exec_with_returning(txn)
+        .await?;
+    let row = row.first().ok_or_else(|| DbErr::RecordNotFound("the revision of workers".to_owned()))?;
+    Ok(row.last)
+}
+
+/// Which revisions there are.
+pub(crate) async fn revisions(db: &impl ConnectionTrait) -> Result<Revisions, DbErr> {
+    let row = worker_revision::Entity::find_by_id(1).one(db).await?;
+    let row = row.ok_or_else(|| DbErr::RecordNotFound("the revision of workers".to_owned()))?;
+    Ok(Revisions { last: row.last, forgotten: row.forgotten })
+}
