@@ -66,17 +66,17 @@ const STATE: &[(&str, &str)] = &[
     (
         "workers",
         "SELECT w.name, w.desired, w.state, c.attended, (extract(epoch FROM now()) - c.last_contact_at / 1e6)::int AS silent,
-             w.generation, w.incarnation, w.session, w.active_tasks, w.max_tasks, w.failures, w.set_asides, w.set_aside_until,
+             w.generation, w.incarnation, w.session, w.active_tasks, w.max_tasks, w.failures, w.quarantines, w.quarantined_until,
              w.leaving, w.endpoint, w.last_failure,
              (SELECT string_agg(l.state || ' ' || l.phase || ': ' || l.count, ', ') FROM
                  (SELECT state, phase, count(*) FROM its_scheduler.leases
                   WHERE worker_id = w.id AND state <> 'ended' GROUP BY 1, 2) l) AS leases
-         FROM its_scheduler.workers w JOIN its_scheduler.worker_contacts c ON c.worker_id = w.id ORDER BY w.name",
+         FROM its_scheduler.workers w JOIN its_scheduler.heartbeats c ON c.worker_id = w.id ORDER BY w.name",
     ),
     ("what is owed to the store", "SELECT count(*), max(tries), min(due_at) FROM its_scheduler.outbox"),
     (
         "calls that wait",
-        "SELECT replica, beat, changed, left(calls, 300) FROM its_scheduler.waiting_calls",
+        "SELECT replica, beat, changed, left(calls, 300) FROM its_scheduler.peer_waiters",
     ),
     (
         "connections",

@@ -136,7 +136,7 @@ impl Scheduler {
 /// Has `count` workers with ten slots each, of which so many are taken.
 async fn fill(database: &DatabaseConnection, count: usize, taken: u32) -> anyhow::Result<()> {
     let sql = format!(
-        "TRUNCATE leases, events, outbox, workloads, worker_contacts, workers;
+        "TRUNCATE leases, events, outbox, workloads, heartbeats, workers;
          INSERT INTO workers (id, name, desired, state, generation, active_tasks, max_tasks, incarnation, session, gateway_instance,
                               marker_id, boot_id, endpoint, labels, disk_bytes, registered_at)
          SELECT gen_random_uuid(), 'worker-' || n, 'run', 'running', 1, {taken}, 10, 1, 1, gen_random_uuid(), gen_random_uuid(), '',
@@ -145,11 +145,11 @@ async fn fill(database: &DatabaseConnection, count: usize, taken: u32) -> anyhow
                 || CASE WHEN n % 10 = 1 THEN '\"tag-' || (n / 10) % 100 || '\"' ELSE '' END
                 || '], \"team\": null, \"image_kinds\": [\"host\"], \"capabilities\": [\"network-private\"]}}', 0, 0
          FROM generate_series(1, {count}) AS numbers (n);
-         INSERT INTO worker_contacts (worker_id, last_contact_at, patient_since, attended, containers, volumes, disk_free_bytes)
+         INSERT INTO heartbeats (worker_id, last_contact_at, patient_since, attended, containers, volumes, disk_free_bytes)
          SELECT id, CAST(extract(epoch FROM now()) * 1000000 AS BIGINT) + 86400000000, 0, TRUE, 0, 0, 0 FROM workers"
     );
     database.execute_unprepared(&sql).await?;
-    for table in ["workers", "worker_contacts"] {
+    for table in ["workers", "heartbeats"] {
         database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
     }
     Ok(())

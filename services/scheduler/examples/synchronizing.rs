@@ -157,7 +157,7 @@ async fn measure(arguments: Arguments) -> anyhow::Result<()> {
     ensure!(database.get_database_backend() == DbBackend::Postgres, "measured on PostgreSQL only");
     let mut said = Vec::new();
     for count in &arguments.workers {
-        let empty = "TRUNCATE leases, events, outbox, workloads, worker_contacts, workers, gone_workers";
+        let empty = "TRUNCATE leases, events, outbox, workloads, heartbeats, workers, removed_workers";
         database.execute_unprepared(empty).await?;
         let figures = of(&arguments, &database, *count).await?;
         said.extend(figures.into_iter().map(|(name, figure)| format!("\"{count}_{name}\": {figure:.3}")));
@@ -189,7 +189,7 @@ async fn of(
     let begun = Instant::now();
     let mut crowd = Crowd::connect(arguments, &server, count).await?;
     let hellos = count as f64 / begun.elapsed().as_secs_f64();
-    for table in ["workers", "worker_contacts"] {
+    for table in ["workers", "heartbeats"] {
         database.execute_unprepared(&format!("VACUUM ANALYZE {table}")).await?;
     }
     // Until each has said something, and what came with their number is over.

@@ -90,28 +90,8 @@ const MESSAGE_LIMIT: usize = 16 << 20;
 struct Schema;
 
 impl Migrations for Schema {
-    const ALL: &'static [SqlMigration] = &[
-        SqlMigration { name: "0001_scheduler", sql: include_str!("db/migrations/0001_scheduler.sql") },
-        SqlMigration { name: "0002_registry", sql: include_str!("db/migrations/0002_registry.sql") },
-        SqlMigration { name: "0003_grants", sql: include_str!("db/migrations/0003_grants.sql") },
-        SqlMigration { name: "0004_places", sql: include_str!("db/migrations/0004_places.sql") },
-        SqlMigration { name: "0005_retries", sql: include_str!("db/migrations/0005_retries.sql") },
-        SqlMigration { name: "0006_room", sql: include_str!("db/migrations/0006_room.sql") },
-        SqlMigration { name: "0007_kept_free", sql: include_str!("db/migrations/0007_kept_free.sql") },
-        SqlMigration { name: "0008_chosen_by", sql: include_str!("db/migrations/0008_chosen_by.sql") },
-        SqlMigration {
-            name: "0009_lost_for_good",
-            sql: include_str!("db/migrations/0009_lost_for_good.sql"),
-        },
-        SqlMigration {
-            name: "0010_waiting_calls",
-            sql: include_str!("db/migrations/0010_waiting_calls.sql"),
-        },
-        SqlMigration { name: "0011_ended_tasks", sql: include_str!("db/migrations/0011_ended_tasks.sql") },
-        SqlMigration { name: "0012_outcomes", sql: include_str!("db/migrations/0012_outcomes.sql") },
-        SqlMigration { name: "0013_failed_team", sql: include_str!("db/migrations/0013_failed_team.sql") },
-        SqlMigration { name: "0014_abridged", sql: include_str!("db/migrations/0014_abridged.sql") },
-    ];
+    const ALL: &'static [SqlMigration] =
+        &[SqlMigration { name: "0001_scheduler", sql: include_str!("db/migrations/0001_scheduler.sql") }];
 
     const BY_INDEX: bool = true;
 }

@@ -86,7 +86,7 @@ pub(crate) async fn put(
     let id = Uuid::now_v7();
     let row = outbox::ActiveModel {
         id: Set(id),
-        workload_id: Set(holder),
+        holder_id: Set(holder),
         message: Set(to_json(&message)?),
         tries: Set(0),
         due_at: Set((now + CLAIM).0),
@@ -98,12 +98,12 @@ pub(crate) async fn put(
 #[derive(Serialize)]
 struct NewParcel {
     id: Uuid,
-    workload_id: Uuid,
+    holder_id: Uuid,
     message: String,
 }
 
 const NEW_PARCEL: [(&str, Column); 3] =
-    [("id", Column::Uuid), ("workload_id", Column::Uuid), ("message", Column::Text)];
+    [("id", Column::Uuid), ("holder_id", Column::Uuid), ("message", Column::Text)];
 
 /// The same of many, each with its holder.
 pub(crate) async fn put_all(
@@ -117,12 +117,12 @@ pub(crate) async fn put_all(
         return Ok(parcels);
     }
     let fresh = parcels.iter().map(|Parcel { id, holder, message, .. }| {
-        Ok(NewParcel { id: *id, workload_id: *holder, message: to_json(message)? })
+        Ok(NewParcel { id: *id, holder_id: *holder, message: to_json(message)? })
     });
     let fresh = fresh.collect::<Result<Vec<_>, DbErr>>()?;
     let backend = txn.get_database_backend();
     let query = format!(
-        "INSERT INTO outbox (id, workload_id, message, tries, due_at) SELECT id, workload_id, message, 0, $2 FROM ({}) AS given",
+        "INSERT INTO outbox (id, holder_id, message, tries, due_at) SELECT id, holder_id, message, 0, $2 FROM ({}) AS given",
         rows::query(backend, 1, &NEW_PARCEL)
     );
     let values = [rows::value(&fresh)?, (now + CLAIM).0.into()];
@@ -150,7 +150,7 @@ pub(crate) async fn claim(txn: &DatabaseTransaction, now: Timestamp) -> Result<V
         .map(|row| {
             Ok(Parcel {
                 id: row.id,
-                holder: row.workload_id,
+                holder: row.holder_id,
                 message: from_json(&row.message)?,
                 tries: row.tries,
             })
@@ -187,7 +187,7 @@ pub(crate) async fn postpone(
 
 /// Whether something about `holder` is still to be told.
 pub(crate) async fn pending(txn: &impl ConnectionTrait, holder: Uuid) -> Result<bool, DbErr> {
-    let row = outbox::Entity::find().filter(outbox::Column::WorkloadId.eq(holder)).one(txn).await?;
+    let row = outbox::Entity::find().filter(outbox::Column::HolderId.eq(holder)).one(txn).await?;
     Ok(row.is_some())
 }
 

@@ -187,7 +187,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         refusals,
         failures: worker.failures,
         last_failure: worker.last_failure,
-        set_aside_until: worker.set_aside_until.map(timestamp),
+        set_aside_until: worker.quarantined_until.map(timestamp),
         failed_team: worker.failed_team.unwrap_or_default(),
         unsupported_versions: worker.unsupported_versions,
         reserved: requests(placed.load.reserved),
@@ -204,7 +204,7 @@ pub(super) fn gone_worker(gone: removed_worker::Model) -> pb::GoneWorker {
         worker_id: gone.id.to_string(),
         name: gone.name,
         how: how.into(),
-        at: Some(timestamp(Timestamp(gone.gone_at))),
+        at: Some(timestamp(Timestamp(gone.removed_at))),
     }
 }
 

@@ -28,7 +28,7 @@ const HOME: [(&str, Column); 3] =
     [("team", Column::Text), ("owner", Column::Text), ("worker_id", Column::Uuid)];
 
 /// One that takes work has not been asked for anything else, and is not lost.
-const TAKES_WORK: &str = "EXISTS (SELECT 1 FROM workers WHERE workers.id = owner_workers.worker_id AND workers.state <> 'lost' \
+const TAKES_WORK: &str = "EXISTS (SELECT 1 FROM workers WHERE workers.id = owner_affinity.worker_id AND workers.state <> 'lost' \
                           AND workers.desired = 'run')";
 
 /// Leaves out what was decided for an owner whose containers are on another worker, with all of its group. The first grant to an owner says
@@ -104,7 +104,7 @@ async fn lock_homes(
 ) -> Result<HashMap<(String, String), WorkerId>, DbErr> {
     let backend = txn.get_database_backend();
     let query = format!(
-        "SELECT team, owner, worker_id FROM owner_workers
+        "SELECT team, owner, worker_id FROM owner_affinity
          WHERE (team, owner) IN (SELECT team, owner FROM ({}) AS given) AND {TAKES_WORK} ORDER BY team, owner {}",
         rows::query(backend, 1, &HOME),
         rows::lock(backend, "FOR UPDATE")
@@ -123,10 +123,10 @@ async fn write_homes(
     }
     let backend = txn.get_database_backend();
     let query = format!(
-        "INSERT INTO owner_workers (team, owner, worker_id, granted_at)
+        "INSERT INTO owner_affinity (team, owner, worker_id, granted_at)
          SELECT team, owner, worker_id, $2 FROM ({}) AS given WHERE TRUE ORDER BY team, owner
          ON CONFLICT (team, owner) DO UPDATE SET granted_at = excluded.granted_at,
-         worker_id = CASE WHEN {TAKES_WORK} THEN owner_workers.worker_id ELSE excluded.worker_id END
+         worker_id = CASE WHEN {TAKES_WORK} THEN owner_affinity.worker_id ELSE excluded.worker_id END
          RETURNING team, owner, worker_id",
         rows::query(backend, 1, &HOME)
     );

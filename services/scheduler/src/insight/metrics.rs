@@ -178,7 +178,10 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     let why = [
         ("landing", worker::Column::Desired.eq(worker::Desired::Land)),
         ("retiring", worker::Column::Desired.eq(worker::Desired::Retire)),
-        ("set_aside", worker::Column::SetAsideUntil.is_not_null().and(worker::Column::FailedTeam.is_null())),
+        (
+            "set_aside",
+            worker::Column::QuarantinedUntil.is_not_null().and(worker::Column::FailedTeam.is_null()),
+        ),
         ("incompatible", worker::Column::UnsupportedVersions.ne("[]")),
     ];
     for (why, matching) in why {

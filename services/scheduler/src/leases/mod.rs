@@ -477,7 +477,7 @@ pub(crate) async fn worker_of_owner(
 
 /// Forgets where owners of containers were that had no lease granted since `before` and have none now.
 pub(crate) async fn forget_owners(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
-    let unused = "NOT EXISTS (SELECT 1 FROM leases WHERE leases.team = owner_workers.team AND leases.owner = owner_workers.owner \
+    let unused = "NOT EXISTS (SELECT 1 FROM leases WHERE leases.team = owner_affinity.team AND leases.owner = owner_affinity.owner \
                   AND leases.state <> 'ended' AND leases.owner <> '')";
     owner_affinity::Entity::delete_many()
         .filter(owner_affinity::Column::GrantedAt.lt(before.0))

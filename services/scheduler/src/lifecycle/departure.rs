@@ -131,7 +131,7 @@ pub(crate) async fn run(
             .await?;
         return Ok(None);
     };
-    if row.desired != Desired::Run || row.set_asides > 0 || row.failures > 0 {
+    if row.desired != Desired::Run || row.quarantines > 0 || row.failures > 0 {
         worker::Entity::update_many()
             .set(worker::ActiveModel {
                 desired: Set(Desired::Run),
@@ -409,7 +409,7 @@ pub(crate) async fn remove(
         name: Set(row.name.clone()),
         marker_id: Set((how == WorkerEnd::Retired).then_some(row.marker_id)),
         how: Set(how),
-        gone_at: Set(now.0),
+        removed_at: Set(now.0),
         revision: Set(revisions::next_revision(txn).await?),
         store_told: Set(false),
     };

@@ -283,7 +283,7 @@ mod tests {
              CREATE FUNCTION count_statement() RETURNS trigger LANGUAGE plpgsql AS
                  $$ BEGIN INSERT INTO statements VALUES (TG_TABLE_NAME); RETURN NULL; END $$;
              CREATE TRIGGER counted AFTER INSERT OR UPDATE OR DELETE ON workers FOR EACH STATEMENT EXECUTE FUNCTION count_statement();
-             CREATE TRIGGER counted AFTER INSERT OR UPDATE OR DELETE ON worker_contacts FOR EACH STATEMENT EXECUTE FUNCTION count_statement()";
+             CREATE TRIGGER counted AFTER INSERT OR UPDATE OR DELETE ON heartbeats FOR EACH STATEMENT EXECUTE FUNCTION count_statement()";
         db.read().execute_unprepared(count).await.expect("they are counted");
         // A lock of a row stands there like a write.
         let versions =
@@ -302,7 +302,7 @@ mod tests {
         let counted = db.read().query_all_raw(asked).await.expect("rows");
         let counted: Vec<String> =
             counted.iter().map(|row| row.try_get("", "on_table").expect("a text")).collect();
-        assert_eq!(counted, ["worker_contacts"]);
+        assert_eq!(counted, ["heartbeats"]);
         let noted = contacts(&db).await;
         assert!(all.iter().all(|heard| noted[&heard.session.worker].volumes == heard.kept.volumes as i64));
     }
@@ -326,7 +326,7 @@ mod tests {
         let db = open(&database).await;
         let first = hello("one");
         let session = db.write(async |txn| let_in(&txn, &first).await).await.expect("let in");
-        let silent = "UPDATE worker_contacts SET last_contact_at = 1";
+        let silent = "UPDATE heartbeats SET last_contact_at = 1";
         db.read().execute_unprepared(silent).await.expect("written");
         let standby = Hello { instance: GatewayInstance::new(), ..first };
 

@@ -1,7 +1,7 @@
 //! Calls that wait at other replicas.
 //!
 //! Who asks for leases and waits is held by its own replica ([`super::waiters`]), which alone can answer. So that others count it, and do not give
-//! to who is behind it what comes free, each replica says with every poll which calls wait there, in a row of its own (table `waiting_calls`),
+//! to who is behind it what comes free, each replica says with every poll which calls wait there, in a row of its own (table `peer_waiters`),
 //! and reads the rows of the others. Their calls stand in the queue here beside all that waits, and have their turns: what one of them would get
 //! is left alone ([`Dispatcher::leave_alone`]), and its replica, which hears of whatever comes free, takes it.
 //!

@@ -198,7 +198,7 @@ impl Dispatcher {
     /// Whether this replica made the reservation of this row.
     #[cfg(test)]
     pub(crate) fn reserved(&self, row: &reservation::Model) -> bool {
-        row.chosen_by == Some(self.reservations.replica)
+        row.replica == self.reservations.replica
     }
 
     /// Tells other replicas what is reserved here, and reads what is reserved there.

@@ -161,9 +161,9 @@ impl Facts {
             just_lost,
             gone: just_lost && (row.ephemeral || row.leaving.is_some()),
             unsupported_versions: from_json(&row.unsupported_versions)?,
-            trust: match row.set_aside_until {
+            trust: match row.quarantined_until {
                 Some(_) => Trust::SetAside(failing(row)),
-                None if row.set_asides > 0 => Trust::OnProbation(failing(row)),
+                None if row.quarantines > 0 => Trust::OnProbation(failing(row)),
                 None => Trust::Full,
             },
             labels: match self.labels.get(&row.labels) {
@@ -295,7 +295,7 @@ impl Memory {
         let given = rows::ids(ids.iter().map(|id| id.uuid()))?;
         let (db, backend) = (db.read(), db.read().get_database_backend());
         let among = rows::among(backend, 1);
-        let query = format!("SELECT * FROM worker_contacts WHERE worker_id {among}");
+        let query = format!("SELECT * FROM heartbeats WHERE worker_id {among}");
         let contacts = Statement::from_sql_and_values(backend, query, [given]);
         let contacts = heartbeat::Entity::find().from_raw_sql(contacts).all(db).await?;
         let found = workers::find_all(db, ids.iter().copied()).await?;
@@ -326,7 +326,7 @@ impl Memory {
         let oldest = Statement::from_string(
             DbBackend::Postgres,
             "SELECT CAST(CAST(CAST(pg_snapshot_xmin(pg_current_snapshot()) AS XID) AS TEXT) AS BIGINT) AS oldest,
-             COALESCE((SELECT MAX(revision) FROM gone_workers), 0) AS went",
+             COALESCE((SELECT MAX(revision) FROM removed_workers), 0) AS went",
         );
         let row = read.query_one_raw(oldest).await?;
         let oldest = row.as_ref().map(|row| row.try_get::<i64>("", "oldest")).transpose()?;
@@ -349,7 +349,7 @@ impl Memory {
             Statement::from_sql_and_values(DbBackend::Postgres, query, values)
         };
         let (contacts, rows) = tokio::try_join!(
-            heartbeat::Entity::find().from_raw_sql(since("worker_contacts")).all(read),
+            heartbeat::Entity::find().from_raw_sql(since("heartbeats")).all(read),
             worker::Entity::find().from_raw_sql(since("workers")).all(read),
         )?;
         let mut changed: HashSet<_> = contacts.iter().map(|contact| contact.worker_id).collect();

@@ -83,16 +83,16 @@ pub(crate) async fn observe(
     // In one order, and as a statement of its own: the sessions that the next one reads are those of after the wait.
     let workers = rows::ids(heard.iter().map(|heard| heard.session.worker.uuid()))?;
     let locked = format!(
-        "SELECT worker_id FROM worker_contacts WHERE worker_id {} ORDER BY worker_id {}",
+        "SELECT worker_id FROM heartbeats WHERE worker_id {} ORDER BY worker_id {}",
         rows::among(backend, 1),
         rows::lock(backend, "FOR UPDATE")
     );
     txn.query_all_raw(Statement::from_sql_and_values(backend, locked, [workers])).await?;
     let query = format!(
-        "UPDATE worker_contacts SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
+        "UPDATE heartbeats SET last_contact_at = given.last_contact_at, attended = TRUE, containers = given.containers,
              volumes = given.volumes, disk_free_bytes = given.disk_free_bytes, kept_containers = given.kept_containers
          FROM ({}) AS given JOIN workers ON workers.id = given.worker_id
-         WHERE worker_contacts.worker_id = given.worker_id AND workers.session = given.session
+         WHERE heartbeats.worker_id = given.worker_id AND workers.session = given.session
              AND workers.incarnation = given.incarnation AND workers.leaving IS NULL",
         rows::query(backend, 1, &HEARD)
     );

@@ -119,7 +119,7 @@ pub(crate) struct Worker {
     pub(crate) held_up_by: String,
     pub(crate) failures: u32,
     pub(crate) last_failure: String,
-    pub(crate) set_aside_until: Option<Timestamp>,
+    pub(crate) quarantined_until: Option<Timestamp>,
     /// The team of all failures. `None`: they are of several, or there are none.
     pub(crate) failed_team: Option<String>,
     pub(crate) unsupported_versions: Vec<u32>,
@@ -506,7 +506,7 @@ async fn silent(
 ) -> Result<Vec<Uuid>, DbErr> {
     let query = format!(
         "WITH silent AS MATERIALIZED
-           (SELECT worker_id FROM worker_contacts WHERE last_contact_at < $1 AND patient_since < $2)
+           (SELECT worker_id FROM heartbeats WHERE last_contact_at < $1 AND patient_since < $2)
          SELECT workers.id FROM silent JOIN workers ON workers.id = silent.worker_id WHERE workers.state = $3 {limit}"
     );
     let values = [(now - term).0.into(), (now - config.worker_ttl).0.into(), state.to_value().into()];
@@ -667,7 +667,7 @@ fn view(
         interrupt_at: row.interrupt_at.map(Timestamp),
         unsupported_versions: from_json(&row.unsupported_versions)?,
         failures: u32::try_from(row.failures).unwrap_or(u32::MAX),
-        set_aside_until: row.set_aside_until.map(Timestamp),
+        quarantined_until: row.quarantined_until.map(Timestamp),
         revision: row.revision,
         held_up_by: row.held_up_by,
         last_failure: row.last_failure,

@@ -45,25 +45,25 @@ pub(crate) async fn failed(
     let is_of_one_team = row.failures == 0 || row.failed_team.as_deref() == Some(team);
     // What one team failed at says little of the worker to others.
     let is_of_second_team = !is_of_one_team && row.failed_team.is_some();
-    let (failures, set_asides, until) = if is_of_second_team {
+    let (failures, quarantines, until) = if is_of_second_team {
         (1, 0, None)
     } else {
-        (row.failures + 1, row.set_asides, row.set_aside_until)
+        (row.failures + 1, row.quarantines, row.quarantined_until)
     };
     // Those that were under way when it was set aside say nothing new.
-    let again = until.is_none() && (set_asides > 0 || failures >= i64::from(config.set_aside_after));
+    let again = until.is_none() && (quarantines > 0 || failures >= i64::from(config.set_aside_after));
     let mut noted = worker::ActiveModel {
         failures: Set(failures),
         failed_team: Set(is_of_one_team.then(|| team.to_owned())),
         last_failure: Set(why.to_owned()),
-        set_asides: Set(set_asides),
-        set_aside_until: Set(until),
+        quarantines: Set(quarantines),
+        quarantined_until: Set(until),
         ..Default::default()
     };
     if again {
-        let term = term(config, set_asides + 1);
-        noted.set_asides = Set(set_asides + 1);
-        noted.set_aside_until = Set(Some((now + term).0));
+        let term = term(config, quarantines + 1);
+        noted.quarantines = Set(quarantines + 1);
+        noted.quarantined_until = Set(Some((now + term).0));
         tracing::warn!(
             worker.name = row.name,
             team = is_of_one_team.then_some(team),
@@ -101,8 +101,8 @@ pub(crate) fn forgiven() -> worker::ActiveModel {
         failures: Set(0),
         failed_team: Set(None),
         last_failure: Set(String::new()),
-        set_asides: Set(0),
-        set_aside_until: Set(None),
+        quarantines: Set(0),
+        quarantined_until: Set(None),
         ..Default::default()
     }
 }
@@ -110,8 +110,8 @@ pub(crate) fn forgiven() -> worker::ActiveModel {
 /// Lets workers be tried again whose time has passed.
 pub(crate) async fn try_again(context: &Context, now: Timestamp) -> Result<(), DbErr> {
     let due = worker::Entity::find()
-        .filter(worker::Column::SetAsideUntil.is_not_null())
-        .filter(worker::Column::SetAsideUntil.lte(now.0))
+        .filter(worker::Column::QuarantinedUntil.is_not_null())
+        .filter(worker::Column::QuarantinedUntil.lte(now.0))
         .one(context.db.read())
         .await?;
     if due.is_none() {
@@ -133,9 +133,9 @@ pub(crate) async fn put_on_probation(
     effects: &mut Effects,
 ) -> Result<(), DbErr> {
     let tried = worker::Entity::update_many()
-        .col_expr(worker::Column::SetAsideUntil, Expr::value(None::<i64>))
-        .filter(worker::Column::SetAsideUntil.is_not_null())
-        .filter(worker::Column::SetAsideUntil.lte(now.0))
+        .col_expr(worker::Column::QuarantinedUntil, Expr::value(None::<i64>))
+        .filter(worker::Column::QuarantinedUntil.is_not_null())
+        .filter(worker::Column::QuarantinedUntil.lte(now.0))
         .exec_with_returning(txn)
         .await?;
     revisions::changed(txn, &tried.iter().map(|row| row.id).collect::<Vec<_>>(), effects).await

@@ -59,7 +59,7 @@ pub(crate) async fn is_retired(db: &impl ConnectionTrait, name: &str, marker: Uu
 /// Forgets which workers went before `before`, of those that the store has forgotten.
 pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Result<(), DbErr> {
     let old = removed_worker::Entity::find()
-        .filter(removed_worker::Column::GoneAt.lt(before.0))
+        .filter(removed_worker::Column::RemovedAt.lt(before.0))
         .filter(removed_worker::Column::StoreTold.eq(true))
         .all(txn)
         .await?;

@@ -781,7 +781,7 @@ pub(crate) async fn forget(txn: &DatabaseTransaction, before: Timestamp) -> Resu
         .column(workload::Column::Id)
         .filter(Expr::cust(FINISHED))
         .filter(workload::Column::FinishedAt.lt(before.0))
-        .filter(Expr::cust("NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.workload_id = workloads.id)"))
+        .filter(Expr::cust("NOT EXISTS (SELECT 1 FROM outbox WHERE outbox.holder_id = workloads.id)"))
         // What may run still of one that was given up keeps its slot.
         .filter(Expr::cust(
             "NOT EXISTS (SELECT 1 FROM leases WHERE leases.workload_id = workloads.id AND leases.state <> 'ended')",

@@ -88,7 +88,7 @@ async fn what_finished_long_ago_is_forgotten_once_the_store_knows(database: Test
         all.into_iter().map(|submission| submission.id.uuid()).collect::<Vec<_>>()
     };
     let heard = async |id: Uuid| {
-        let told = parcels::Entity::delete_many().filter(parcels::Column::WorkloadId.eq(id));
+        let told = parcels::Entity::delete_many().filter(parcels::Column::HolderId.eq(id));
         db.write(async |txn| told.clone().exec(&*txn).await).await.expect("delivered").rows_affected
     };
     let left = async || {
@@ -117,35 +117,4 @@ async fn what_finished_long_ago_is_forgotten_on_sqlite() {
 #[tokio::test]
 async fn what_finished_long_ago_is_forgotten_on_postgresql() {
     what_finished_long_ago_is_forgotten_once_the_store_knows(testing::databases::postgres().await).await;
-}
-
-#[tokio::test]
-async fn what_had_finished_before_is_listed_by_how_it_ended() {
-    let migration = include_str!("../db/migrations/0012_outcomes.sql");
-    let fills = migration.find("UPDATE").map(|at| &migration[at..]).expect("it fills what is there");
-    let fills = fills.split(';').next().expect("a statement");
-    let (sqlite, postgres) = (testing::databases::sqlite(), testing::databases::postgres().await);
-    for database in [&sqlite, &postgres] {
-        let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
-        let ways = [Outcome::Succeeded, Outcome::Failed, Outcome::Errored, Outcome::Aborted];
-        let mut ended = Vec::new();
-        for outcome in ways {
-            let submission = Submission::new(WorkloadId::new(), test_support::spec(), None);
-            let (row, now) = (submission.row(State::Running, Timestamp::now()), Timestamp::now());
-            let ending = Ending { outcome, ..Ending::aborted() };
-            db.write(async |txn| {
-                let mut effects = Effects::default();
-                save(&txn, row.clone(), Write::Insert, None, now, &mut effects).await?;
-                conclude(&txn, row.clone(), ending.clone(), None, now, &mut effects).await
-            })
-            .await
-            .expect("concluded");
-            ended.push((submission.id, workload::Outcome::from(outcome)));
-        }
-        db.read().execute_unprepared("UPDATE workloads SET outcome = NULL").await.expect("as it was");
-        db.read().execute_unprepared(fills).await.expect("filled");
-        for (id, outcome) in ended {
-            assert_eq!(find(db.read(), id).await.expect("a row").expect("a row").outcome, Some(outcome));
-        }
-    }
 }

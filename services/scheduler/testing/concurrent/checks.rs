@@ -22,7 +22,7 @@ use crate::workloads::events::Event;
 async fn rest(txn: &db::Transaction) -> Result<(), DbErr> {
     if txn.get_database_backend() == DbBackend::Postgres {
         let tables =
-            "LOCK TABLE workloads, events, leases, workers, worker_contacts, kept_free, outbox IN SHARE MODE";
+            "LOCK TABLE workloads, events, leases, workers, heartbeats, reservations, outbox IN SHARE MODE";
         txn.execute_unprepared(tables).await?;
     }
     Ok(())

@@ -259,13 +259,13 @@ impl State {
         if worker.failures == 0 {
             worker.failed_team = Some(team.to_owned());
         } else if worker.failed_team.take_if(|before| before != team).is_some() {
-            (worker.failures, worker.set_asides, worker.set_aside_until) = (0, 0, None);
+            (worker.failures, worker.quarantines, worker.quarantined_until) = (0, 0, None);
         }
         worker.failures += 1;
-        if worker.set_aside_until.is_none() && (worker.set_asides > 0 || worker.failures >= 2) {
-            let term = (0..worker.set_asides).fold(25, |term, _| (term * 2).min(105));
-            worker.set_asides += 1;
-            worker.set_aside_until = Some(now + term);
+        if worker.quarantined_until.is_none() && (worker.quarantines > 0 || worker.failures >= 2) {
+            let term = (0..worker.quarantines).fold(25, |term, _| (term * 2).min(105));
+            worker.quarantines += 1;
+            worker.quarantined_until = Some(now + term);
         }
     }
 

@@ -16,7 +16,7 @@ use crate::workers::Hello;
 impl Worker {
     /// It is trusted again.
     pub(super) fn forgive(&mut self) {
-        (self.failures, self.set_asides, self.set_aside_until) = (0, 0, None);
+        (self.failures, self.quarantines, self.quarantined_until) = (0, 0, None);
         self.failed_team = None;
     }
 }
@@ -66,8 +66,8 @@ impl State {
             forced: false,
             leaving: false,
             failures: 0,
-            set_asides: 0,
-            set_aside_until: None,
+            quarantines: 0,
+            quarantined_until: None,
             failed_team: None,
         }
     }
@@ -208,8 +208,8 @@ impl State {
                 self.see_one_off(name, now);
             }
             for worker in self.workers.values_mut() {
-                if worker.set_aside_until.is_some_and(|until| until <= now) {
-                    worker.set_aside_until = None;
+                if worker.quarantined_until.is_some_and(|until| until <= now) {
+                    worker.quarantined_until = None;
                 }
             }
             if *self == before {

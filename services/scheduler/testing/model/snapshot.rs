@@ -85,8 +85,8 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             forced: row.force_retire,
             leaving: row.leaving.is_some(),
             failures: row.failures,
-            set_asides: row.set_asides,
-            set_aside_until: row.set_aside_until.map(minutes),
+            quarantines: row.quarantines,
+            quarantined_until: row.quarantined_until.map(minutes),
             failed_team: row.failed_team.clone(),
         };
         let counted = Amounts {
@@ -105,7 +105,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             name: row.name,
             how: row.how,
             marker: row.marker_id.map(MarkerId::from_uuid),
-            at: minutes(row.gone_at),
+            at: minutes(row.removed_at),
             order,
         };
         state.gone.insert(WorkerId::from_uuid(row.id), gone);
@@ -194,7 +194,7 @@ pub(super) async fn look(db: &db::Database, calendar: Calendar) -> State {
             Message::Settle(_) => Parcel::Settle,
             Message::EndAttempt { .. } => Parcel::EndAttempt,
         };
-        state.owe(row.workload_id, parcel);
+        state.owe(row.holder_id, parcel);
     }
     state
 }

@@ -61,8 +61,8 @@ pub(super) struct Worker {
     pub(super) forced: bool,
     pub(super) leaving: bool,
     pub(super) failures: i64,
-    pub(super) set_asides: i64,
-    pub(super) set_aside_until: Option<Minutes>,
+    pub(super) quarantines: i64,
+    pub(super) quarantined_until: Option<Minutes>,
     pub(super) failed_team: Option<String>,
 }
 
@@ -188,10 +188,10 @@ impl State {
             self.live(worker.id).map(|(_, lease)| lease).filter(|lease| lease.kind.takes_a_slot()).collect();
         let taken = slots.iter().fold(Amounts::default(), |all, lease| all.and(lease.amounts));
         let failed = worker.failed_team.as_ref().is_none_or(|team| team == asks.team);
-        let is_on_probation = worker.set_asides > 0 && failed;
+        let is_on_probation = worker.quarantines > 0 && failed;
         let is_full = traits.max_tasks.is_some_and(|max| slots.len() >= max as usize)
             || (is_on_probation && !slots.is_empty())
-            || (worker.set_aside_until.is_some() && failed);
+            || (worker.quarantined_until.is_some() && failed);
         let not_now = worker.contact != Contact::Running
             || worker.desired == Desired::Land
             || (asks.takes_a_slot && is_full)

@@ -58,7 +58,7 @@ fn quiet(config: Config) -> Config {
 fn is_quiet(rows: &BTreeSet<String>) -> bool {
     let is_untold = |row: &String| {
         row.starts_with("outbox:")
-            || (row.starts_with("gone_workers:") && (row.ends_with(",0") || row.ends_with(",f)")))
+            || (row.starts_with("removed_workers:") && (row.ends_with(",0") || row.ends_with(",f)")))
     };
     !rows.iter().any(is_untold)
 }

@@ -54,7 +54,7 @@ async fn streams_read_nothing_while_nothing_changes() {
     let other = sea_orm::Database::connect(&database.url).await.expect("a connection");
 
     let locked = other.begin().await.expect("a transaction");
-    let all = "LOCK TABLE workers, worker_contacts, gone_workers, leases, workloads IN ACCESS EXCLUSIVE MODE";
+    let all = "LOCK TABLE workers, heartbeats, removed_workers, leases, workloads IN ACCESS EXCLUSIVE MODE";
     locked.execute_unprepared(all).await.expect("locked");
     let hears = async |gateway: &mut Gateway| {
         for _ in 0..3 {

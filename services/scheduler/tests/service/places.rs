@@ -173,7 +173,7 @@ pub(crate) async fn who_waited_at_a_replica_that_is_stopped_is_behind_nothing(da
     let scheduler = Running::start(config(&database)).await;
     let connection = sea_orm::Database::connect(&database.url).await.expect("the database");
     let told = async || {
-        let sql = "SELECT replica FROM waiting_calls";
+        let sql = "SELECT replica FROM peer_waiters";
         let statement = Statement::from_string(connection.get_database_backend(), sql);
         connection.query_all_raw(statement).await.expect("read").len()
     };

@@ -113,7 +113,7 @@ pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(datab
 
     // Nearly all of the hour passes. It has all of the rest.
     let almost = (Timestamp::now() - (hour - Duration::from_secs(600))).0;
-    time_passes(&database, &format!("UPDATE worker_contacts SET last_contact_at = {almost}")).await;
+    time_passes(&database, &format!("UPDATE heartbeats SET last_contact_at = {almost}")).await;
     let scheduler = Running::start(config()).await;
     until("it is stalled", async || {
         (scheduler.worker("gone").await.state() == pb::WorkerState::Stalled).then_some(())
@@ -129,7 +129,7 @@ pub(crate) async fn a_restart_does_not_forget_how_long_a_worker_was_silent(datab
 
     // Of the hour that is over now, a start of the scheduler gives back no more than the time to come back.
     let over = (Timestamp::now() - hour).0;
-    time_passes(&database, &format!("UPDATE worker_contacts SET last_contact_at = {over}")).await;
+    time_passes(&database, &format!("UPDATE heartbeats SET last_contact_at = {over}")).await;
     let scheduler = Running::start(config()).await;
     let lost = scheduler.finished(id).await;
     assert_eq!(lost.failure.map(|failure| failure.reason), Some("WORKER_LOST".to_owned()));

@@ -1,9 +1,9 @@
-//! Table `worker_contacts`.
+//! Table `heartbeats`.
 
 use sea_orm::entity::prelude::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
-#[sea_orm(table_name = "worker_contacts")]
+#[sea_orm(table_name = "heartbeats")]
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
     pub(crate) worker_id: Uuid,

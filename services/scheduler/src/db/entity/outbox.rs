@@ -7,7 +7,7 @@ use sea_orm::entity::prelude::*;
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
     pub(crate) id: Uuid,
-    pub(crate) workload_id: Uuid,
+    pub(crate) holder_id: Uuid,
     pub(crate) message: String,
     pub(crate) tries: i64,
     pub(crate) due_at: i64,

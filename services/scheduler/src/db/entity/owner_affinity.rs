@@ -1,9 +1,9 @@
-//! Table `owner_workers`.
+//! Table `owner_affinity`.
 
 use sea_orm::entity::prelude::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
-#[sea_orm(table_name = "owner_workers")]
+#[sea_orm(table_name = "owner_affinity")]
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
     pub(crate) team: String,

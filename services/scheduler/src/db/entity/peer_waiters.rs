@@ -1,9 +1,9 @@
-//! Table `waiting_calls`.
+//! Table `peer_waiters`.
 
 use sea_orm::entity::prelude::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
-#[sea_orm(table_name = "waiting_calls")]
+#[sea_orm(table_name = "peer_waiters")]
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
     pub(crate) replica: Uuid,

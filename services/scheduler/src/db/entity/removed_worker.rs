@@ -1,16 +1,16 @@
-//! Table `gone_workers`.
+//! Table `removed_workers`.
 
 use sea_orm::entity::prelude::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
-#[sea_orm(table_name = "gone_workers")]
+#[sea_orm(table_name = "removed_workers")]
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
     pub(crate) id: Uuid,
     pub(crate) name: String,
     pub(crate) marker_id: Option<Uuid>,
     pub(crate) how: WorkerEnd,
-    pub(crate) gone_at: i64,
+    pub(crate) removed_at: i64,
     pub(crate) revision: i64,
     pub(crate) store_told: bool,
 }

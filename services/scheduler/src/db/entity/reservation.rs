@@ -1,4 +1,4 @@
-//! Table `kept_free`.
+//! Table `reservations`.
 
 use std::collections::HashMap;
 
@@ -6,15 +6,15 @@ use domain::{Timestamp, WorkerId};
 use sea_orm::entity::prelude::*;
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
-#[sea_orm(table_name = "kept_free")]
+#[sea_orm(table_name = "reservations")]
 pub(crate) struct Model {
     #[sea_orm(primary_key, auto_increment = false)]
-    /// The same as `waits_as`: nothing is kept free for that one for a time, and nobody else chooses.
+    /// The same as `request_id`: the request has no reservation for a time.
     pub(crate) worker_id: Uuid,
-    pub(crate) waits_as: Uuid,
+    pub(crate) request_id: Uuid,
     pub(crate) expires_at: i64,
-    /// The process that chose the worker. `None`: one of an older version.
-    pub(crate) chosen_by: Option<Uuid>,
+    /// The process that made the reservation.
+    pub(crate) replica: Uuid,
 }
 
 #[derive(Copy, Clone, Debug, EnumIter, DeriveRelation)]
@@ -26,6 +26,6 @@ impl ActiveModelBehavior for ActiveModel {}
 pub(crate) async fn all(db: &impl ConnectionTrait, now: Timestamp) -> Result<HashMap<WorkerId, Uuid>, DbErr> {
     let rows = Entity::find().filter(Column::ExpiresAt.gt(now.0)).all(db).await?;
     // Others say that nothing is kept free.
-    let rows = rows.iter().filter(|row| row.worker_id != row.waits_as);
-    Ok(rows.map(|row| (WorkerId::from_uuid(row.worker_id), row.waits_as)).collect())
+    let rows = rows.iter().filter(|row| row.worker_id != row.request_id);
+    Ok(rows.map(|row| (WorkerId::from_uuid(row.worker_id), row.request_id)).collect())
 }

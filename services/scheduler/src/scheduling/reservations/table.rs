@@ -28,13 +28,13 @@ impl Reservations {
     pub(super) fn read(&mut self, rows: &[Model], now: Timestamp) {
         self.others.clear();
         for row in rows.iter().filter(|row| Timestamp(row.expires_at) > now) {
-            let (worker, request) = (WorkerId::from_uuid(row.worker_id), row.waits_as);
-            if row.chosen_by == Some(self.replica) {
+            let (worker, request) = (WorkerId::from_uuid(row.worker_id), row.request_id);
+            if row.replica == self.replica {
                 continue;
             }
             self.own.values_mut().for_each(|of| of.lose(worker, now));
             let stays = self.own.get(&request).is_some_and(|own| !own.workers.is_empty() || own.rests);
-            if stays && Some(self.replica) < row.chosen_by {
+            if stays && self.replica < row.replica {
                 continue;
             }
             self.own.remove(&request);
@@ -66,9 +66,9 @@ impl Difference {
         let mut over = Vec::new();
         for row in rows {
             let worker = WorkerId::from_uuid(row.worker_id);
-            let (is_own, ends_at) = (row.chosen_by == Some(replica), Timestamp(row.expires_at));
+            let (is_own, ends_at) = (row.replica == replica, Timestamp(row.expires_at));
             match new.get(&worker) {
-                Some(request) if is_own && *request == row.waits_as && ends_at > now + TERM / 2 => {
+                Some(request) if is_own && *request == row.request_id && ends_at > now + TERM / 2 => {
                     new.remove(&worker);
                 }
                 None if is_own || ends_at <= now => over.push(row.worker_id),
@@ -93,7 +93,7 @@ impl Difference {
     async fn delete(&self, txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
         let backend = txn.get_database_backend();
         let query = format!(
-            "DELETE FROM kept_free WHERE worker_id {} AND (chosen_by = $2 OR expires_at <= $3)",
+            "DELETE FROM reservations WHERE worker_id {} AND (replica = $2 OR expires_at <= $3)",
             rows::among(backend, 1)
         );
         let values = [rows::ids(self.over.iter().copied())?, self.replica.into(), now.0.into()];
@@ -106,21 +106,21 @@ impl Difference {
         #[derive(Serialize)]
         struct Row {
             worker_id: Uuid,
-            waits_as: Uuid,
+            request_id: Uuid,
         }
         const ROW: [(&str, rows::Column); 2] =
-            [("worker_id", rows::Column::Uuid), ("waits_as", rows::Column::Uuid)];
+            [("worker_id", rows::Column::Uuid), ("request_id", rows::Column::Uuid)];
         let backend = txn.get_database_backend();
         let query = format!(
-            "INSERT INTO kept_free (worker_id, waits_as, expires_at, chosen_by)
-             SELECT worker_id, waits_as, $2, $3 FROM ({}) AS chosen WHERE TRUE ORDER BY worker_id
+            "INSERT INTO reservations (worker_id, request_id, expires_at, replica)
+             SELECT worker_id, request_id, $2, $3 FROM ({}) AS chosen WHERE TRUE ORDER BY worker_id
              ON CONFLICT (worker_id) DO UPDATE
-             SET waits_as = excluded.waits_as, expires_at = excluded.expires_at, chosen_by = excluded.chosen_by
-             WHERE kept_free.chosen_by = excluded.chosen_by OR kept_free.expires_at <= $4",
+             SET request_id = excluded.request_id, expires_at = excluded.expires_at, replica = excluded.replica
+             WHERE reservations.replica = excluded.replica OR reservations.expires_at <= $4",
             rows::query(backend, 1, &ROW)
         );
         let row =
-            |(worker, request): (&WorkerId, &Uuid)| Row { worker_id: worker.uuid(), waits_as: *request };
+            |(worker, request): (&WorkerId, &Uuid)| Row { worker_id: worker.uuid(), request_id: *request };
         let new: Vec<_> = self.new.iter().map(row).collect();
         let values = [rows::value(&new)?, (now + TERM).0.into(), self.replica.into(), now.0.into()];
         txn.execute_raw(Statement::from_sql_and_values(backend, query, values)).await?;
