@@ -19,8 +19,8 @@ def bench_synchronizing(base, workers, seconds, landings, runs):
             one("rows of workers written, while nothing changes", "worker_writes", ""),
             one("the scheduler's memory, of each", "bytes", "KiB", 1 / 1024),
             one("let in, 64 at a time", "hellos", "/s"),
-            one("`LandWorker` until its worker hears it, p50", "land_p50_ms", "ms"),
-            one("`LandWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
+            one("`CordonWorker` until its worker hears it, p50", "land_p50_ms", "ms"),
+            one("`CordonWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
         ]
     text = [
         f"Each worker is a stream of `Synchronize`; {said[0]['streams']} share a connection. Each says something every {said[0]['heartbeat']} s, holds nothing, and is told",

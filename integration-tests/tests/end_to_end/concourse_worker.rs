@@ -568,7 +568,7 @@ fn a_concourse_worker_that_is_full_is_not_at_fault_and_work_waits_for_room() {
         });
         let worker = suite.cluster.list("workers").into_iter().find(|one| one["name"] == "concourse");
         let worker = worker.expect("it is there");
-        let set_aside = worker["refusals"].to_string().contains("SET_ASIDE");
+        let set_aside = worker["refusals"].to_string().contains("QUARANTINED");
         assert!(!set_aside && worker["failures"].as_u64().unwrap_or(0) == 0, "{kind:?}: {worker}");
         send(&holds, libc::SIGTERM);
         holds.wait().expect("it ends");

@@ -58,17 +58,17 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     let landing = suite.gantry(&["land", "one"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let landing = landing.expect("gantry runs");
     wait_for("a landing worker", || {
-        (json(&suite, &["show", "worker", "one"])["desired"] == "land").then_some(())
+        (json(&suite, &["show", "worker", "one"])["desired"] == "cordon").then_some(())
     });
     let listed = suite.succeed(&["list", "workers"]);
-    assert!(listed.contains("running, landing"), "{listed}");
+    assert!(listed.contains("running, cordoned"), "{listed}");
     let status = suite.succeed(&["status"]);
-    assert!(status.contains("running, landing"), "{status}");
+    assert!(status.contains("running, cordoned"), "{status}");
     let shown = suite.succeed(&["show", "worker", "one"]);
-    assert!(shown.contains("gets no work:") && shown.contains("is landing"), "{shown}");
+    assert!(shown.contains("gets no work:") && shown.contains("is cordoned"), "{shown}");
     let waiting = detached(&suite, &["--tag", "one"], "true");
     let why = suite.succeed(&["explain", &waiting]);
-    assert!(why.contains("is landing") && why.contains("it is told to run again"), "{why}");
+    assert!(why.contains("is cordoned") && why.contains("it is told to run again"), "{why}");
     assert_eq!(json(&suite, &["show", "workload", &goes])["state"], "running");
 
     // It reads its standard input to the end.
@@ -77,7 +77,7 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     let output = landing.wait_with_output().expect("gantry ends");
     assert!(output.status.success(), "{}", describe(&output));
     let (answer, said) = text(&output);
-    assert_eq!(answer, "worker one: running, landed\n");
+    assert_eq!(answer, "worker one: running, cordoned, drained\n");
     assert!(said.contains("1 of them may be interrupted") && said.contains(&goes), "{said}");
     let moved = wait_for("the interruptible workload on the other worker", || {
         let shown = json(&suite, &["show", "workload", &goes]);
@@ -91,7 +91,7 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     suite.kill("one");
     suite.spawn("one");
     suite.attended("one", "one");
-    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, landed\n");
+    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, cordoned, drained\n");
     assert_eq!(json(&suite, &["show", "workload", &waiting])["state"], "pending");
     assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
     assert_eq!(wait_for_state(&suite, &waiting, "finished")["outcome"], "succeeded");
@@ -99,7 +99,7 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     let long = detached(&suite, &["--tag", "one"], "sleep 600");
     wait_for_state(&suite, &long, "running");
     let landed = json(&suite, &["land", "one", "--deadline", "1s", "--quiet"]);
-    assert_eq!((&landed["desired"], &landed["leases"]), (&"land".into(), &0.into()));
+    assert_eq!((&landed["desired"], &landed["leases"]), (&"cordon".into(), &0.into()));
     let ended = wait_for_state(&suite, &long, "finished");
     assert_eq!((&ended["outcome"], &ended["failure"]["reason"]), (&"errored".into(), &"INTERRUPTED".into()));
 }
@@ -115,7 +115,7 @@ fn what_is_only_on_a_worker_that_lands_is_stalled_or_lost_is_at_risk() {
     let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact");
     let at_risk = || suite.succeed(&["list", "artifacts", "--at-risk"]);
     assert!(!at_risk().contains(artifact), "{}", at_risk());
-    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, landed\n");
+    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, cordoned, drained\n");
     assert!(at_risk().contains(artifact), "{}", at_risk());
     assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
     assert!(!at_risk().contains(artifact), "{}", at_risk());

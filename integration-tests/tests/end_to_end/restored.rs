@@ -131,7 +131,7 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         assert!(text(&cluster, ["list", "volumes", "--set-aside"]).contains(&good));
         let refused = cluster.output(["download", &wanted, "out"]);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
-        assert_eq!(json(&cluster, ["explain", &good])["state"], "set aside");
+        assert_eq!(json(&cluster, ["explain", &good])["state"], "orphaned");
 
         // Rounds of collection, and reports: something else is made, collected and swept meanwhile.
         for _ in 0..3 {
@@ -159,7 +159,7 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         });
         assert!(explained["why"].as_str().is_some_and(|why| why.contains("purged")), "{explained}");
         let refused = cluster.output(["adopt", &bad]);
-        assert!(String::from_utf8_lossy(&refused.stderr).contains("NOT_SET_ASIDE"), "{}", describe(&refused));
+        assert!(String::from_utf8_lossy(&refused.stderr).contains("NOT_ORPHANED"), "{}", describe(&refused));
         cluster.succeed(["purge", "--all"]);
         for kind in ["volumes", "containers"] {
             assert_eq!(aside(&cluster, kind), Vec::<Value>::new(), "of {kind}");

@@ -45,12 +45,41 @@ pub(crate) enum Thing {
     BaseResourceType,
 }
 
+/// Where something is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Open,
+    Sealed,
+    Deleting,
+    Creating,
+    Created,
+    Unconfirmed,
+    Lost,
+    Destroying,
+    Sweeping,
+    Gone,
+    GoingOn,
+    Succeeded,
+    Failed,
+    Errored,
+    Aborted,
+    Settled,
+    Ended,
+    Known,
+    BeingMade,
+    Ready,
+    Empty,
+    Published,
+    InPlace,
+    Orphaned,
+}
+
 /// What something is, and why it is there or went.
 #[derive(Debug, Clone)]
 pub(crate) struct Explanation {
     pub(crate) thing: Thing,
     pub(crate) id: Uuid,
-    pub(crate) state: &'static str,
+    pub(crate) state: Stage,
     pub(crate) label: String,
     pub(crate) size_bytes: u64,
     pub(crate) created_at: Option<Timestamp>,
@@ -75,7 +104,7 @@ pub(crate) struct Explanation {
 }
 
 impl Explanation {
-    fn of(thing: Thing, id: Uuid, state: &'static str) -> Self {
+    fn of(thing: Thing, id: Uuid, state: Stage) -> Self {
         Self {
             thing,
             id,
@@ -265,7 +294,7 @@ fn buried(question: &Question<'_>, row: grave::Model) -> Explanation {
         why: row.marked_why.unwrap_or_default(),
         label: row.label,
         remembered_until: Some(Timestamp(row.gone_at) + question.tombstone),
-        ..Explanation::of(thing, row.id, "gone")
+        ..Explanation::of(thing, row.id, Stage::Gone)
     }
 }
 
@@ -306,14 +335,13 @@ where
     Ok(Relation { relation, thing, ids, total })
 }
 
-/// A state of volumes and containers, as the contract has it.
-fn inventory_state(state: State) -> &'static str {
+fn inventory_state(state: State) -> Stage {
     match state {
-        State::Creating => "creating",
-        State::Created => "created",
-        State::Unconfirmed => "unconfirmed",
-        State::Lost => "lost",
-        State::Destroying => "destroying",
-        State::Sweeping => "sweeping",
+        State::Creating => Stage::Creating,
+        State::Created => Stage::Created,
+        State::Unconfirmed => Stage::Unconfirmed,
+        State::Lost => Stage::Lost,
+        State::Destroying => Stage::Destroying,
+        State::Sweeping => Stage::Sweeping,
     }
 }

@@ -51,7 +51,7 @@ pub(crate) enum ForgetError {
     #[error("worker {0} has the last replica of {1}")]
     LastReplica(WorkerId, HeldAlone),
     #[error("volumes or containers of worker {0} are set aside, and nobody has decided what becomes of them")]
-    HoldsSetAside(WorkerId),
+    HoldsOrphans(WorkerId),
     /// Nothing speaks against it, and nobody wants more than to know that: what was done is taken back.
     #[error("worker {0} may be forgotten")]
     OnlyChecked(WorkerId),
@@ -135,7 +135,7 @@ async fn may_go(
         return Ok(false);
     }
     if !force && holds_set_aside(txn, id).await? {
-        return Err(ForgetError::HoldsSetAside(id));
+        return Err(ForgetError::HoldsOrphans(id));
     }
     // Taken back where it is only checked.
     let let_go = imports::forget_worker(txn, id).await?;

@@ -186,7 +186,7 @@ pub(crate) enum AdoptionError {
     #[error("no volume {0} is set aside for this team{1}")]
     NotFound(VolumeHandle, Where),
     #[error("volume {0} is not set aside: it was adopted or purged, or the store knew it all along")]
-    NotSetAside(VolumeHandle),
+    NotOrphaned(VolumeHandle),
     #[error("{0} cannot be adopted: it is a container, or nobody knows what it shall hold")]
     NotAdoptable(VolumeHandle),
     #[error("artifact {0} is another team's")]
@@ -341,7 +341,7 @@ async fn adopted(
     adoption: &Adoption,
     now: Timestamp,
 ) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
-    let (handle, refused) = (adoption.volume.uuid(), AdoptionError::NotSetAside(adoption.volume));
+    let (handle, refused) = (adoption.volume.uuid(), AdoptionError::NotOrphaned(adoption.volume));
     let Some(row) = volume::Entity::find_by_id(handle).one(txn).await? else {
         let known = grave::Entity::find_by_id(handle).one(txn).await?.is_some()
             || container::Entity::find_by_id(handle).one(txn).await?.is_some();
@@ -380,7 +380,7 @@ pub(crate) enum PurgeError {
     #[error("nothing has the handle {0}{1}")]
     NotFound(Uuid, Where),
     #[error("{0} is not set aside: it was adopted, or the store knew it all along")]
-    NotSetAside(Uuid),
+    NotOrphaned(Uuid),
     #[error("database failed while purging what is set aside")]
     Database(#[from] DbErr),
 }
@@ -450,7 +450,7 @@ async fn must_be_garbage(
             Err(PurgeError::NotFound(handle, Where(on)))
         }
         Some((_, state)) if state.is_garbage() => Ok(()),
-        Some(_) => Err(PurgeError::NotSetAside(handle)),
+        Some(_) => Err(PurgeError::NotOrphaned(handle)),
         None if grave::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
         None => Err(PurgeError::NotFound(handle, Where(on))),
     }

@@ -252,12 +252,13 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
 }
 
 fn summary(response: &CollectResponse, dry_run: bool) -> String {
-    let number = |kind: &str| {
-        let number = response.collected.iter().filter(|collected| collected.kind == kind).count();
+    let number = |thing: Thing| {
+        let number = response.collected.iter().filter(|collected| collected.thing() == thing).count();
         let number = u64::try_from(number).unwrap_or(u64::MAX);
-        (number > 0).then(|| count(number, kind))
+        (number > 0).then(|| count(number, words::thing(thing)))
     };
-    let things: Vec<_> = ["artifact", "volume", "container"].into_iter().filter_map(number).collect();
+    let things: Vec<_> =
+        [Thing::Artifact, Thing::Volume, Thing::Container].into_iter().filter_map(number).collect();
     let verb = if dry_run { "would be marked" } else { "marked" };
     let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(queries::freed(response)));
     if response.truncated {
@@ -268,7 +269,7 @@ fn summary(response: &CollectResponse, dry_run: bool) -> String {
 
 fn collected_row(collected: &Collected) -> Vec<String> {
     vec![
-        collected.kind.clone(),
+        words::thing(collected.thing()).to_owned(),
         collected.id.clone(),
         words::size(collected.size_bytes),
         plain(&collected.why, 100),
@@ -298,9 +299,9 @@ mod tests {
     #[test]
     fn what_was_collected_is_summed_up() {
         let collected =
-            |kind: &str| Collected { kind: kind.to_owned(), size_bytes: 512, ..Default::default() };
+            |thing: Thing| Collected { thing: thing.into(), size_bytes: 512, ..Default::default() };
         let mut response = CollectResponse {
-            collected: ["artifact", "volume", "volume"].map(collected).to_vec(),
+            collected: [Thing::Artifact, Thing::Volume, Thing::Volume].map(collected).to_vec(),
             truncated: false,
         };
         assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");

@@ -113,7 +113,7 @@ fn waits_no_more(workload: &Workload, standing: &str, attendance: Option<&GetAtt
         (None, WorkloadState::Settling) => format!("it has ended{on}, and its outputs are being published"),
         (None, state) => format!("it is {}{on}", words::workload_state(state)),
     };
-    let said = match workload.stopping.as_str() {
+    let said = match words::stop_reason(workload.stopping()) {
         "" => said,
         why => format!("{said}, and shall stop ({why})"),
     };
@@ -290,11 +290,11 @@ mod tests {
         };
         let said = waits_no_more(&workload, "", None);
         assert!(said.starts_with("it runs on big\n"), "{said}");
-        workload.stopping = "CANCELLED".to_owned();
+        workload.stopping = rpc::pb::scheduler::StopReason::Cancelled.into();
         let stops = waits_no_more(&workload, "stalled, silent for 13 s", None);
         assert!(stops.starts_with("it runs on big, and shall stop (CANCELLED)\n"), "{stops}");
         assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
-        workload.stopping.clear();
+        workload.stopping = 0;
         assert!(said.contains("attempt") && said.contains("1970-01-01"), "{said}");
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
@@ -328,14 +328,14 @@ mod tests {
             queue_position: 3,
             workers: vec![WorkerExplanation {
                 worker_name: "one".to_owned(),
-                refusals: vec![refusal("is landing"), refusal("is full (2 of 2 tasks)")],
+                refusals: vec![refusal("is cordoned"), refusal("is full (2 of 2 tasks)")],
                 ..Default::default()
             }],
             unblocked_by: vec!["one: it is told to run again, and one of its tasks ends".to_owned()],
             workers_known: 1,
             ..Default::default()
         };
-        let expected = "it waits, as number 3 by priority and age\n\nWORKER  SAYS\none     is landing, is full (2 of 2 tasks)\n\n\
+        let expected = "it waits, as number 3 by priority and age\n\nWORKER  SAYS\none     is cordoned, is full (2 of 2 tasks)\n\n\
             It is placed as soon as\n  one: it is told to run again, and one of its tasks ends\n";
         assert_eq!(text(&response, false), expected);
     }

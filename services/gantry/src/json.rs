@@ -86,7 +86,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "disk_free_bytes": worker.disk_free_bytes,
         "last_contact_at": worker.last_contact_at.as_ref().map(words::instant),
         "desired": words::desire(worker.desired()),
-        "landed_at": worker.landed_at.as_ref().map(words::instant),
+        "drained_at": worker.drained_at.as_ref().map(words::instant),
         "interrupt_at": worker.interrupt_at.as_ref().map(words::instant),
         "leases": worker.leases,
         "uninterruptible_leases": worker.uninterruptible_leases,
@@ -95,7 +95,7 @@ pub(crate) fn worker(worker: &scheduler::Worker) -> Value {
         "failures": worker.failures,
         "last_failure": some(&worker.last_failure),
         "failed_team": some(&worker.failed_team),
-        "set_aside_until": worker.set_aside_until.as_ref().map(words::instant),
+        "quarantined_until": worker.quarantined_until.as_ref().map(words::instant),
         "unsupported_versions": worker.unsupported_versions,
     })
 }
@@ -171,7 +171,7 @@ pub(crate) fn workload(workload: &scheduler::Workload) -> Value {
         "waiting_for": workload.waiting_for,
         "usage": workload.usage.as_ref().map(usage),
         "retried": workload.retried,
-        "stopping": workload.stopping,
+        "stopping": words::stop_reason(workload.stopping()),
     })
 }
 
@@ -308,7 +308,7 @@ pub(crate) fn explained(explained: &artifacts::ExplainResponse) -> Value {
     json!({
         "thing": thing(explained.thing()),
         "id": explained.id,
-        "state": explained.state,
+        "state": words::explained_state(explained.state()),
         "label": explained.label,
         "size_bytes": explained.size_bytes,
         "created_at": instant(&explained.created_at),
@@ -370,7 +370,7 @@ pub(crate) fn import(import: &artifacts::Import) -> Value {
     })
 }
 
-pub(crate) fn set_aside(one: &artifacts::SetAside) -> Value {
+pub(crate) fn set_aside(one: &artifacts::Orphan) -> Value {
     let known = one.description.clone().unwrap_or_default();
     json!({
         "volume_handle": some(&one.volume_handle),
@@ -402,7 +402,7 @@ pub(crate) fn container(container: &artifacts::Container) -> Value {
 
 pub(crate) fn collected(collected: &artifacts::Collected) -> Value {
     json!({
-        "kind": collected.kind,
+        "kind": words::thing(collected.thing()),
         "id": collected.id,
         "why": collected.why,
         "size_bytes": collected.size_bytes,

@@ -6,7 +6,7 @@ use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::scheduler::{
-    LandWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
+    CordonWorkerRequest, ListRequest, PruneWorkerRequest, PruneWorkerResponse, PrunedWorkload,
     RetireWorkerRequest, RunWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 
@@ -34,13 +34,15 @@ pub(crate) async fn land(
     as_json: bool,
 ) -> anyhow::Result<()> {
     let interrupt_after = args.wait.deadline.map(rpc::duration);
-    let request = LandWorkerRequest { worker: args.worker.clone(), interrupt_after };
+    let request = CordonWorkerRequest { worker: args.worker.clone(), interrupt_after };
     let client = connection.workers();
     let doing = format!("cannot land worker {}", args.worker);
-    let landing = repeat(&doing, async || client.clone().land_worker(request.clone()).await).await?.worker;
+    let landing = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
     let came_down = match landing {
         Some(landing) if !args.wait.no_wait => {
-            Waiting { connection, ui, seen: None }.until(landing, |worker| worker.landed_at.is_some()).await?
+            Waiting { connection, ui, seen: None }
+                .until(landing, |worker| worker.drained_at.is_some())
+                .await?
         }
         landing => landing,
     };
@@ -275,7 +277,7 @@ mod tests {
         let worker = Worker {
             name: "one".to_owned(),
             state: WorkerState::Running.into(),
-            desired: WorkerDesire::Land.into(),
+            desired: WorkerDesire::Cordon.into(),
             leases: 7,
             uninterruptible_leases: 5,
             ..Worker::default()
@@ -293,13 +295,13 @@ mod tests {
         let workloads: Vec<_> = (0..7).map(workload).collect();
         assert_eq!(
             waits_for(&worker, &workloads),
-            "worker one: running, landing, 7 leases to end, 2 of them may be interrupted\n  w0 of team a: make\n  w1 of team a: make\n  \
+            "worker one: running, cordoned, 7 leases to end, 2 of them may be interrupted\n  w0 of team a: make\n  w1 of team a: make\n  \
              w2 of team a: make\n  w3 of team a: make\n  w4 of team a: make\n  and 2 more"
         );
         let lost = Worker { state: WorkerState::Lost.into(), ..worker.clone() };
         let said = waits_for(&lost, &[]);
         assert!(said.ends_with("and it may run them still: `gantry prune` says that it is gone"), "{said}");
         let landed = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
-        assert_eq!(waits_for(&landed, &[]), "worker one: running, landing");
+        assert_eq!(waits_for(&landed, &[]), "worker one: running, cordoned");
     }
 }

@@ -5,7 +5,7 @@ use rpc::Reason;
 use rpc::pb::artifacts::{Relation, Thing};
 use rpc::pb::scheduler::{
     GetLeaseRequest, Lease, LeaseEnd, LeaseState, ListLeasesRequest, PlacementKind, ResourceRequests,
-    WorkerState,
+    StopReason, WorkerState,
 };
 use serde_json::{Value, json};
 
@@ -133,8 +133,8 @@ fn standing(lease: &Lease) -> String {
 
 /// Why it was to stop, if it was.
 fn stopped_for(lease: &Lease) -> String {
-    match plain(&lease.stop_reason, WIDTH) {
-        why if why.is_empty() => why,
+    match words::stop_reason(lease.stop_reason()) {
+        "" => String::new(),
         why => format!(" for {why}"),
     }
 }
@@ -149,7 +149,7 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
             let left = words::from_now(at).map(|left| format!(" (in {})", duration(left)));
             format!("{}{}, unless its holder renews it", words::instant(at), left.unwrap_or_default())
         }
-        None if lease.stop_reason == "WORKER_LOST" => {
+        None if lease.stop_reason() == StopReason::WorkerLost => {
             "it is seen to have stopped, or its worker begins anew or is pruned".to_owned()
         }
         None => {
@@ -236,7 +236,7 @@ fn document(lease: &Lease) -> Value {
         "requests": lease.requests.as_ref().map(requests),
         "granted_at": instant(&lease.granted_at),
         "expires_at": instant(&lease.expires_at),
-        "stop_reason": some(&lease.stop_reason),
+        "stop_reason": some(words::stop_reason(lease.stop_reason())),
         "ended_at": instant(&lease.ended_at),
         "why": end(lease.end()),
     })
@@ -294,7 +294,7 @@ mod tests {
             Some("until: its attempt ends, or its worker is lost; that is stalled now")
         );
         lease.state = LeaseState::Ending.into();
-        lease.stop_reason = "CANCELLED".to_owned();
+        lease.stop_reason = StopReason::Cancelled.into();
         let said = lines(&lease, None);
         assert!(said[2].starts_with("state: ending (it shall stop for CANCELLED, "), "{said:?}");
     }

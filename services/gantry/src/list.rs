@@ -3,7 +3,8 @@
 use anyhow::bail;
 use rpc::pb::artifacts::{Artifact, ArtifactState, Container, Replica, Volume};
 use rpc::pb::scheduler::{
-    Access, Outcome, ResourceType, Usage, Worker, WorkerLabels, Workload, WorkloadSpec, WorkloadState,
+    Access, Outcome, ResourceType, StopReason, Usage, Worker, WorkerLabels, Workload, WorkloadSpec,
+    WorkloadState,
 };
 
 use crate::args::{Kind, ListArgs, ShowArgs};
@@ -194,11 +195,11 @@ fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("state", words::standing(worker)),
         ("shall", words::desire(worker.desired()).to_owned()),
         ("gets no work", plain(&words::no_work(worker), 1000)),
-        ("landed", worker.landed_at.as_ref().map(words::instant).unwrap_or_default()),
+        ("drained", worker.drained_at.as_ref().map(words::instant).unwrap_or_default()),
         ("interrupted at", worker.interrupt_at.as_ref().map(words::instant).unwrap_or_default()),
         ("held up", plain(&worker.held_up_by, 1000)),
         ("failures", failures(worker)),
-        ("set aside until", worker.set_aside_until.as_ref().map(words::instant).unwrap_or_default()),
+        ("quarantined until", worker.quarantined_until.as_ref().map(words::instant).unwrap_or_default()),
         ("ephemeral", if labels.ephemeral { "yes".to_owned() } else { String::new() }),
         ("platform", plain(&labels.platform, 100)),
         ("tags", plain(&labels.tags.join(" "), 1000)),
@@ -246,7 +247,7 @@ const WORKLOADS: &[&str] = &["ID", "STATE", "END", "WORKER", "AGE", "COMMAND"];
 fn workload_row(workload: &Workload) -> Vec<String> {
     let mut state =
         words::outcome(workload.outcome()).unwrap_or(words::workload_state(workload.state())).to_owned();
-    if !workload.stopping.is_empty() {
+    if workload.stopping() != StopReason::Unspecified {
         state += ", stopping";
     }
     vec![
@@ -285,7 +286,7 @@ fn workload_fields(workload: &Workload, standing: &str) -> Vec<(&'static str, St
     vec![
         ("id", workload.workload_id.clone()),
         ("state", words::workload_state(workload.state()).to_owned()),
-        ("shall stop", workload.stopping.clone()),
+        ("shall stop", words::stop_reason(workload.stopping()).to_owned()),
         ("waits for", workload.waiting_for.join("\n")),
         ("outcome", words::outcome(workload.outcome()).unwrap_or_default().to_owned()),
         ("end", words::end(workload)),

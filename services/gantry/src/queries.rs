@@ -5,7 +5,7 @@ use futures::stream::{self, Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, CollectResponse, Container, GetArtifactRequest, GetContainerRequest, GetVolumeRequest,
-    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListVolumesRequest, Volume,
+    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListVolumesRequest, Thing, Volume,
 };
 use rpc::pb::scheduler::{
     GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker, WorkerDesire,
@@ -211,7 +211,7 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
 
 /// How many bytes go on workers: an artifact has none beside those of its volumes.
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
-    let volumes = response.collected.iter().filter(|collected| collected.kind == "volume");
+    let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
     volumes.map(|volume| volume.size_bytes).sum()
 }
 

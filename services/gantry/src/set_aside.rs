@@ -4,7 +4,7 @@ use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
 use rpc::pb::artifacts::{
-    AdoptRequest, Artifact, ListSetAsideRequest, PurgeRequest, PurgeResponse, SetAside, adopt_request::KeptBy,
+    AdoptRequest, Artifact, ListOrphansRequest, Orphan, PurgeRequest, PurgeResponse, adopt_request::KeptBy,
 };
 
 use crate::args::{AdoptArgs, Kind, PurgeArgs};
@@ -26,35 +26,35 @@ pub(crate) async fn list(
     limit: usize,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let of_kind = |one: &SetAside| one.volume_handle.is_empty() == (kind == Kind::Containers);
+    let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
     let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
     let names = Names::ask(connection, as_json).await;
-    let (headers, row): (_, fn(&SetAside, &Names) -> Vec<String>) = match kind {
+    let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
         Kind::Containers => (CONTAINERS, container_row),
         _ => (VOLUMES, volume_row),
     };
     table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
 }
 
-fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<SetAside>> {
+fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<Orphan>> {
     pages(async move |page_token| {
-        let request = ListSetAsideRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
+        let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
         let client = connection.inventory();
         let doing = "cannot list what is set aside";
-        let page = repeat(doing, async || client.clone().list_set_aside(request.clone()).await);
-        page.await.map(|page| (page.set_aside, page.next_page_token))
+        let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
+        page.await.map(|page| (page.orphans, page.next_page_token))
     })
 }
 
 const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
 
-fn container_row(one: &SetAside, names: &Names) -> Vec<String> {
+fn container_row(one: &Orphan, names: &Names) -> Vec<String> {
     vec![handle(one).to_owned(), names.of(&one.worker_id), words::ago(one.first_seen_at.as_ref())]
 }
 
 const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
 
-fn volume_row(one: &SetAside, names: &Names) -> Vec<String> {
+fn volume_row(one: &Orphan, names: &Names) -> Vec<String> {
     let known = one.description.clone().unwrap_or_default();
     vec![
         handle(one).to_owned(),
@@ -67,7 +67,7 @@ fn volume_row(one: &SetAside, names: &Names) -> Vec<String> {
     ]
 }
 
-fn handle(one: &SetAside) -> &str {
+fn handle(one: &Orphan) -> &str {
     if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
 }
 
@@ -173,7 +173,7 @@ mod tests {
     #[test]
     fn a_row_says_whether_a_volume_can_be_adopted() {
         let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
-        let mut one = SetAside { container_handle: "7".to_owned(), worker_id, ..SetAside::default() };
+        let mut one = Orphan { container_handle: "7".to_owned(), worker_id, ..Orphan::default() };
         let row = container_row(&one, &names);
         assert_eq!((row.len(), &row[..2]), (CONTAINERS.len(), &["7".to_owned(), "one".to_owned()][..]));
         let row = volume_row(&one, &names);

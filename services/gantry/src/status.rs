@@ -11,7 +11,7 @@ use std::time::Duration;
 use rpc::Peer;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts::inventory_client::InventoryClient;
-use rpc::pb::artifacts::{ListSetAsideRequest, SetAside};
+use rpc::pb::artifacts::{ListOrphansRequest, Orphan};
 use rpc::pb::capabilities::GetCapabilitiesRequest;
 use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
@@ -249,13 +249,13 @@ impl Aside {
 /// What is set aside. That a store does not answer is said of the services.
 async fn aside(addresses: &Addresses, outgoing: &Outgoing) -> Aside {
     let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return Aside::default() };
-    let request = ListSetAsideRequest { page_size: 1000, ..ListSetAsideRequest::default() };
+    let request = ListOrphansRequest { page_size: 1000, ..ListOrphansRequest::default() };
     let mut inventory = InventoryClient::new(store);
-    let Ok(Ok(page)) = timeout(PATIENCE, inventory.list_set_aside(request)).await else {
+    let Ok(Ok(page)) = timeout(PATIENCE, inventory.list_orphans(request)).await else {
         return Aside::default();
     };
     let page = page.into_inner();
-    let number = |of: fn(&SetAside) -> bool| page.set_aside.iter().filter(|one| of(one)).count() as u64;
+    let number = |of: fn(&Orphan) -> bool| page.orphans.iter().filter(|one| of(one)).count() as u64;
     Aside {
         volumes: number(|one| !one.volume_handle.is_empty()),
         containers: number(|one| !one.container_handle.is_empty()),

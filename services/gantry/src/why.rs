@@ -4,7 +4,8 @@
 use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::artifacts::{
-    Artifact, ExplainRequest, ExplainResponse, Keeper, Relation, Thing, UndeleteRequest, undelete_request,
+    Artifact, ExplainRequest, ExplainResponse, ExplainedState, Keeper, Relation, Thing, UndeleteRequest,
+    undelete_request,
 };
 use rpc::pb::scheduler::Worker;
 
@@ -80,22 +81,22 @@ pub(crate) async fn or_why<T>(
 /// What to do about what is set aside and has this id, or was this artifact. `None`: nothing.
 pub(crate) async fn set_aside(connection: &Connection, id: &str) -> Option<String> {
     let explained = ask(connection, id).await.ok()?;
-    (explained.state == "set aside").then(|| decide(&explained))
+    (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))
 }
 
 /// What to do about something that is not there as it should be.
 fn advice(explained: &ExplainResponse) -> String {
     let id = &explained.id;
-    match (explained.thing(), explained.state.as_str()) {
-        (_, "set aside") => decide(explained),
-        (Thing::Artifact, "deleting") if explained.can_be_undeleted => {
+    match (explained.thing(), explained.state()) {
+        (_, ExplainedState::Orphaned) => decide(explained),
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
             format!("it was deleted: `gantry undelete {id}` brings it back")
         }
-        (Thing::Artifact, "deleting") => {
+        (Thing::Artifact, ExplainedState::Deleting) => {
             format!("it was deleted, `gantry explain {id}` says why; make it again")
         }
         _ if explained.bytes_lost => format!("its bytes are lost: {AGAIN}"),
-        (Thing::Artifact, "sealed") => format!(
+        (Thing::Artifact, ExplainedState::Sealed) => format!(
             "its bytes may just have been lost there, or be on a worker that is away; see `gantry explain {id}`"
         ),
         _ => format!("see `gantry explain {id}`"),
@@ -171,7 +172,7 @@ fn text(explained: &ExplainResponse) -> String {
     if !explained.bytes_lost {
         shown.push(("lost", past(explained.lost_at.as_ref())));
     }
-    if explained.state == "set aside" {
+    if explained.state() == ExplainedState::Orphaned {
         shown.push(("adoptable", words::yes_or_no(explained.can_be_adopted).to_owned()));
     }
     let relations: Vec<_> = explained.relations.iter().map(related).collect();
@@ -180,7 +181,7 @@ fn text(explained: &ExplainResponse) -> String {
     if explained.can_be_undeleted {
         text.push_str(&format!("\n`gantry undelete {}` brings it back.\n", explained.id));
     }
-    if explained.state == "set aside" {
+    if explained.state() == ExplainedState::Orphaned {
         text.push_str(&format!("\n{}.\n", decide(explained)));
     }
     text
@@ -203,26 +204,31 @@ fn whereabouts(explained: &ExplainResponse) -> String {
 
 /// The state, with what it means where the word does not say it.
 fn state(explained: &ExplainResponse) -> String {
-    let means = match (explained.thing(), explained.state.as_str()) {
-        (_, "destroying") => "garbage; its worker's gateway was not told to destroy it yet",
-        (_, "sweeping") => "garbage; its worker's gateway was told to destroy it",
-        (_, "unconfirmed") => "its worker has begun another life, and has not said yet what is left",
-        (_, "lost") => "its worker does not have it any more",
-        (Thing::Artifact, "deleting") if explained.can_be_undeleted && explained.in_store => {
+    let word = words::explained_state(explained.state());
+    let means = match (explained.thing(), explained.state()) {
+        (_, ExplainedState::Destroying) => "garbage; its worker's gateway was not told to destroy it yet",
+        (_, ExplainedState::Sweeping) => "garbage; its worker's gateway was told to destroy it",
+        (_, ExplainedState::Unconfirmed) => {
+            "its worker has begun another life, and has not said yet what is left"
+        }
+        (_, ExplainedState::Lost) => "its worker does not have it any more",
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted && explained.in_store => {
             "garbage; the artifact store still has its bytes"
         }
-        (Thing::Artifact, "deleting") if explained.can_be_undeleted => {
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
             "garbage; its bytes are still on a worker"
         }
-        (Thing::Artifact, "deleting") if explained.relations.iter().any(|one| one.relation == "replicas") => {
+        (Thing::Artifact, ExplainedState::Deleting)
+            if explained.relations.iter().any(|one| one.relation == "replicas") =>
+        {
             "garbage; its bytes are being destroyed, or cannot be had any more"
         }
-        (Thing::Artifact, "deleting") => "garbage; nothing is left of its bytes",
-        (Thing::Artifact, "sealed") if explained.bytes_lost => "its bytes are lost",
-        (Thing::Artifact, "set aside") => "the store came out of a backup and does not know it",
-        _ => return explained.state.clone(),
+        (Thing::Artifact, ExplainedState::Deleting) => "garbage; nothing is left of its bytes",
+        (Thing::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
+        (Thing::Artifact, ExplainedState::Orphaned) => "the store came out of a backup and does not know it",
+        _ => return word.to_owned(),
     };
-    format!("{} ({means})", explained.state)
+    format!("{word} ({means})")
 }
 
 fn kept_by(explained: &ExplainResponse) -> String {
@@ -240,7 +246,10 @@ fn kept_by(explained: &ExplainResponse) -> String {
 
 /// What stays until something happens to what keeps it.
 fn endless(explained: &ExplainResponse) -> String {
-    if explained.kept_by.is_empty() || explained.marked_at.is_some() || explained.state == "set aside" {
+    if explained.kept_by.is_empty()
+        || explained.marked_at.is_some()
+        || explained.state() == ExplainedState::Orphaned
+    {
         return String::new();
     }
     "not before something happens to what keeps it".to_owned()
@@ -331,7 +340,7 @@ mod tests {
         let mut explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
-            state: "sealed".to_owned(),
+            state: ExplainedState::Sealed.into(),
             kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}nobody", LONG_AGO)],
             kept_by_total: 5,
             in_store: true,
@@ -371,7 +380,7 @@ mod tests {
         let explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
-            state: "deleting".to_owned(),
+            state: ExplainedState::Deleting.into(),
             marked_at: LONG_AGO,
             why: "it was old".to_owned(),
             can_be_undeleted: true,
@@ -401,7 +410,7 @@ mod tests {
         let explained = ExplainResponse {
             thing: Thing::Artifact.into(),
             id: "7".to_owned(),
-            state: "sealed".to_owned(),
+            state: ExplainedState::Sealed.into(),
             bytes_lost: true,
             lost_at: LONG_AGO,
             ..Default::default()
@@ -420,7 +429,7 @@ mod tests {
         let mut explained = ExplainResponse {
             thing: Thing::Volume.into(),
             id: "7".to_owned(),
-            state: "set aside".to_owned(),
+            state: ExplainedState::Orphaned.into(),
             team: "main".to_owned(),
             size_bytes: 10,
             kept_by: vec![keeper],

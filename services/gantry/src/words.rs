@@ -4,9 +4,9 @@ use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
-use rpc::pb::artifacts::{ArtifactState, ImportState, InventoryState, Thing, VolumePurpose};
+use rpc::pb::artifacts::{ArtifactState, ExplainedState, ImportState, InventoryState, Thing, VolumePurpose};
 use rpc::pb::scheduler::{
-    ExplainResponse, Outcome, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec,
+    ExplainResponse, Outcome, StopReason, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec,
     WorkloadState, exit::How,
 };
 
@@ -27,9 +27,9 @@ pub(crate) fn worker_state(state: WorkerState) -> &'static str {
 /// Whether a worker is in contact, and everything else that decides whether it gets work.
 pub(crate) fn standing(worker: &Worker) -> String {
     let mut words = vec![worker_state(worker.state())];
-    match (worker.desired(), &worker.landed_at) {
-        (WorkerDesire::Land, Some(_)) if worker.leases == 0 => words.push("landed"),
-        (WorkerDesire::Land, _) => words.push("landing"),
+    match (worker.desired(), &worker.drained_at) {
+        (WorkerDesire::Cordon, Some(_)) if worker.leases == 0 => words.extend(["cordoned", "drained"]),
+        (WorkerDesire::Cordon, _) => words.push("cordoned"),
         (WorkerDesire::Retire, _) => words.push("retiring"),
         (WorkerDesire::Run | WorkerDesire::Unspecified, _) => {}
     }
@@ -37,8 +37,8 @@ pub(crate) fn standing(worker: &Worker) -> String {
         words.push("incompatible");
     }
     let mut standing = words.join(", ");
-    if worker.set_aside_until.is_some() {
-        standing += ", set aside";
+    if worker.quarantined_until.is_some() {
+        standing += ", quarantined";
         if !worker.failed_team.is_empty() {
             standing += &format!(" for team {}", worker.failed_team);
         }
@@ -61,7 +61,7 @@ pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
     match desire {
         WorkerDesire::Unspecified => "unknown",
         WorkerDesire::Run => "run",
-        WorkerDesire::Land => "land",
+        WorkerDesire::Cordon => "cordon",
         WorkerDesire::Retire => "retire",
     }
 }
@@ -154,6 +154,49 @@ pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
         VolumePurpose::Input => "input",
         VolumePurpose::Output => "output",
         VolumePurpose::Scratch => "scratch",
+    }
+}
+
+/// Where something of the artifact store is in its life.
+pub(crate) fn explained_state(state: ExplainedState) -> &'static str {
+    match state {
+        ExplainedState::Unspecified => "unknown",
+        ExplainedState::Open => "open",
+        ExplainedState::Sealed => "sealed",
+        ExplainedState::Deleting => "deleting",
+        ExplainedState::Creating => "creating",
+        ExplainedState::Created => "created",
+        ExplainedState::Unconfirmed => "unconfirmed",
+        ExplainedState::Lost => "lost",
+        ExplainedState::Destroying => "destroying",
+        ExplainedState::Sweeping => "sweeping",
+        ExplainedState::Gone => "gone",
+        ExplainedState::GoingOn => "going on",
+        ExplainedState::Succeeded => "succeeded",
+        ExplainedState::Failed => "failed",
+        ExplainedState::Errored => "errored",
+        ExplainedState::Aborted => "aborted",
+        ExplainedState::Settled => "settled",
+        ExplainedState::Ended => "ended",
+        ExplainedState::Known => "known",
+        ExplainedState::BeingMade => "being made",
+        ExplainedState::Ready => "ready",
+        ExplainedState::Empty => "empty",
+        ExplainedState::Published => "published",
+        ExplainedState::InPlace => "in place",
+        ExplainedState::Orphaned => "orphaned",
+    }
+}
+
+/// Why an attempt or a lease shall stop, as `docs/errors.md` has it. Empty: it need not.
+pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
+    match reason {
+        StopReason::Unspecified => "",
+        StopReason::Cancelled => "CANCELLED",
+        StopReason::StartTimeout => "START_TIMEOUT",
+        StopReason::RunTimeout => "RUN_TIMEOUT",
+        StopReason::Interrupted => "INTERRUPTED",
+        StopReason::WorkerLost => "WORKER_LOST",
     }
 }
 

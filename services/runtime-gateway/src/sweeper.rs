@@ -225,7 +225,7 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         tracing::warn!(
             store.life = %now.life,
             store.ended_life = %before.life,
-            set_aside = answer.set_aside,
+            orphans = answer.orphans,
             "the artifact store came out of a backup: from now on the worker belongs to its new life"
         );
     }
@@ -268,8 +268,8 @@ async fn describe(
             }
         }
         let session_credential = session.credential.clone();
-        let request = pb::DescribeSetAsideRequest { session_credential, volumes };
-        worker.inventory.clone().describe_set_aside(request).await.map_err(Refusal::from)?;
+        let request = pb::DescribeOrphansRequest { session_credential, volumes };
+        worker.inventory.clone().describe_orphans(request).await.map_err(Refusal::from)?;
     }
     if !undescribed.is_empty() {
         worker.report_due.notify_one();

@@ -12,6 +12,7 @@ use domain::worker::{Incarnation, Marker, ResourceType, Session};
 use domain::workload::FailureReason;
 use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
 use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::StopReason;
 use rpc::pb::scheduler::desired_lease::Wish;
 use rpc::pb::scheduler::synchronize_request::Message as Up;
 use rpc::pb::scheduler::synchronize_response::Message as Down;
@@ -377,7 +378,14 @@ fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> bool {
 
 fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
     let grace = stop.grace.and_then(|grace| grace.try_into().ok()).unwrap_or(Duration::ZERO);
-    let reason = stop.reason.parse().unwrap_or(FailureReason::StoppedBeforeStart);
+    let reason = match stop.reason() {
+        StopReason::Unspecified => FailureReason::StoppedBeforeStart,
+        StopReason::Cancelled => FailureReason::Cancelled,
+        StopReason::StartTimeout => FailureReason::StartTimeout,
+        StopReason::RunTimeout => FailureReason::RunTimeout,
+        StopReason::Interrupted => FailureReason::Interrupted,
+        StopReason::WorkerLost => FailureReason::WorkerLost,
+    };
     let wish = StopWish { grace, reason };
     if let Some(attempt) = worker.attempts().get(&lease) {
         return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));

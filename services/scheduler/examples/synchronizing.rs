@@ -221,7 +221,9 @@ async fn of(
         let number = rand::rng().random_range(0..count);
         let worker = name(number);
         let begun = Instant::now();
-        client.land_worker(pb::LandWorkerRequest { worker: worker.clone(), interrupt_after: None }).await?;
+        client
+            .cordon_worker(pb::CordonWorkerRequest { worker: worker.clone(), interrupt_after: None })
+            .await?;
         took.push(crowd.hears(number, pb::Directive::Land).await? - begun);
         client.run_worker(pb::RunWorkerRequest { worker }).await?;
         crowd.hears(number, pb::Directive::Run).await?;

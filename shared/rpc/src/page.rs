@@ -47,7 +47,7 @@ lists! {
     artifacts::ListPinsRequest,
     artifacts::ListResourceCachesRequest,
     artifacts::ListResourceCertsRequest,
-    artifacts::ListSetAsideRequest,
+    artifacts::ListOrphansRequest,
     artifacts::ListTaskCachesRequest,
     artifacts::ListVolumesRequest,
     scheduler::ListLeasesRequest,

@@ -82,14 +82,14 @@ reasons! {
     VolumeInUse = "VOLUME_IN_USE", FailedPrecondition;
     ContainerNotFound = "CONTAINER_NOT_FOUND", NotFound;
     LastReplica = "LAST_REPLICA", FailedPrecondition;
-    HoldsSetAside = "HOLDS_SET_ASIDE", FailedPrecondition;
+    HoldsOrphans = "HOLDS_ORPHANS", FailedPrecondition;
     Compacted = "COMPACTED", OutOfRange;
     StaleReport = "STALE_REPORT", FailedPrecondition;
     ReportTruncated = "REPORT_TRUNCATED", InvalidArgument;
     NoReplica = "NO_REPLICA", DataLoss;
     BytesGone = "BYTES_GONE", FailedPrecondition;
     UnknownId = "UNKNOWN_ID", NotFound;
-    NotSetAside = "NOT_SET_ASIDE", FailedPrecondition;
+    NotOrphaned = "NOT_ORPHANED", FailedPrecondition;
     NotAdoptable = "NOT_ADOPTABLE", FailedPrecondition;
 
     NotAttended = "NOT_ATTENDED", FailedPrecondition;

@@ -8,7 +8,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, caches, holders, related, volumes};
+use super::{Explanation, Keeper, Keepers, MOST, Question, Stage, Thing, caches, holders, related, volumes};
 use crate::entity::{
     ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
 };
@@ -23,9 +23,9 @@ pub(super) async fn artifact(
     row: artifact::Model,
 ) -> Result<Explanation, DbErr> {
     let state = match row.state {
-        ArtifactState::Open => "open",
-        ArtifactState::Sealed => "sealed",
-        ArtifactState::Deleting => "deleting",
+        ArtifactState::Open => Stage::Open,
+        ArtifactState::Sealed => Stage::Sealed,
+        ArtifactState::Deleting => Stage::Deleting,
     };
     let replicas = || {
         volume::Entity::find()
@@ -105,7 +105,7 @@ pub(super) async fn set_aside(
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
-        ..Explanation::of(Thing::Artifact, id, volumes::SET_ASIDE)
+        ..Explanation::of(Thing::Artifact, id, Stage::Orphaned)
     };
     explanation.relate(volumes);
     Ok(Some(explanation))

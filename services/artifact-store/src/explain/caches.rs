@@ -6,7 +6,7 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, MOST, Question, Thing, holders};
+use super::{Explanation, Keeper, MOST, Question, Stage, Thing, holders};
 use crate::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
 use crate::facts;
 use crate::mark::Keeping;
@@ -21,7 +21,7 @@ pub(super) async fn resource_cache(
     if row.scope != question.team && row.scope != ALL_TEAMS {
         return Ok(None);
     }
-    let state = if row.claimed_until.is_some() { "being made" } else { "ready" };
+    let state = if row.claimed_until.is_some() { Stage::BeingMade } else { Stage::Ready };
     let mut explanation = Explanation {
         label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
@@ -98,7 +98,7 @@ pub(super) async fn task_cache(
     if row.team != question.team {
         return Ok(None);
     }
-    let state = if row.artifact_id.is_some() { "published" } else { "empty" };
+    let state = if row.artifact_id.is_some() { Stage::Published } else { Stage::Empty };
     let mut explanation = Explanation {
         label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
@@ -130,7 +130,7 @@ fn name(row: &base_resource_type::Model) -> String {
 pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
     let mut explanation = Explanation {
         label: name(row),
-        ..Explanation::of(Thing::BaseResourceType, row.base_type_id, "in place")
+        ..Explanation::of(Thing::BaseResourceType, row.base_type_id, Stage::InPlace)
     };
     explanation.relate_one("owns", Thing::Artifact, Some(row.artifact_id));
     explanation.relate_one("worker", Thing::Worker, row.worker_id);

@@ -5,7 +5,7 @@ use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter, Statement,
 };
 
-use super::{Explanation, Keeper, Question, Thing, is_of_team, related};
+use super::{Explanation, Keeper, Question, Stage, Thing, is_of_team, related};
 use crate::entity::{
     BuildStatus, attempt, build, container, holder, owner, pin, resource_certs, set_aside, volume, worker,
 };
@@ -82,19 +82,19 @@ pub(super) fn which_build(row: &build::Model) -> String {
     format!("{job}, {state}{latest}")
 }
 
-fn status(status: Option<BuildStatus>) -> &'static str {
+fn status(status: Option<BuildStatus>) -> Stage {
     match status {
-        None => "going on",
-        Some(BuildStatus::Succeeded) => "succeeded",
-        Some(BuildStatus::Failed) => "failed",
-        Some(BuildStatus::Errored) => "errored",
-        Some(BuildStatus::Aborted) => "aborted",
+        None => Stage::GoingOn,
+        Some(BuildStatus::Succeeded) => Stage::Succeeded,
+        Some(BuildStatus::Failed) => Stage::Failed,
+        Some(BuildStatus::Errored) => Stage::Errored,
+        Some(BuildStatus::Aborted) => Stage::Aborted,
     }
 }
 
 pub(super) async fn workload(conn: &impl ConnectionTrait, row: &holder::Model) -> Result<Explanation, DbErr> {
     let id = row.holder_id;
-    let state = if row.settled_at.is_some() { "settled" } else { "going on" };
+    let state = if row.settled_at.is_some() { Stage::Settled } else { Stage::GoingOn };
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
         ..Explanation::of(Thing::Workload, id, state)
@@ -118,7 +118,7 @@ pub(super) async fn attempt(
         return Ok(None);
     }
     let id = row.attempt_id;
-    let state = if row.ended_at.is_some() { "ended" } else { "going on" };
+    let state = if row.ended_at.is_some() { Stage::Ended } else { Stage::GoingOn };
     let mut explanation = Explanation::of(Thing::Attempt, id, state);
     explanation.relate_one("workload", Thing::Workload, Some(row.holder_id));
     explanation.relate_one("worker", Thing::Worker, row.worker_id);
@@ -142,7 +142,7 @@ pub(super) async fn transfer(
         return Ok(None);
     }
     let claimed_until = row.claimed_until.filter(|_| !row.complete).map(Timestamp);
-    let state = if claimed_until.is_some() { "going on" } else { "ended" };
+    let state = if claimed_until.is_some() { Stage::GoingOn } else { Stage::Ended };
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
         size_bytes: size(row.size_bytes),
@@ -178,10 +178,10 @@ pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> 
     let aside = set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(id)).count(conn).await?;
     let mut label = format!("{} and {}", count(volumes, "volume"), count(containers, "container"));
     if aside > 0 {
-        label.push_str(&format!(", and {aside} set aside"));
+        label.push_str(&format!(", and {aside} orphaned"));
     }
     let mut explanation =
-        Explanation { label, size_bytes: bytes, ..Explanation::of(Thing::Worker, id, "known") };
+        Explanation { label, size_bytes: bytes, ..Explanation::of(Thing::Worker, id, Stage::Known) };
     let certs = resource_certs::Entity::find_by_id(id).one(conn).await?;
     explanation.relate_one("certs", Thing::Artifact, certs.map(|row| row.artifact_id));
     Ok(explanation)

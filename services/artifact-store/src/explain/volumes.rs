@@ -4,7 +4,9 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, MOST, Question, Thing, artifacts, inventory_state, is_of_team, related};
+use super::{
+    Explanation, Keeper, MOST, Question, Stage, Thing, artifacts, inventory_state, is_of_team, related,
+};
 use crate::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
 use crate::facts;
 use crate::mark::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
@@ -82,17 +84,16 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
-/// The state of what nobody has decided about.
-pub(super) const SET_ASIDE: &str = "set aside";
-
 /// What nobody but an operator decides about.
 pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
     let thing = match row.kind {
         AsideKind::Volume => Thing::Volume,
         AsideKind::Container => Thing::Container,
     };
-    let mut explanation =
-        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, SET_ASIDE) };
+    let mut explanation = Explanation {
+        size_bytes: size(row.size_bytes),
+        ..Explanation::of(thing, row.handle, Stage::Orphaned)
+    };
     explanation.team = row.team.clone().unwrap_or_default();
     explanation.can_be_adopted = row.digest.is_some();
     let text = "nobody has decided about it: the store came out of a backup and does not know it".to_owned();

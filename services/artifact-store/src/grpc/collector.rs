@@ -85,13 +85,13 @@ async fn pass_on(
 }
 
 fn named(collected: &Collected) -> pb::Collected {
-    let kind = match collected.kind {
-        Kind::Artifact => "artifact",
-        Kind::Volume => "volume",
-        Kind::Container => "container",
+    let thing = match collected.kind {
+        Kind::Artifact => pb::Thing::Artifact,
+        Kind::Volume => pb::Thing::Volume,
+        Kind::Container => pb::Thing::Container,
     };
     pb::Collected {
-        kind: kind.to_owned(),
+        thing: thing.into(),
         id: collected.id.to_string(),
         why: collected.why.to_string(),
         size_bytes: collected.size_bytes,

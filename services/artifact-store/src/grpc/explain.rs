@@ -4,14 +4,14 @@ use domain::Timestamp;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
-use crate::explain::{Explanation, Keeper, Relation, Thing};
+use crate::explain::{Explanation, Keeper, Relation, Stage, Thing};
 
 pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
     let instant = |at: Option<Timestamp>| at.map(rpc::timestamp);
     pb::ExplainResponse {
         thing: thing(explanation.thing).into(),
         id: explanation.id.to_string(),
-        state: explanation.state.to_owned(),
+        state: state(explanation.state).into(),
         size_bytes: explanation.size_bytes,
         created_at: instant(explanation.created_at),
         kept_by: explanation.kept_by.first.iter().map(keeper).collect(),
@@ -46,6 +46,35 @@ fn relation(relation: &Relation) -> pb::Relation {
         thing: thing(relation.thing).into(),
         ids: relation.ids.iter().map(Uuid::to_string).collect(),
         total: relation.total,
+    }
+}
+
+fn state(stage: Stage) -> pb::ExplainedState {
+    match stage {
+        Stage::Open => pb::ExplainedState::Open,
+        Stage::Sealed => pb::ExplainedState::Sealed,
+        Stage::Deleting => pb::ExplainedState::Deleting,
+        Stage::Creating => pb::ExplainedState::Creating,
+        Stage::Created => pb::ExplainedState::Created,
+        Stage::Unconfirmed => pb::ExplainedState::Unconfirmed,
+        Stage::Lost => pb::ExplainedState::Lost,
+        Stage::Destroying => pb::ExplainedState::Destroying,
+        Stage::Sweeping => pb::ExplainedState::Sweeping,
+        Stage::Gone => pb::ExplainedState::Gone,
+        Stage::GoingOn => pb::ExplainedState::GoingOn,
+        Stage::Succeeded => pb::ExplainedState::Succeeded,
+        Stage::Failed => pb::ExplainedState::Failed,
+        Stage::Errored => pb::ExplainedState::Errored,
+        Stage::Aborted => pb::ExplainedState::Aborted,
+        Stage::Settled => pb::ExplainedState::Settled,
+        Stage::Ended => pb::ExplainedState::Ended,
+        Stage::Known => pb::ExplainedState::Known,
+        Stage::BeingMade => pb::ExplainedState::BeingMade,
+        Stage::Ready => pb::ExplainedState::Ready,
+        Stage::Empty => pb::ExplainedState::Empty,
+        Stage::Published => pb::ExplainedState::Published,
+        Stage::InPlace => pb::ExplainedState::InPlace,
+        Stage::Orphaned => pb::ExplainedState::Orphaned,
     }
 }
 

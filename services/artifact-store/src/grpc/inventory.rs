@@ -296,7 +296,7 @@ impl pb::inventory_server::Inventory for Handlers {
             lost: outcome.lost,
             unknown_volume_handles: texts(&outcome.unknown_volumes),
             unknown_container_handles: texts(&outcome.unknown_containers),
-            set_aside: outcome.set_aside,
+            orphans: outcome.set_aside,
             undescribed_volume_handles: texts(&outcome.undescribed),
             receipt: outcome.receipt.map(|receipt| receipt.0.to_vec().into()).unwrap_or_default(),
         }))
@@ -325,10 +325,10 @@ impl pb::inventory_server::Inventory for Handlers {
         Ok(Response::new(Box::pin(answers)))
     }
 
-    async fn describe_set_aside(
+    async fn describe_orphans(
         &self,
-        request: Request<pb::DescribeSetAsideRequest>,
-    ) -> Result<Response<pb::DescribeSetAsideResponse>, Status> {
+        request: Request<pb::DescribeOrphansRequest>,
+    ) -> Result<Response<pb::DescribeOrphansResponse>, Status> {
         let request = request.into_inner();
         let descriptions = &set_aside::parse_descriptions(request.volumes)?;
         let claims = &self.session(&request.session_credential).await?;
@@ -339,13 +339,13 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
 
-        Ok(Response::new(pb::DescribeSetAsideResponse {}))
+        Ok(Response::new(pb::DescribeOrphansResponse {}))
     }
 
-    async fn list_set_aside(
+    async fn list_orphans(
         &self,
-        request: Request<pb::ListSetAsideRequest>,
-    ) -> Result<Response<pb::ListSetAsideResponse>, Status> {
+        request: Request<pb::ListOrphansRequest>,
+    ) -> Result<Response<pb::ListOrphansResponse>, Status> {
         self.list_aside(&request.into_inner()).await.map(Response::new)
     }
 

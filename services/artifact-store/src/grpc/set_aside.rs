@@ -21,8 +21,8 @@ const MOST: usize = 1000;
 impl Handlers {
     pub(super) async fn list_aside(
         &self,
-        request: &pb::ListSetAsideRequest,
-    ) -> Result<pb::ListSetAsideResponse, Status> {
+        request: &pb::ListOrphansRequest,
+    ) -> Result<pb::ListOrphansResponse, Status> {
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let page = Page::of(SERVICE, request)?;
 
@@ -31,8 +31,8 @@ impl Handlers {
             .map_err(|error| status::database("list what is set aside", &error))?;
 
         let found = rows.into_iter().map(|row| (row.handle, listed(row))).collect();
-        let (set_aside, next_page_token) = super::end_page(page, found);
-        Ok(pb::ListSetAsideResponse { set_aside, next_page_token })
+        let (orphans, next_page_token) = super::end_page(page, found);
+        Ok(pb::ListOrphansResponse { orphans, next_page_token })
     }
 
     pub(super) async fn adopt_aside(&self, request: pb::AdoptRequest) -> Result<pb::AdoptResponse, Status> {
@@ -103,7 +103,7 @@ fn parse_description(volume: pb::VolumeDescription) -> Result<Description, Statu
     })
 }
 
-fn listed(row: set_aside::Model) -> pb::SetAside {
+fn listed(row: set_aside::Model) -> pb::Orphan {
     let handle = row.handle.to_string();
     let of = |kind| if row.kind == kind { handle.clone() } else { String::new() };
     let (volume_handle, container_handle) = (of(AsideKind::Volume), of(AsideKind::Container));
@@ -115,7 +115,7 @@ fn listed(row: set_aside::Model) -> pb::SetAside {
         digest: row.digest.unwrap_or_default().into(),
         size_bytes: units::size(row.size_bytes),
     });
-    pb::SetAside {
+    pb::Orphan {
         volume_handle,
         container_handle,
         worker_id: row.worker_id.to_string(),

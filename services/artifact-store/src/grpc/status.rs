@@ -438,7 +438,7 @@ impl From<ForgetError> for Status {
             }
             // The handler answers that itself.
             ForgetError::OnlyChecked(_) => Reason::Unavailable.status(SERVICE, error.to_string()),
-            ForgetError::HoldsSetAside(_) => Reason::HoldsSetAside.status(SERVICE, error.to_string()),
+            ForgetError::HoldsOrphans(_) => Reason::HoldsOrphans.status(SERVICE, error.to_string()),
             ForgetError::Database(source) => database("forget a worker", &source),
         }
     }
@@ -458,7 +458,7 @@ impl From<AdoptionError> for Status {
         let message = error.to_string();
         match error {
             AdoptionError::NotFound(handle, _) => volume(Reason::VolumeNotFound, message, handle),
-            AdoptionError::NotSetAside(handle) => volume(Reason::NotSetAside, message, handle),
+            AdoptionError::NotOrphaned(handle) => volume(Reason::NotOrphaned, message, handle),
             AdoptionError::NotAdoptable(handle) => volume(Reason::NotAdoptable, message, handle),
             AdoptionError::ArtifactNotFound(id) => artifact(Reason::ArtifactNotFound, message, id),
             AdoptionError::OtherBytes(id) => artifact(Reason::ArtifactSealed, message, id),
@@ -476,7 +476,7 @@ impl From<PurgeError> for Status {
         };
         match &error {
             PurgeError::NotFound(id, _) => about(Reason::UnknownId, *id),
-            PurgeError::NotSetAside(id) => about(Reason::NotSetAside, *id),
+            PurgeError::NotOrphaned(id) => about(Reason::NotOrphaned, *id),
             PurgeError::Database(source) => database("purge what is set aside", source),
         }
     }

@@ -220,7 +220,7 @@ async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase
     let (fourth, _) = gateway.import(&suite, elsewhere, 3).await;
     let collected = async || {
         let collected = suite.collect(DryRun::Off).await.into_iter();
-        collected.filter(|one| one.kind == "artifact").map(|one| one.id).collect::<Vec<_>>()
+        collected.filter(|one| one.thing() == pb::Thing::Artifact).map(|one| one.id).collect::<Vec<_>>()
     };
     assert_eq!(collected().await, [third.to_string()], "the first is in use");
     assert_eq!(suite.volume_state(&volume).await, Some(InventoryState::Destroying));

@@ -99,8 +99,8 @@ impl Restored {
 
     async fn describe_as(&self, volumes: Vec<pb::VolumeDescription>) {
         let session_credential = self.gateway.credential.clone();
-        let request = pb::DescribeSetAsideRequest { session_credential, volumes };
-        self.suite.inventory().describe_set_aside(request).await.expect("described");
+        let request = pb::DescribeOrphansRequest { session_credential, volumes };
+        self.suite.inventory().describe_orphans(request).await.expect("described");
     }
 
     fn input(&self) -> &str {
@@ -153,13 +153,13 @@ async fn restored(database: TestDatabase, tell: bool) -> Restored {
     Restored { suite, gateway, known, newer, prepared, output: output_artifact, last, receipt }
 }
 
-async fn list(suite: &Suite, worker: Option<WorkerId>, page_size: u32) -> Vec<pb::SetAside> {
+async fn list(suite: &Suite, worker: Option<WorkerId>, page_size: u32) -> Vec<pb::Orphan> {
     let worker_id = worker.map(|worker| worker.to_string()).unwrap_or_default();
-    let mut request = pb::ListSetAsideRequest { worker_id, page_size, page_token: String::new() };
+    let mut request = pb::ListOrphansRequest { worker_id, page_size, page_token: String::new() };
     let mut all = Vec::new();
     loop {
-        let page = suite.inventory().list_set_aside(request.clone()).await.expect("listed").into_inner();
-        all.extend(page.set_aside);
+        let page = suite.inventory().list_orphans(request.clone()).await.expect("listed").into_inner();
+        all.extend(page.orphans);
         request.page_token = page.next_page_token;
         if request.page_token.is_empty() {
             return all;
@@ -201,7 +201,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     assert_refused(stale, Reason::StaleReport);
     let reported = restored.learn().await;
     assert_nothing_unknown(&reported);
-    assert_eq!((reported.set_aside, reported.lost, reported.forgotten), (4, 0, 0));
+    assert_eq!((reported.orphans, reported.lost, reported.forgotten), (4, 0, 0));
     let mut undescribed = reported.undescribed_volume_handles;
     let mut expected = restored.volumes();
     expected.retain(|volume| *volume != restored.known.1);
@@ -224,7 +224,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     assert_eq!((newer.team.as_str(), &newer.digest[..]), (TEAM, digest(2).as_bytes()));
     assert_eq!(of(restored.input()).description.expect("described").parent_handle, restored.known.1);
     let explained = explain(suite, &restored.newer.1).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Volume, "set aside"));
+    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Volume, pb::ExplainedState::Orphaned));
     assert_eq!((explained.kept_by_total, explained.goes_at), (1, None));
 
     // What was there before is garbage by now, but its child is not.
@@ -233,14 +233,14 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
         suite.collect(pb::DryRun::Off).await;
         let reported = restored.report().await;
         assert_nothing_unknown(&reported);
-        assert_eq!(reported.set_aside, 4, "in round {round}");
+        assert_eq!(reported.orphans, 4, "in round {round}");
         assert_eq!(suite.volume_state(&restored.known.1).await, Some(InventoryState::Destroying));
     }
     // What comes up from now on is garbage as ever.
     let stray = VolumeHandle::new().to_string();
     let volumes = [&restored.volumes()[..], std::slice::from_ref(&stray)].concat();
     let reported = restored.gateway.report(&volumes, &restored.containers()).await.expect("reported");
-    assert_eq!((reported.unknown_volume_handles, reported.set_aside), (vec![stray], 4));
+    assert_eq!((reported.unknown_volume_handles, reported.orphans), (vec![stray], 4));
 
     let suite = restored.suite;
     let decided = [restored.prepared.container_handle.as_str(), &restored.prepared.volumes[0].volume_handle];
@@ -268,7 +268,7 @@ async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(dat
     assert_eq!(again.store_life, token.store_life, "of all that show it the first begins the new life");
     let reported = restored.learn().await;
     assert_nothing_unknown(&reported);
-    assert_eq!(reported.set_aside, 4);
+    assert_eq!(reported.orphans, 4);
     let suite = Suite::start(restored.suite.stop().await).await;
     let gateway = suite.silent_gateway(restored.gateway.worker, 1, 1);
     assert_eq!(gateway.begin_report().await.expect("begun").store_life, token.store_life);
@@ -321,14 +321,14 @@ async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase)
     gateway.life = Some(String::new());
     let reported = gateway.report(std::slice::from_ref(&stray), &[]).await.expect("reported");
     assert_nothing_unknown(&reported);
-    assert_eq!(reported.set_aside, 1);
+    assert_eq!(reported.orphans, 1);
     gateway.life = None;
     let reported = gateway.report(std::slice::from_ref(&stray), &[]).await.expect("reported");
     assert_nothing_unknown(&reported);
     let forget =
         |force| pb::ForgetWorkerRequest { worker_id: gateway.worker.to_string(), force, only_check: false };
     let refused = suite.inventory().forget_worker(forget(false)).await.map_err(rpc::Refusal::from);
-    assert_refused(refused, Reason::HoldsSetAside);
+    assert_refused(refused, Reason::HoldsOrphans);
     assert_eq!(list(&suite, None, 0).await.len(), 1, "nothing was decided");
     suite.inventory().forget_worker(forget(true)).await.expect("forgotten");
     assert_eq!(list(&suite, None, 0).await, []);
@@ -399,8 +399,8 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     assert_eq!(list(suite, None, 0).await.len(), 2);
     let explained = explain(suite, restored.output_volume()).await.expect("explained");
     assert_eq!(
-        (explained.state.as_str(), explained.label.as_str()),
-        ("created", "replica, adopted after it had been set aside")
+        (explained.state(), explained.label.as_str()),
+        (pb::ExplainedState::Created, "replica, adopted after it had been set aside")
     );
 
     suite.clock.advance(Duration::from_secs(24 * 3600));
@@ -457,7 +457,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     there.swept(&[], &[&replica]).await;
     let adopted = adopt(suite, naming(deleted)).await.expect("adopted");
     assert_eq!((adopted.state(), adopted.replicas.len()), (pb::ArtifactState::Sealed, 1));
-    assert_refused(adopt(suite, naming(ArtifactId::new())).await, Reason::NotSetAside);
+    assert_refused(adopt(suite, naming(ArtifactId::new())).await, Reason::NotOrphaned);
 
     // An open one: an upload whose bytes the backup did not see.
     let open = ArtifactId::new();
@@ -477,7 +477,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     restored.describe().await;
     let (suite, (artifact, volume)) = (&restored.suite, &restored.newer);
     let explained = explain(suite, volume).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Volume, "set aside"));
+    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Volume, pb::ExplainedState::Orphaned));
     assert_eq!((explained.team.as_str(), explained.can_be_adopted, explained.size_bytes), (TEAM, true, 10));
     let explained = explain(suite, restored.input()).await.expect("explained");
     assert_eq!((explained.team.as_str(), explained.can_be_adopted), ("", false));
@@ -487,7 +487,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     // Nor is its artifact known, which names the volume until it is adopted.
     let id = artifact.to_string();
     let explained = explain(suite, &id).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (pb::Thing::Artifact, "set aside"));
+    assert_eq!((explained.thing(), explained.state()), (pb::Thing::Artifact, pb::ExplainedState::Orphaned));
     assert_eq!((explained.can_be_adopted, explained.size_bytes), (true, 10));
     assert_eq!(
         (&explained.relations[0].relation, &explained.relations[0].ids[..]),
@@ -497,7 +497,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     let refused = suite.artifacts().explain(request).await.map_err(rpc::Refusal::from);
     assert_refused(refused, Reason::UnknownId);
     adopt(suite, adoption(volume)).await.expect("adopted");
-    assert_eq!(explain(suite, &id).await.expect("explained").state, "sealed");
+    assert_eq!(explain(suite, &id).await.expect("explained").state(), pb::ExplainedState::Sealed);
     restored.suite.stop().await;
 }
 
@@ -514,21 +514,21 @@ async fn what_is_purged_is_swept(database: TestDatabase) {
     assert_refused(refused, Reason::UnknownId);
     // All or nothing.
     assert_refused(purge(suite, &[container, &VolumeHandle::new().to_string()]).await, Reason::UnknownId);
-    assert_refused(purge(suite, &[container, &restored.known.1]).await, Reason::NotSetAside);
+    assert_refused(purge(suite, &[container, &restored.known.1]).await, Reason::NotOrphaned);
     assert_eq!(list(suite, None, 0).await.len(), 4);
 
     suite.inventory().purge(on(restored.gateway.worker)).await.expect("purged");
     assert_eq!(purge(suite, &[container, input]).await.expect("purged"), (1, 0), "the container was");
-    assert_refused(adopt(suite, adoption(input)).await, Reason::NotSetAside);
+    assert_refused(adopt(suite, adoption(input)).await, Reason::NotOrphaned);
     let explained = explain(suite, container).await.expect("explained");
     assert!(explained.why.contains("purged"), "{explained:?}");
     assert_eq!(explained.relations.len(), 1, "its worker, and no attempt");
     restored.gateway.swept(&[container], &[input]).await;
     let left: Vec<_> = restored.volumes().into_iter().filter(|volume| volume != input).collect();
     let reported = restored.gateway.report(&left, &[]).await.expect("reported");
-    assert_eq!((reported.forgotten, reported.set_aside), (2, 2));
+    assert_eq!((reported.forgotten, reported.orphans), (2, 2));
     let explained = explain(suite, input).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.why.contains("purged")), ("gone", true));
+    assert_eq!((explained.state(), explained.why.contains("purged")), (pb::ExplainedState::Gone, true));
     assert_eq!(purge(suite, &[container, input]).await.expect("again"), (0, 0));
     restored.suite.stop().await;
 }
@@ -540,7 +540,7 @@ async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatab
     let volume = restored.newer.1.as_str();
     let unknown = VolumeHandle::new().to_string();
     assert_refused(adopt(suite, adoption(&unknown)).await, Reason::VolumeNotFound);
-    assert_refused(adopt(suite, adoption(&restored.known.1)).await, Reason::NotSetAside);
+    assert_refused(adopt(suite, adoption(&restored.known.1)).await, Reason::NotOrphaned);
     assert_refused(adopt(suite, adoption(restored.input())).await, Reason::NotAdoptable);
     let container = adoption(&restored.prepared.container_handle);
     assert_refused(adopt(suite, container).await, Reason::NotAdoptable);
@@ -560,16 +560,16 @@ async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatab
         ..Default::default()
     };
     let request =
-        pb::DescribeSetAsideRequest { session_credential: stranger.credential.clone(), volumes: vec![lie] };
-    suite.inventory().describe_set_aside(request).await.expect("passed over");
+        pb::DescribeOrphansRequest { session_credential: stranger.credential.clone(), volumes: vec![lie] };
+    suite.inventory().describe_orphans(request).await.expect("passed over");
     assert_refused(adopt(suite, adoption(restored.input())).await, Reason::NotAdoptable);
     let older = suite.silent_gateway(restored.gateway.worker, 1, 0);
-    let request = pb::DescribeSetAsideRequest { session_credential: older.credential, volumes: Vec::new() };
-    let refused = suite.inventory().describe_set_aside(request).await.map_err(rpc::Refusal::from);
+    let request = pb::DescribeOrphansRequest { session_credential: older.credential, volumes: Vec::new() };
+    let refused = suite.inventory().describe_orphans(request).await.map_err(rpc::Refusal::from);
     assert_refused(refused, Reason::StaleSession);
 
     adopt(suite, adoption(volume)).await.expect("adopted");
-    assert_refused(purge(suite, &[volume]).await, Reason::NotSetAside);
+    assert_refused(purge(suite, &[volume]).await, Reason::NotOrphaned);
     assert_eq!(suite.volume_state(volume).await, Some(InventoryState::Created));
     restored.suite.stop().await;
 }
@@ -586,11 +586,11 @@ async fn what_is_adopted_while_reports_come_is_never_garbage(database: TestDatab
         digest: digest(5).as_bytes().to_vec().into(),
         ..Default::default()
     };
-    let request = pb::DescribeSetAsideRequest {
+    let request = pb::DescribeOrphansRequest {
         session_credential: gateway.credential.clone(),
         volumes: volumes.iter().map(describe).collect(),
     };
-    suite.inventory().describe_set_aside(request).await.expect("described");
+    suite.inventory().describe_orphans(request).await.expect("described");
 
     let deciding = async {
         for (number, volume) in volumes.iter().enumerate() {
@@ -629,14 +629,14 @@ async fn what_is_set_aside_and_gone_is_forgotten(database: TestDatabase) {
     let late = gateway.begin_report().await.expect("begun");
     let both = [first.clone(), second.clone()];
     let reported = gateway.report_with(late, &both, &[]).await.expect("reported");
-    assert_eq!(reported.set_aside, 2);
+    assert_eq!(reported.orphans, 2);
     gateway.life = None;
     assert_refused(gateway.report_with(early, &[], &[]).await, Reason::StaleReport);
     let reported = gateway.report(std::slice::from_ref(&first), &[]).await.expect("reported");
-    assert_eq!((reported.set_aside, reported.lost), (1, 0));
+    assert_eq!((reported.orphans, reported.lost), (1, 0));
     assert_eq!(list(&suite, None, 0).await.len(), 1);
     let explained = explain(&suite, &second).await.expect("explained");
-    assert_eq!(explained.state, "gone");
+    assert_eq!(explained.state(), pb::ExplainedState::Gone);
     assert!(explained.why.contains("set aside"), "{explained:?}");
     suite.stop().await;
 }

@@ -119,7 +119,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     let made_at = suite.clock.now();
     let explained = suite.explain(artifact).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Artifact, "sealed"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Artifact, pb::ExplainedState::Sealed));
     assert_eq!(related(&explained, "replicas"), std::slice::from_ref(&replica));
     let old = made_at + 12 * HOUR;
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(old))]);
@@ -183,22 +183,22 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     );
 
     let explained = suite.explain(artifact).await.expect("explained");
-    assert_eq!(explained.state, "deleting");
+    assert_eq!(explained.state(), pb::ExplainedState::Deleting);
     assert_eq!((explained.marked(), explained.goes()), (marked_at, None));
     assert_eq!(explained.why, "every owner of it has let go");
     assert_eq!(explained.forgotten(), suite.after(HOUR));
     assert!(explained.can_be_undeleted);
     let explained = suite.explain(&replica).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "destroying"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Volume, pb::ExplainedState::Destroying));
     assert_eq!((explained.marked(), explained.why.as_str()), (marked_at, "its artifact is deleted"));
 
     gateway.swept(&[], &[&replica]).await;
-    assert_eq!(suite.explain(&replica).await.expect("explained").state, "sweeping");
+    assert_eq!(suite.explain(&replica).await.expect("explained").state(), pb::ExplainedState::Sweeping);
     assert!(!suite.explain(artifact).await.expect("explained").can_be_undeleted);
     suite.clock.advance(MINUTE);
     assert_eq!(gateway.report(&[], &[]).await.expect("reported").forgotten, 1);
     let explained = suite.explain(&replica).await.expect("its grave");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Volume, "gone"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Volume, pb::ExplainedState::Gone));
     assert_eq!((explained.marked(), explained.gone()), (marked_at, suite.after(Duration::ZERO)));
     assert_eq!(explained.why, "its artifact is deleted");
     assert_eq!(explained.forgotten(), suite.after(HOUR));
@@ -233,7 +233,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(kept_by(&explained), [(Thing::Attempt, attempt_id.as_str(), None)], "{explained:?}");
-        assert_eq!((explained.goes(), explained.state.as_str()), (None, "created"));
+        assert_eq!((explained.goes(), explained.state()), (None, pb::ExplainedState::Created));
         assert_eq!(related(&explained, "workload"), [workload.to_string()]);
         assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
     }
@@ -242,16 +242,16 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     assert_eq!(related(&explained, "parent"), [replica]);
     assert_eq!(related(&explained, "made from"), [artifact.to_string()]);
     let explained = suite.explain(attempt).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Attempt, "going on"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Attempt, pb::ExplainedState::GoingOn));
     assert_eq!(related(&explained, "containers"), [container]);
     assert_eq!(related(&explained, "volumes").len(), 2);
     let explained = suite.explain(workload).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Workload, "going on"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Workload, pb::ExplainedState::GoingOn));
     assert_eq!(related(&explained, "attempts"), [attempt_id]);
 
     suite.settle(workload, None, &[], None).await.expect("settled");
-    assert_eq!(suite.explain(workload).await.expect("explained").state, "settled");
-    assert_eq!(suite.explain(attempt).await.expect("explained").state, "ended");
+    assert_eq!(suite.explain(workload).await.expect("explained").state(), pb::ExplainedState::Settled);
+    assert_eq!(suite.explain(attempt).await.expect("explained").state(), pb::ExplainedState::Ended);
     for handle in [container, source, out] {
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(explained.goes(), suite.after(5 * MINUTE), "{explained:?}");
@@ -266,14 +266,14 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
         let explained = suite.explain(handle).await.expect("explained");
         assert_eq!(explained.marked(), suite.after(Duration::ZERO));
         assert_eq!(
-            (explained.why.as_str(), explained.state.as_str()),
-            ("its attempt has ended", "destroying")
+            (explained.why.as_str(), explained.state()),
+            ("its attempt has ended", pb::ExplainedState::Destroying)
         );
     }
     gateway.swept(&[container], &[source, out]).await;
     gateway.report(&[], &[]).await.expect("reported");
     let explained = suite.explain(container).await.expect("its grave");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Container, "gone"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Container, pb::ExplainedState::Gone));
     suite.stop().await;
 }
 
@@ -321,7 +321,7 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     suite.put_build(build, workload, Some(MINUTE)).await.expect("put");
     let (artifact, _) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
     let explained = suite.explain(build).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Build, "going on"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Build, pb::ExplainedState::GoingOn));
     let term = suite.clock.now() + 10 * MINUTE;
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(term))]);
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
@@ -334,7 +334,7 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     assert_eq!(kept_by(&explained), [(Thing::Workload, workload_id.as_str(), None)]);
     suite.settle(workload, None, &[], None).await.expect("settled");
     let explained = suite.explain(build).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.goes()), ("succeeded", suite.after(MINUTE)));
+    assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Succeeded, suite.after(MINUTE)));
     suite.delete_build(build).await.expect("deleted");
     let explained = suite.explain(build).await.expect("explained");
     assert_eq!((explained.goes(), explained.kept_by_total), (suite.after(Duration::ZERO), 0));
@@ -362,8 +362,8 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     let cache = asked.cache_id;
     let explained = suite.explain(&cache).await.expect("explained");
     assert_eq!(
-        (explained.thing(), explained.state.as_str(), explained.label.as_str()),
-        (Thing::ResourceCache, "being made", "git v1")
+        (explained.thing(), explained.state(), explained.label.as_str()),
+        (Thing::ResourceCache, pb::ExplainedState::BeingMade, "git v1")
     );
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", suite.after(MINUTE))]);
     assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker goes on");
@@ -375,7 +375,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     };
     suite.caches().put_resource_cache(put).await.expect("put");
     let explained = suite.explain(&cache).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.goes()), ("ready", suite.after(HOUR)));
+    assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Ready, suite.after(HOUR)));
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
     // What keeps the artifact names it.
     let keeper = suite.explain(artifact).await.expect("explained");
@@ -410,7 +410,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     suite.explain(&cache).await.expect("it is there");
     suite.clock.advance(Duration::from_secs(1));
     suite.collect(DryRun::Off).await;
-    assert_eq!(suite.explain(&cache).await.expect("its grave").state, "gone");
+    assert_eq!(suite.explain(&cache).await.expect("its grave").state(), pb::ExplainedState::Gone);
 
     let ask = pb::FindOrCreateTaskCacheRequest {
         team: TEAM.to_owned(),
@@ -422,8 +422,8 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     let asked = suite.caches().find_or_create_task_cache(ask).await.expect("asked").into_inner();
     let explained = suite.explain(&asked.cache_id).await.expect("explained");
     assert_eq!(
-        (explained.thing(), explained.state.as_str(), explained.label.as_str(), explained.goes()),
-        (Thing::TaskCache, "empty", "job step path", suite.after(MINUTE))
+        (explained.thing(), explained.state(), explained.label.as_str(), explained.goes()),
+        (Thing::TaskCache, pb::ExplainedState::Empty, "job step path", suite.after(MINUTE))
     );
     assert_refused(suite.explain_to("other", &asked.cache_id).await, Reason::UnknownId);
 
@@ -651,7 +651,7 @@ async fn collections_are_watched(database: TestDatabase) {
         seen.iter().map(|marked| marked.id.as_str()).collect::<Vec<_>>(),
         [&artifact.to_string(), &replica]
     );
-    assert_eq!((seen[1].kind.as_str(), seen[1].why.as_str()), ("volume", "its artifact is deleted"));
+    assert_eq!((seen[1].thing(), seen[1].why.as_str()), (pb::Thing::Volume, "its artifact is deleted"));
     suite.stop().await;
     assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
 }

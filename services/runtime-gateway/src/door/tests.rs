@@ -107,10 +107,10 @@ impl scheduler::workers_server::Workers for Schedule {
         no_part()
     }
 
-    async fn land_worker(
+    async fn cordon_worker(
         &self,
-        _: tonic::Request<scheduler::LandWorkerRequest>,
-    ) -> Result<Response<scheduler::LandWorkerResponse>, Status> {
+        _: tonic::Request<scheduler::CordonWorkerRequest>,
+    ) -> Result<Response<scheduler::CordonWorkerResponse>, Status> {
         no_part()
     }
 

@@ -115,10 +115,10 @@ impl Workers for Schedule {
         no_part()
     }
 
-    async fn land_worker(
+    async fn cordon_worker(
         &self,
-        _: Request<pb::LandWorkerRequest>,
-    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        _: Request<pb::CordonWorkerRequest>,
+    ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
         no_part()
     }
 

@@ -29,7 +29,7 @@ pub(crate) enum Asked {
     FailImport(pb::FailImportRequest, Answer<pb::FailImportResponse>),
     /// The volumes that a worker reported, by the credential.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
-    DescribeSetAside(pb::DescribeSetAsideRequest, Answer<pb::DescribeSetAsideResponse>),
+    DescribeOrphans(pb::DescribeOrphansRequest, Answer<pb::DescribeOrphansResponse>),
     ListVolumes(pb::ListVolumesRequest, Answer<pb::ListVolumesResponse>),
 }
 
@@ -120,17 +120,17 @@ impl Inventory for Script {
         no_part()
     }
 
-    async fn describe_set_aside(
+    async fn describe_orphans(
         &self,
-        request: Request<pb::DescribeSetAsideRequest>,
-    ) -> Result<Response<pb::DescribeSetAsideResponse>, Status> {
-        self.ask(|answer| Asked::DescribeSetAside(request.into_inner(), answer)).await
+        request: Request<pb::DescribeOrphansRequest>,
+    ) -> Result<Response<pb::DescribeOrphansResponse>, Status> {
+        self.ask(|answer| Asked::DescribeOrphans(request.into_inner(), answer)).await
     }
 
-    async fn list_set_aside(
+    async fn list_orphans(
         &self,
-        _: Request<pb::ListSetAsideRequest>,
-    ) -> Result<Response<pb::ListSetAsideResponse>, Status> {
+        _: Request<pb::ListOrphansRequest>,
+    ) -> Result<Response<pb::ListOrphansResponse>, Status> {
         no_part()
     }
 

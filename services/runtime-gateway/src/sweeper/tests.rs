@@ -94,7 +94,7 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
     };
     let receipt = Receipt([9; 32]);
     let aside = pb::ReportResponse {
-        set_aside: 2,
+        orphans: 2,
         receipt: receipt.0.to_vec().into(),
         ..pb::ReportResponse::default()
     };
@@ -148,17 +148,17 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
         machine.faults.set_illegible(illegible);
         let undescribed = [complete, gone, illegible, child];
         let response = pb::ReportResponse {
-            set_aside: 3,
+            orphans: 3,
             undescribed_volume_handles: undescribed.map(|volume| volume.to_string()).to_vec(),
             ..pb::ReportResponse::default()
         };
         let session = session("credential");
         let (reported, described) = tokio::join!(report(&worker, &session), async {
             answer_report(&mut store, &machine, response).await;
-            let Asked::DescribeSetAside(described, answer) = store.asked().await else {
+            let Asked::DescribeOrphans(described, answer) = store.asked().await else {
                 panic!("nothing said")
             };
-            answer.send(Ok(pb::DescribeSetAsideResponse {})).expect("it waits");
+            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("it waits");
             described
         });
         reported.expect("reported");

@@ -87,10 +87,10 @@ impl Workers for Script {
         no_part()
     }
 
-    async fn land_worker(
+    async fn cordon_worker(
         &self,
-        _: Request<pb::LandWorkerRequest>,
-    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        _: Request<pb::CordonWorkerRequest>,
+    ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
         no_part()
     }
 
@@ -293,7 +293,7 @@ async fn hello_of(said: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
 fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
     let stop = pb::StopAttempt {
         grace: None,
-        reason: "CANCELLED".to_owned(),
+        reason: pb::StopReason::Cancelled.into(),
         lease_token: token.to_owned(),
         workload_id: WorkloadId::new().to_string(),
         attempt_id: AttemptId::new().to_string(),
@@ -578,7 +578,7 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
         }
         let mut stopped = stop(lease, "token");
         if let Some(Wish::Stop(stop)) = &mut stopped.wish {
-            (stop.reason, stop.attempt_id) = ("INTERRUPTED".to_owned(), attempt_id);
+            (stop.reason, stop.attempt_id) = (pb::StopReason::Interrupted.into(), attempt_id);
         }
         scene.desire(0, vec![stopped]).await;
         let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");

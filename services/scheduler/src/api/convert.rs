@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::{Capacity, Labels, ResourceType};
-use domain::workload::FailureReason;
 use domain::{Timestamp, WorkloadId};
 use rpc::pb::scheduler as pb;
 use rpc::{Message, invalid_field, timestamp};
@@ -125,7 +124,7 @@ pub(super) fn workload(workload: Workload) -> pb::Workload {
         waiting_for: workload.waiting_for,
         usage: ending.as_ref().and_then(|ending| ending.usage.as_ref()).map(rpc::usage),
         retried: workload.retried,
-        stopping: workload.stopping.map(stop_reason).unwrap_or_default(),
+        stopping: workload.stopping.map(stop_reason).unwrap_or_default().into(),
         abridged: workload.abridged,
     }
 }
@@ -148,7 +147,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
     let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
     let desired = match placed.desired {
         worker::Desired::Run => pb::WorkerDesire::Run,
-        worker::Desired::Land => pb::WorkerDesire::Land,
+        worker::Desired::Land => pb::WorkerDesire::Cordon,
         worker::Desired::Retire => pb::WorkerDesire::Retire,
     };
     let state = match placed.state {
@@ -179,7 +178,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         last_contact_at: Some(timestamp(last_contact_at)),
         awaited: awaited_since.is_some_and(|since| now.since(since) < ttl),
         desired: desired.into(),
-        landed_at: worker.landed_at.map(timestamp),
+        drained_at: worker.landed_at.map(timestamp),
         interrupt_at: worker.interrupt_at.map(timestamp),
         leases: worker.load.leases,
         uninterruptible_leases: worker.load.uninterruptible,
@@ -187,7 +186,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
         refusals,
         failures: worker.failures,
         last_failure: worker.last_failure,
-        set_aside_until: worker.quarantined_until.map(timestamp),
+        quarantined_until: worker.quarantined_until.map(timestamp),
         failed_team: worker.failed_team.unwrap_or_default(),
         unsupported_versions: worker.unsupported_versions,
         reserved: requests(placed.load.reserved),
@@ -323,15 +322,14 @@ pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::A
 }
 
 /// Why an attempt shall stop, as its gateway and whoever asks are told.
-pub(super) fn stop_reason(reason: StopReason) -> String {
-    let reason = match reason {
-        StopReason::Cancelled => FailureReason::Cancelled,
-        StopReason::StartTimeout => FailureReason::StartTimeout,
-        StopReason::RunTimeout => FailureReason::RunTimeout,
-        StopReason::Interrupted => FailureReason::Interrupted,
-        StopReason::WorkerLost => FailureReason::WorkerLost,
-    };
-    reason.to_string()
+pub(super) fn stop_reason(reason: StopReason) -> pb::StopReason {
+    match reason {
+        StopReason::Cancelled => pb::StopReason::Cancelled,
+        StopReason::StartTimeout => pb::StopReason::StartTimeout,
+        StopReason::RunTimeout => pb::StopReason::RunTimeout,
+        StopReason::Interrupted => pb::StopReason::Interrupted,
+        StopReason::WorkerLost => pb::StopReason::WorkerLost,
+    }
 }
 
 pub(super) fn lease(lease: Lease) -> pb::Lease {
@@ -375,7 +373,7 @@ pub(super) fn lease(lease: Lease) -> pb::Lease {
         requests: requests(lease.reserved),
         granted_at: Some(timestamp(lease.granted_at)),
         expires_at: lease.expires_at.map(timestamp),
-        stop_reason: lease.stop_reason.map(stop_reason).unwrap_or_default(),
+        stop_reason: lease.stop_reason.map(stop_reason).unwrap_or_default().into(),
         ended_at: ended_at.map(timestamp),
         end: end.into(),
     }

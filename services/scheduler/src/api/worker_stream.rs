@@ -328,7 +328,7 @@ impl Attendance<'_> {
             let micros = u64::try_from(grace.unwrap_or(0)).unwrap_or(0);
             pb::desired_lease::Wish::Stop(pb::StopAttempt {
                 grace: Some(rpc::duration(Duration::from_micros(micros))),
-                reason: convert::stop_reason(reason.unwrap_or(lease::StopReason::Cancelled)),
+                reason: convert::stop_reason(reason.unwrap_or(lease::StopReason::Cancelled)).into(),
                 lease_token: self.scheduler.signer.sign(&leases::claims(lease)),
                 workload_id: workload.to_string(),
                 attempt_id: attempt.to_string(),

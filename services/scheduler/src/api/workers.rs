@@ -162,17 +162,17 @@ impl Workers for WorkersService {
         Ok(Response::new(ReceiverStream::new(outbound)))
     }
 
-    async fn land_worker(
+    async fn cordon_worker(
         &self,
-        request: Request<pb::LandWorkerRequest>,
-    ) -> Result<Response<pb::LandWorkerResponse>, Status> {
+        request: Request<pb::CordonWorkerRequest>,
+    ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
         let request = request.into_inner();
         let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
 
         let landing = self.0.lifecycle.bring_down(named(&request.worker)?, Down::Land, interrupt_after).await;
 
         let worker = landing.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
-        Ok(Response::new(pb::LandWorkerResponse { worker }))
+        Ok(Response::new(pb::CordonWorkerResponse { worker }))
     }
 
     async fn run_worker(

@@ -163,9 +163,7 @@ async fn tell_losses(app: &App, removable: &mut [Removable]) {
         }
         match app.store.forget_worker(id, Forget::Check).await {
             Ok(()) => Some(false),
-            Err(refusal)
-                if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsSetAside) =>
-            {
+            Err(refusal) if refusal.is(rpc::Reason::LastReplica) || refusal.is(rpc::Reason::HoldsOrphans) => {
                 Some(true)
             }
             Err(refusal) => {

@@ -503,5 +503,5 @@ pub(crate) async fn see_off_forever(lifecycle: Lifecycle) {
 
 /// Whether the artifact store refuses to forget a worker as it is.
 pub(crate) fn is_kept(refusal: &rpc::Refusal) -> bool {
-    refusal.is(Reason::LastReplica) || refusal.is(Reason::HoldsSetAside)
+    refusal.is(Reason::LastReplica) || refusal.is(Reason::HoldsOrphans)
 }

@@ -100,9 +100,9 @@ pub(crate) const CODES: [&str; 25] = [
     "TOO_SMALL",
     "AVOIDED",
     "NOT_SAME",
-    "LANDING",
+    "CORDONED",
     "STALLED",
-    "SET_ASIDE",
+    "QUARANTINED",
     "TEAM_KEEPS_TO_ITS_OWN",
     "KEPT_FREE",
     "FULL",
@@ -169,9 +169,9 @@ impl Refusal {
             Self::TooSmall(_) => "TOO_SMALL",
             Self::Avoided => "AVOIDED",
             Self::NotSame => "NOT_SAME",
-            Self::Landing => "LANDING",
+            Self::Landing => "CORDONED",
             Self::Stalled => "STALLED",
-            Self::SetAside(_) => "SET_ASIDE",
+            Self::SetAside(_) => "QUARANTINED",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
             Self::KeptFree => "KEPT_FREE",
             Self::Full { .. } => "FULL",
@@ -319,9 +319,9 @@ impl Refusal {
             Self::TooSmall(shortage) => format!("have less {} than is asked for", shortage.of()),
             Self::Avoided => "are to be avoided".to_owned(),
             Self::NotSame => "are not the worker that is asked for".to_owned(),
-            Self::Landing => "are landing".to_owned(),
+            Self::Landing => "are cordoned".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
-            Self::SetAside(_) => "are set aside, for they fail again and again".to_owned(),
+            Self::SetAside(_) => "are quarantined, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
             Self::KeptFree => "are kept free for others that have waited long for so much".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
@@ -365,9 +365,9 @@ impl fmt::Display for Refusal {
             }
             Self::Avoided => f.write_str("is to be avoided"),
             Self::NotSame => f.write_str("is not the worker that is asked for"),
-            Self::Landing => f.write_str("is landing"),
+            Self::Landing => f.write_str("is cordoned"),
             Self::Stalled => f.write_str("is out of contact"),
-            Self::SetAside(why) => write!(f, "is set aside, for it fails again and again: {why}"),
+            Self::SetAside(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
             Self::KeptFree => f.write_str("is kept free for another that has waited long for so much"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
@@ -602,7 +602,7 @@ mod tests {
         let many = (0..500).map(full).chain([("odd".to_owned(), Refusal::Landing)]);
         assert_eq!(
             Refusals::of(many).lines(),
-            ["500 workers (w000, w001, w002, …): are full".to_owned(), "odd: is landing".to_owned()]
+            ["500 workers (w000, w001, w002, …): are full".to_owned(), "odd: is cordoned".to_owned()]
         );
         assert_eq!(Refusals::default().lines(), ["no worker has registered yet"]);
     }

@@ -46,7 +46,7 @@ pub(crate) async fn what_does_not_start_in_time_is_stopped_and_may_begin_again_e
 
     let id = scheduler.submit(late(0)).await.expect("accepted");
     let (_, stop) = first.stop(id).await;
-    assert_eq!(stop.reason, "START_TIMEOUT");
+    assert_eq!(stop.reason(), pb::StopReason::StartTimeout);
     let refused = start(&scheduler, &stop.lease_token).await.expect_err("it is too late");
     assert!(refused.is(Reason::LeaseLost), "{refused}");
     assert_eq!(scheduler.worker("one").await.active_tasks, 1, "until its gateway says that it has stopped");
@@ -113,7 +113,7 @@ pub(crate) async fn who_must_start_in_time_is_looked_for_in_time(database: TestD
     let waits = scheduler.submit(late).await.expect("queued");
     assert_eq!(scheduler.get(waits).await.state(), pb::WorkloadState::Pending);
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    assert_eq!(gateway.stop(waits).await.1.reason, "START_TIMEOUT");
+    assert_eq!(gateway.stop(waits).await.1.reason(), pb::StopReason::StartTimeout);
     fail(&scheduler, &stop.lease_token, "START_TIMEOUT").await;
     scheduler.stop().await;
 }
@@ -197,7 +197,7 @@ pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(dat
         fail(&scheduler, &run.lease_token, "WORKER_FULL").await;
     }
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.failures, worker.set_aside_until), (0, None));
+    assert_eq!((worker.failures, worker.quarantined_until), (0, None));
 
     // Another one is asked before the first is again.
     let run = another(&mut first, &attempts).await;
@@ -265,7 +265,7 @@ pub(crate) async fn an_input_that_is_damaged_on_one_worker_is_used_on_another(da
     let mut second = Gateway::connect(&scheduler, hello("two")).await.expect("welcome");
     fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.failures, worker.set_aside_until), (0, None), "what it has besides may be sound");
+    assert_eq!((worker.failures, worker.quarantined_until), (0, None), "what it has besides may be sound");
     let (_, run) = second.run(id).await;
     // Nobody else is left.
     fail(&scheduler, &run.lease_token, "INPUT_DAMAGED").await;

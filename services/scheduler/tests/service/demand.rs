@@ -120,8 +120,8 @@ pub(crate) async fn whoever_adds_and_removes_workers_is_told_what_waits_and_what
     assert_eq!(demand(&scheduler).await.removable[0].leases, 1);
 
     // One that is on its way out is told of no more, and what came free is.
-    let request = pb::LandWorkerRequest { worker: "two".to_owned(), interrupt_after: None };
-    scheduler.workers().land_worker(request).await.expect("landing");
+    let request = pb::CordonWorkerRequest { worker: "two".to_owned(), interrupt_after: None };
+    scheduler.workers().cordon_worker(request).await.expect("landing");
     let told =
         until("it lands", async || Some(demand(&scheduler).await).filter(|told| names(told) == ["one"]))
             .await;

@@ -412,7 +412,7 @@ pub(crate) async fn a_lease_says_for_whom_it_is_until_when_and_why_it_ended(data
     start(&scheduler, &run.lease_token).await.expect("started");
     scheduler.cancel(workload, Duration::from_secs(1)).await;
     let ending = lease(&scheduler, "main", &id).await.expect("known");
-    assert_eq!((ending.state(), ending.stop_reason.as_str()), (pb::LeaseState::Ending, "CANCELLED"));
+    assert_eq!((ending.state(), ending.stop_reason()), (pb::LeaseState::Ending, pb::StopReason::Cancelled));
     finish(&scheduler, &run.lease_token, 0).await.expect("taken");
     let ended = lease(&scheduler, "main", &id).await.expect("known");
     assert_eq!((ended.state(), ended.end()), (pb::LeaseState::Ended, pb::LeaseEnd::Reported));

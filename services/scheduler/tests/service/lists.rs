@@ -109,20 +109,20 @@ pub(crate) async fn workloads_are_listed_by_how_they_ended(database: TestDatabas
     let goes_on = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = gateway.run(goes_on).await;
     start(&scheduler, &run.lease_token).await.expect("started");
-    let is_stopping = async |expected: &str| {
-        assert_eq!(scheduler.get(goes_on).await.stopping, expected);
+    let is_stopping = async |expected: pb::StopReason| {
+        assert_eq!(scheduler.get(goes_on).await.stopping(), expected);
         let all = pb::ListRequest { team: "main".to_owned(), ..pb::ListRequest::default() };
         let all = scheduler.workloads().list(all).await.expect("a page").into_inner().workloads;
         for workload in all {
             let is_it = workload.workload_id == goes_on.to_string();
-            assert_eq!(workload.stopping, if is_it { expected } else { "" });
+            assert_eq!(workload.stopping(), if is_it { expected } else { pb::StopReason::Unspecified });
         }
     };
-    is_stopping("").await;
+    is_stopping(pb::StopReason::Unspecified).await;
     scheduler.cancel(goes_on, Duration::from_secs(60)).await;
-    is_stopping("CANCELLED").await;
+    is_stopping(pb::StopReason::Cancelled).await;
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
-    is_stopping("").await;
+    is_stopping(pb::StopReason::Unspecified).await;
     ended.push(goes_on);
 
     let outcomes = [pb::Outcome::Errored, pb::Outcome::Succeeded, pb::Outcome::Failed, pb::Outcome::Aborted];

@@ -255,7 +255,7 @@ pub(crate) async fn what_a_lost_worker_may_run_still_keeps_its_slot(database: Te
     })
     .await;
     let (_, stop) = gateway.stop(id).await;
-    assert_eq!(stop.reason, "WORKER_LOST");
+    assert_eq!(stop.reason(), pb::StopReason::WorkerLost);
     let waits = scheduler.submit(tagged(spec(), "back")).await.expect("queued");
     assert_eq!(scheduler.get(waits).await.state(), pb::WorkloadState::Pending);
     assert_eq!(scheduler.worker("back").await.active_tasks, 1, "until it has stopped");

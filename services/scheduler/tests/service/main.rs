@@ -289,7 +289,7 @@ async fn a_placed_workload_is_asked_to_stop_and_may_not_start(database: TestData
     let (_, run) = gateway.run(id).await;
     scheduler.cancel(id, Duration::from_secs(5)).await;
     let (_, stop) = gateway.stop(id).await;
-    assert_eq!((stop.reason.as_str(), &stop.attempt_id), ("CANCELLED", &run.attempt_id));
+    assert_eq!((stop.reason(), &stop.attempt_id), (pb::StopReason::Cancelled, &run.attempt_id));
     scheduler.cancel(id, Duration::from_secs(9)).await;
     scheduler.cancel(id, Duration::from_secs(1)).await;
     gateway
@@ -342,7 +342,7 @@ async fn time_that_is_up_is_noticed(database: TestDatabase) {
     let (_, run) = gateway.run(id).await;
     start(&scheduler, &run.lease_token).await.expect("started");
     let (_, stop) = gateway.stop(id).await;
-    assert_eq!(stop.reason, "RUN_TIMEOUT");
+    assert_eq!(stop.reason(), pb::StopReason::RunTimeout);
     finish(&scheduler, &stop.lease_token, 0).await.expect("finished");
     let finished = scheduler.finished(id).await;
     assert_eq!(finished.outcome(), pb::Outcome::Errored);

@@ -418,8 +418,8 @@ pub(crate) async fn the_containers_of_an_owner_keep_to_their_worker(database: Te
         assert_ne!(next, home);
         assert_eq!(scheduler.worker(&home).await.state(), pb::WorkerState::Lost);
         assert_eq!(place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name, next);
-        let land = pb::LandWorkerRequest { worker: next.clone(), ..Default::default() };
-        scheduler.workers().land_worker(land).await.expect("it lands");
+        let land = pb::CordonWorkerRequest { worker: next.clone(), ..Default::default() };
+        scheduler.workers().cordon_worker(land).await.expect("it lands");
         let last = place(&scheduler, of_owner("check 1")).await.expect("granted").worker_name;
         assert!(last != home && last != next, "{last}");
     };

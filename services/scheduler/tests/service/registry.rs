@@ -21,8 +21,8 @@ impl Running {
         interrupt_after: Option<Duration>,
     ) -> Result<pb::Worker, Refusal> {
         let interrupt_after = interrupt_after.map(rpc::duration);
-        let request = pb::LandWorkerRequest { worker: worker.to_owned(), interrupt_after };
-        Ok(self.workers().land_worker(request).await?.into_inner().worker.expect("a worker"))
+        let request = pb::CordonWorkerRequest { worker: worker.to_owned(), interrupt_after };
+        Ok(self.workers().cordon_worker(request).await?.into_inner().worker.expect("a worker"))
     }
 
     pub(crate) async fn retire(&self, worker: &str, force: bool) -> Result<Option<pb::Worker>, Refusal> {
@@ -94,7 +94,7 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     }
 
     let landing = scheduler.land("one", None).await.expect("told");
-    assert_eq!(landing.desired(), pb::WorkerDesire::Land);
+    assert_eq!(landing.desired(), pb::WorkerDesire::Cordon);
     assert_eq!((landing.leases, landing.uninterruptible_leases), (2, 1));
     within("the gateway hears", async {
         while gateway.desired.directive() != pb::Directive::Land {
@@ -104,7 +104,7 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     .await;
     let waits = scheduler.submit(spec()).await.expect("queued");
     until("it waits for the worker to come back", async || {
-        (scheduler.get(waits).await.waiting_for == ["one: is landing"]).then_some(())
+        (scheduler.get(waits).await.waiting_for == ["one: is cordoned"]).then_some(())
     })
     .await;
 
@@ -115,14 +115,14 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     assert_eq!(gateway.desired.leases.len(), 2);
     scheduler.land(&landing.worker_id, None).await.expect("a repeat, by its id");
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.desired(), worker.landed_at), (pb::WorkerDesire::Land, None));
-    assert_eq!(reasons(&worker), ["LANDING", "FULL"]);
+    assert_eq!((worker.desired(), worker.drained_at), (pb::WorkerDesire::Cordon, None));
+    assert_eq!(reasons(&worker), ["CORDONED", "FULL"]);
 
     finish(&scheduler, &staying.lease_token, 0).await.expect("finished");
     let (_, stop) = gateway.stop(goes).await;
-    assert_eq!((stop.reason.as_str(), &stop.attempt_id), ("INTERRUPTED", &going.attempt_id));
+    assert_eq!((stop.reason(), &stop.attempt_id), (pb::StopReason::Interrupted, &going.attempt_id));
     let landed = until("it has landed", async || {
-        Some(scheduler.worker("one").await).filter(|worker| worker.landed_at.is_some())
+        Some(scheduler.worker("one").await).filter(|worker| worker.drained_at.is_some())
     })
     .await;
     assert_eq!((landed.leases, landed.uninterruptible_leases), (1, 0));
@@ -136,11 +136,11 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     };
     let mut gateway = Gateway::connect(&scheduler, reborn).await.expect("welcome");
     assert_eq!(gateway.desired.directive(), pb::Directive::Land);
-    assert_eq!(scheduler.worker("one").await.landed_at, landed.landed_at);
+    assert_eq!(scheduler.worker("one").await.drained_at, landed.drained_at);
 
     for _ in 0..2 {
         let running = scheduler.run_worker("one").await.expect("told").expect("a worker");
-        assert_eq!((running.desired(), running.landed_at), (pb::WorkerDesire::Run, None));
+        assert_eq!((running.desired(), running.drained_at), (pb::WorkerDesire::Run, None));
     }
     let (_, again) = gateway.run(goes).await;
     assert_ne!(again.attempt_id, going.attempt_id);
@@ -180,7 +180,7 @@ pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(data
     assert_eq!(again.interrupt_at, landing.interrupt_at, "what was said stands");
     scheduler.land("one", Some(Duration::ZERO)).await.expect("told");
     let (_, stop) = gateway.stop(started).await;
-    assert_eq!(stop.reason, "INTERRUPTED");
+    assert_eq!(stop.reason(), pb::StopReason::Interrupted);
     gateway.stop(unstarted).await;
     let renew = pb::RenewRequest { lease_token: transfer.lease_token };
     until("the transfer has lost its lease", async || {
@@ -193,13 +193,13 @@ pub(crate) async fn at_its_time_the_rest_of_a_landing_worker_is_interrupted(data
     assert!(refused.is(Reason::LeaseLost));
     fail(&scheduler, &other.lease_token, "STOPPED_BEFORE_START").await;
     assert_eq!(scheduler.get(unstarted).await.state(), pb::WorkloadState::Pending, "nothing of it ran");
-    assert_eq!(scheduler.worker("one").await.landed_at, None);
+    assert_eq!(scheduler.worker("one").await.drained_at, None);
     finish_interrupted(&scheduler, &run.lease_token).await;
     let finished = scheduler.finished(started).await;
     assert_eq!(finished.outcome(), pb::Outcome::Errored);
     assert_eq!(finished.failure.map(|failure| failure.reason), Some("INTERRUPTED".to_owned()));
     let landed = until("it has landed", async || {
-        Some(scheduler.worker("one").await).filter(|worker| worker.landed_at.is_some())
+        Some(scheduler.worker("one").await).filter(|worker| worker.drained_at.is_some())
     })
     .await;
     assert_eq!((landed.leases, landed.interrupt_at), (0, None));
@@ -311,7 +311,7 @@ pub(crate) async fn what_comes_to_be_on_a_retiring_worker_holds_it_up(database: 
     })
     .await;
     assert!(held_up.held_up_by.contains("last replica of an artifact"), "{}", held_up.held_up_by);
-    assert!(held_up.landed_at.is_some());
+    assert!(held_up.drained_at.is_some());
     scheduler.retire("one", true).await.expect("forced");
     scheduler.gone("one").await;
     store.stop().await;
@@ -535,7 +535,9 @@ pub(crate) async fn whoever_watches_workers_misses_nothing(database: TestDatabas
     scheduler.land("one", None).await.expect("told");
     for watcher in [&mut watcher, &mut late] {
         let landing = |change: &Change| match change {
-            Change::Worker(worker) if worker.desired() == pb::WorkerDesire::Land => Some(worker.name.clone()),
+            Change::Worker(worker) if worker.desired() == pb::WorkerDesire::Cordon => {
+                Some(worker.name.clone())
+            }
             _ => None,
         };
         let (at, name) = watcher.until(landing).await;
@@ -607,7 +609,7 @@ pub(crate) async fn watchers_see_changes_that_another_replica_makes() {
             assert!(revision >= before, "revisions fall");
             before = revision;
             if let Change::Worker(worker) = change
-                && worker.landed_at.is_some()
+                && worker.drained_at.is_some()
             {
                 landed.insert(worker.name);
             }
@@ -727,7 +729,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
         loop {
             let worker = scheduler.worker("one").await;
             assert_eq!(worker.failures, failures);
-            if let Some(until) = &worker.set_aside_until
+            if let Some(until) = &worker.quarantined_until
                 && rpc::from_timestamp(until).since(domain::Timestamp::now()) > Duration::from_secs(3)
             {
                 return worker;
@@ -751,7 +753,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
     assert_eq!((set_aside.failed_team.as_str(), reasons(&set_aside)), ("main", vec![]));
     assert_eq!(set_aside.last_failure, "it does not work (START_FAILED)");
     let id = scheduler.submit(spec()).await.expect("it waits");
-    let expected = "one: is set aside, for it fails again and again: it does not work (START_FAILED)";
+    let expected = "one: is quarantined, for it fails again and again: it does not work (START_FAILED)";
     until("it is told", async || {
         let said = scheduler.get(id).await.waiting_for;
         assert_ne!(said, ["no worker has registered yet"]);
@@ -762,7 +764,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
     // Who says that it shall run has mended it; and then it works.
     scheduler.run_worker("one").await.expect("told");
     let trusted = scheduler.worker("one").await;
-    assert_eq!((trusted.failures, trusted.set_aside_until), (0, None));
+    assert_eq!((trusted.failures, trusted.quarantined_until), (0, None));
     let (_, run) = gateway.run_any().await;
     start(&scheduler, &run.lease_token).await.expect("started");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
@@ -785,12 +787,12 @@ pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatab
         [scheduler.submit(spec()).await.expect("queued"), scheduler.submit(spec()).await.expect("queued")];
     let (lease, run) = gateway.run(ids[0]).await;
     let worker = scheduler.worker("one").await;
-    assert_eq!((worker.failures, worker.set_aside_until.is_none()), (1, true));
+    assert_eq!((worker.failures, worker.quarantined_until.is_none()), (1, true));
     let waits = scheduler.get(ids[1]).await;
     assert_eq!(waits.state(), pb::WorkloadState::Pending, "one task is enough to try it");
     assert_eq!(
         waits.waiting_for,
-        ["one: is set aside, for it fails again and again: it does not work (START_FAILED)"]
+        ["one: is quarantined, for it fails again and again: it does not work (START_FAILED)"]
     );
     start(&scheduler, &run.lease_token).await.expect("started");
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
@@ -812,7 +814,7 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
     let set_aside = async || {
         let worker = scheduler.worker("one").await;
         let refusals = worker.refusals.iter().map(|refusal| refusal.reason.clone()).collect::<Vec<_>>();
-        (worker.set_aside_until.is_some(), worker.failed_team, refusals)
+        (worker.quarantined_until.is_some(), worker.failed_team, refusals)
     };
     for _ in 0..2 {
         let id = scheduler.submit(of("main")).await.expect("accepted");
@@ -830,7 +832,7 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
     assert_eq!(scheduler.worker("one").await.failures, 1);
     fail_on(&scheduler, &mut gateway, waits).await;
     gateway.holds_nothing().await;
-    assert_eq!(set_aside().await, (true, String::new(), vec!["SET_ASIDE".to_owned()]));
+    assert_eq!(set_aside().await, (true, String::new(), vec!["QUARANTINED".to_owned()]));
     let waits = scheduler.submit(of("main")).await.expect("it waits");
 
     // A process that starts ends it. One that was only about to start does not.

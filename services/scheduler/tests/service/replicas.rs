@@ -84,11 +84,11 @@ async fn what_is_given_back_at_one_helps_who_waits_at_the_other(config: schedule
     finish(&one, &run.lease_token, 0).await.expect("finished");
 
     let held = within("it is granted", place(&one, waiting(task()))).await.expect("granted");
-    let landing = pb::LandWorkerRequest { worker: "one".to_owned(), ..pb::LandWorkerRequest::default() };
-    other.workers().land_worker(landing).await.expect("it shall land");
-    assert_eq!(one.worker("one").await.landed_at, None, "the lease holds it up");
+    let landing = pb::CordonWorkerRequest { worker: "one".to_owned(), ..pb::CordonWorkerRequest::default() };
+    other.workers().cordon_worker(landing).await.expect("it shall land");
+    assert_eq!(one.worker("one").await.drained_at, None, "the lease holds it up");
     release(&one, &held.lease_token).await;
-    until("it has landed", async || other.worker("one").await.landed_at).await;
+    until("it has landed", async || other.worker("one").await.drained_at).await;
     one.stop().await;
     other.stop().await;
 }
@@ -134,8 +134,9 @@ async fn a_hint_that_is_lost_costs_one_look() {
 
     // One that is landing shall run again.
     let _second = with_slots(&one, "second", 1).await;
-    let landing = pb::LandWorkerRequest { worker: "second".to_owned(), ..pb::LandWorkerRequest::default() };
-    one.workers().land_worker(landing).await.expect("it shall land");
+    let landing =
+        pb::CordonWorkerRequest { worker: "second".to_owned(), ..pb::CordonWorkerRequest::default() };
+    one.workers().cordon_worker(landing).await.expect("it shall land");
     let second = other.submit(spec()).await.expect("queued");
     let runs = pb::RunWorkerRequest { worker: "second".to_owned() };
     one.workers().run_worker(runs).await.expect("it shall run");

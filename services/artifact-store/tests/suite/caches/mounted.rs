@@ -172,7 +172,10 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     assert_eq!(of_late.parent_handle, suite.replica_of(two).await);
 
     // What was superseded stays for who found it, however often that is asked for, and goes after that.
-    assert_eq!(suite.collect(DryRun::Off).await.iter().filter(|one| one.kind == "artifact").count(), 0);
+    assert_eq!(
+        suite.collect(DryRun::Off).await.iter().filter(|one| one.thing() == pb::Thing::Artifact).count(),
+        0
+    );
     assert_eq!(early.prepare(&[]).await.parent_handle, found.parent_handle);
     assert_eq!(early.prepare(&[first.artifact()]).await.parent_handle, found.parent_handle, "it was made");
     early.leave(&found, 3).await;

@@ -93,7 +93,7 @@ impl Caller<'_> {
     /// How many artifacts a collection marks.
     async fn marked(&self) -> usize {
         let collected = self.suite.collect(DryRun::Off).await;
-        collected.iter().filter(|thing| thing.kind == "artifact").count()
+        collected.iter().filter(|thing| thing.thing() == pb::Thing::Artifact).count()
     }
 
     /// What a task cache has.

@@ -62,7 +62,7 @@ async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
     assert!([container, source].iter().all(|id| went.iter().any(|marked| marked.id == *id)), "{went:?}");
     suite.clock.advance(MINUTE);
     suite.collect(DryRun::Off).await;
-    assert_eq!(suite.explain(artifact).await.expect("explained").state, "deleting");
+    assert_eq!(suite.explain(artifact).await.expect("explained").state(), pb::ExplainedState::Deleting);
 
     // While one attempt goes on, nobody knows.
     let (artifact, replica) = suite.upload(&gateway, None, 2).await.expect("uploaded");
@@ -104,7 +104,7 @@ async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
     assert!(explained.bytes_lost, "{explained:?}");
     assert_eq!(explained.lost_at.as_ref().map(rpc::from_timestamp), lost_at);
     assert_eq!(related(&explained, "replicas"), [] as [String; 0]);
-    assert_eq!(explained.state, "sealed");
+    assert_eq!(explained.state(), pb::ExplainedState::Sealed);
     suite.stop().await;
 }
 
@@ -136,7 +136,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
         [("deleted", "somebody deleted it", deleted_at), ("unused", "nobody used it for long", unused_at)];
     for (cache, (path, why, at)) in caches.iter().zip(went) {
         let explained = suite.explain(cache).await.expect("its grave");
-        assert_eq!((explained.thing(), explained.state.as_str()), (Thing::TaskCache, "gone"));
+        assert_eq!((explained.thing(), explained.state()), (Thing::TaskCache, pb::ExplainedState::Gone));
         assert_eq!((explained.label.as_str(), explained.why.as_str()), (&*format!("job step {path}"), why));
         assert_eq!((explained.gone(), explained.forgotten()), (at, at.map(|at| at + HOUR)));
         assert_refused(suite.explain_to("other", cache).await, Reason::UnknownId);
@@ -159,7 +159,10 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
         suite.caches().delete_resource_cache(delete).await.expect("deleted");
         let explained = suite.explain(&cache).await.expect("its grave");
         assert_eq!((explained.thing(), explained.label.as_str()), (Thing::ResourceCache, "git v1"));
-        assert_eq!((explained.state.as_str(), explained.why.as_str()), ("gone", "somebody deleted it"));
+        assert_eq!(
+            (explained.state(), explained.why.as_str()),
+            (pb::ExplainedState::Gone, "somebody deleted it")
+        );
         assert_eq!(suite.explain_to("other", &cache).await.is_ok(), other_knows);
     }
     suite.clock.advance(HOUR);
@@ -175,7 +178,7 @@ async fn a_transfer_and_a_worker_are_explained(database: TestDatabase) {
     suite.create(open, None).await.expect("created");
     let filled = suite.plan(open, gateway.worker, transfer).await.expect("planned");
     let explained = suite.explain(transfer).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Transfer, "going on"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Transfer, pb::ExplainedState::GoingOn));
     assert_eq!(related(&explained, "brings"), [open.to_string()]);
     assert_eq!(related(&explained, "into"), std::slice::from_ref(&filled));
     assert_eq!(related(&explained, "worker"), [gateway.worker.to_string()]);
@@ -183,10 +186,10 @@ async fn a_transfer_and_a_worker_are_explained(database: TestDatabase) {
     assert_refused(suite.explain_to("other", transfer).await, Reason::UnknownId);
     gateway.complete(&filled, digest(1)).await.expect("complete");
     let explained = suite.explain(transfer).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.goes()), ("ended", None));
+    assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Ended, None));
 
     let explained = suite.explain(gateway.worker).await.expect("explained");
-    assert_eq!((explained.thing(), explained.state.as_str()), (Thing::Worker, "known"));
+    assert_eq!((explained.thing(), explained.state()), (Thing::Worker, pb::ExplainedState::Known));
     assert_eq!(explained.label, "1 volume and 0 containers");
     assert_eq!(explained.size_bytes, 10);
     suite.stop().await;

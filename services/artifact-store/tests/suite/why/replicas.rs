@@ -37,10 +37,10 @@ async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase)
     let all = [listed(&suite, InventoryState::Created).await, vec![replica.clone()]].concat();
     gateway.report(&all, &[]).await.expect("reported");
     suite.clock.advance(MINUTE);
-    for state in ["destroying", "sweeping"] {
+    for state in [pb::ExplainedState::Destroying, pb::ExplainedState::Sweeping] {
         let explained = suite.explain(&replica).await.expect("explained");
-        assert_eq!((explained.state.as_str(), explained.why.as_str()), (state, WHY));
-        assert_eq!((explained.marked(), explained.kept_by.len()), (marked, 0), "{state}");
+        assert_eq!((explained.state(), explained.why.as_str()), (state, WHY));
+        assert_eq!((explained.marked(), explained.kept_by.len()), (marked, 0), "{state:?}");
         gateway.swept(&[], &[&replica]).await;
     }
     assert_eq!(listed(&suite, InventoryState::Sweeping).await, [replica]);
@@ -63,7 +63,7 @@ async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(dat
     let reported = gateway.report_with(early, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (1, 0));
     let explained = suite.explain(&replica).await.expect("explained");
-    assert_eq!((explained.state.as_str(), explained.why.as_str()), ("gone", WHY));
+    assert_eq!((explained.state(), explained.why.as_str()), (pb::ExplainedState::Gone, WHY));
     assert_eq!((explained.marked(), explained.gone()), (marked, suite.after(Duration::ZERO)));
     suite.stop().await;
 }

@@ -90,7 +90,7 @@ impl Group {
         self.refusals.contains(&Refusal::Gone)
     }
 
-    /// What they say, for people: `are landing and are full`.
+    /// What they say, for people: `are cordoned and are full`.
     pub(crate) fn words(&self) -> String {
         let words: Vec<_> = self.refusals.iter().map(Refusal::of_many).collect();
         words.join(" and ")

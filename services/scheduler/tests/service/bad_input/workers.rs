@@ -67,7 +67,7 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
 /// Calls with which workers go.
 pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
     let (three, hour) = ("three".to_owned(), Some(rpc::duration(std::time::Duration::from_secs(3600))));
-    let land = pb::LandWorkerRequest { worker: three.clone(), interrupt_after: hour };
+    let land = pb::CordonWorkerRequest { worker: three.clone(), interrupt_after: hour };
     let retire = pb::RetireWorkerRequest { worker: three.clone(), interrupt_after: hour, force: false };
     let prune = pb::PruneWorkerRequest { worker: "doomed".to_owned(), force: false };
     let later = || {
@@ -77,11 +77,11 @@ pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
     };
     let kept = || {
         let mut bad = but("worker", "with the last replica of something", "away", LastReplica);
-        bad.extend(but("worker", "with something that is set aside", "aside", HoldsSetAside));
+        bad.extend(but("worker", "with something that is set aside", "aside", HoldsOrphans));
         bad
     };
     vec![
-        Call::new("Workers.LandWorker", [land], [worker("worker", world), later()]),
+        Call::new("Workers.CordonWorker", [land], [worker("worker", world), later()]),
         Call::new(
             "Workers.RetireWorker",
             [retire],

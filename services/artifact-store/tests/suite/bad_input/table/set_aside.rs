@@ -20,12 +20,12 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
         digest: digest(6).as_bytes().to_vec().into(),
         size_bytes: (1 << 63) - 1,
     };
-    let describe = pb::DescribeSetAsideRequest {
+    let describe = pb::DescribeOrphansRequest {
         session_credential: gateway.credential.clone(),
         volumes: vec![description],
     };
-    let list = pb::ListSetAsideRequest { page_size: 1, ..Default::default() };
-    let answer = suite.inventory().list_set_aside(list.clone()).await.expect("a page");
+    let list = pb::ListOrphansRequest { page_size: 1, ..Default::default() };
+    let answer = suite.inventory().list_orphans(list.clone()).await.expect("a page");
     let page_token = answer.into_inner().next_page_token;
     let adopt = pb::AdoptRequest {
         team: TEAM.to_owned(),
@@ -38,7 +38,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let known = &world.prepared.volumes[0].volume_handle;
     vec![
         Call::new(
-            "Inventory.DescribeSetAside",
+            "Inventory.DescribeOrphans",
             [describe],
             [
                 credential("session_credential", suite, &gateway),
@@ -54,8 +54,8 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         Call::new(
-            "Inventory.ListSetAside",
-            [pb::ListSetAsideRequest { page_token, ..list }],
+            "Inventory.ListOrphans",
+            [pb::ListOrphansRequest { page_token, ..list }],
             [
                 malformed("worker_id"),
                 but("worker_id", "that the token is not of", WorkerId::new(), InvalidPageToken),

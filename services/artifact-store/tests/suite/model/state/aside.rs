@@ -176,7 +176,7 @@ impl State {
                     || (refusal.is(Reason::NotAdoptable) && !adoptable)
                     || (refusal.is(Reason::ArtifactSealed) && has_other)
                     || (refusal.is(Reason::BytesGone) && (decided || (record.is_some() && !kept)))
-                    || ((refusal.is(Reason::VolumeNotFound) || refusal.is(Reason::NotSetAside)) && decided);
+                    || ((refusal.is(Reason::VolumeNotFound) || refusal.is(Reason::NotOrphaned)) && decided);
                 must!(may, "there is nothing in its way");
                 return Ok(());
             }
@@ -211,7 +211,7 @@ impl State {
             return Err(Violation("no answer".to_owned()));
         };
         if let Err(refusal) = answer {
-            let may = refusal.is(Reason::NotSetAside) || refusal.is(Reason::UnknownId);
+            let may = refusal.is(Reason::NotOrphaned) || refusal.is(Reason::UnknownId);
             must!(may && !(self.is_set_aside(*id) && self.is_on_disk(*id)), "it is set aside");
             return Ok(());
         }

@@ -117,7 +117,7 @@ impl State {
         if let Outcome::Refused(refusal) = outcome {
             let (holds_aside, _) = self.holds_aside(worker);
             let may = (refusal.is(Reason::LastReplica) && self.may_hold_last(worker))
-                || (refusal.is(Reason::HoldsSetAside) && holds_aside);
+                || (refusal.is(Reason::HoldsOrphans) && holds_aside);
             must!(may && !force, "there is nothing in its way");
             return Ok(());
         }

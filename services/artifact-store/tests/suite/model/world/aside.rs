@@ -102,13 +102,13 @@ impl World {
             return Outcome::Skipped;
         }
         let session_credential = self.speaker(worker).gateway.credential;
-        let request = || pb::DescribeSetAsideRequest {
+        let request = || pb::DescribeOrphansRequest {
             session_credential: session_credential.clone(),
             volumes: volumes.clone(),
         };
         let describe = |callers: Callers| {
             let request = request();
-            async move { Ok(callers.inventory().describe_set_aside(request).await.map(drop)?) }
+            async move { Ok(callers.inventory().describe_orphans(request).await.map(drop)?) }
         };
         done(self.ask(describe).await)
     }
@@ -117,19 +117,19 @@ impl World {
     pub(super) async fn aside(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
         let page = |token: String| {
             self.ask(move |callers| {
-                let request = pb::ListSetAsideRequest {
+                let request = pb::ListOrphansRequest {
                     page_size: 1000,
                     page_token: token.clone(),
                     ..Default::default()
                 };
                 async move {
-                    let page = callers.inventory().list_set_aside(request).await?.into_inner();
-                    Ok((page.set_aside, page.next_page_token))
+                    let page = callers.inventory().list_orphans(request).await?.into_inner();
+                    Ok((page.orphans, page.next_page_token))
                 }
             })
         };
-        let listed: Vec<pb::SetAside> = all(page).await;
-        let handle = |one: &pb::SetAside| {
+        let listed: Vec<pb::Orphan> = all(page).await;
+        let handle = |one: &pb::Orphan| {
             let text = if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle };
             text.parse().expect("a handle")
         };
