@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::config::Config;
-use crate::notify::Notify;
+use crate::notify::Notifier;
 use crate::notify::changes::Effects;
 
 /// Cheap to clone; clones share it.
@@ -17,7 +17,7 @@ use crate::notify::changes::Effects;
 pub(crate) struct Context {
     pub(crate) db: Database,
     pub(crate) config: Arc<Config>,
-    pub(crate) notify: Notify,
+    pub(crate) notify: Notifier,
     /// Tasks that the service waits for before it ends.
     pub(crate) tasks: TaskTracker,
     /// Cancelled when the service begins to stop.

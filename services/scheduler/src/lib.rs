@@ -79,8 +79,8 @@ use crate::app::App;
 use crate::context::Context;
 use crate::db::entity::signing_key;
 use crate::lifecycle::Lifecycle;
-use crate::notify::Notify;
-use crate::notify::cluster::Gossip;
+use crate::notify::Notifier;
+use crate::notify::cluster::ClusterNotifier;
 use crate::scheduling::Dispatcher;
 use crate::store_client::delivery::Delivery;
 
@@ -123,7 +123,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let signer = signing_key(&db, Timestamp::now()).await.context("cannot read the signing key")?;
     let alone = db.is_sqlite();
     let taken_up = async {
-        lifecycle::timeouts::be_patient(&db, &config, alone).await?;
+        lifecycle::timeouts::extend_terms(&db, &config, alone).await?;
         if alone {
             db.write(async |txn| outbox::release_claims(&txn, Timestamp::now()).await).await?;
         }
@@ -138,8 +138,8 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
         host.at_last(granting.clone().close());
     }
     let (dispatch, dispatcher) = Dispatcher::new(granting, config.clone());
-    let cluster = config.share_hints.then(Gossip::new);
-    let (notify, parcels) = Notify::new(dispatch.workers.desired.clone(), cluster.clone());
+    let cluster = config.share_hints.then(ClusterNotifier::new);
+    let (notify, parcels) = Notifier::new(dispatch.workers.desired.clone(), cluster.clone());
     let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
     let (heartbeats, heard) = lifecycle::heartbeats::channel();
     let (registrations, registering) = lifecycle::registration::channel();
@@ -150,18 +150,18 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     host.spawn(scheduling::dispatch_forever(dispatcher, context.clone()));
     host.spawn(workers::desired_state::read_forever(context.clone()));
     host.spawn(workloads::watch_poll::look_forever(context.clone()));
-    host.spawn(lifecycle::heartbeats::note_forever(context.clone(), heard));
-    host.spawn(lifecycle::registration::let_in_forever(lifecycle.clone(), registering));
+    host.spawn(lifecycle::heartbeats::write_forever(context.clone(), heard));
+    host.spawn(lifecycle::registration::register_forever(lifecycle.clone(), registering));
     if let Some(cluster) = cluster {
         let (db, notify) = (context.db.clone(), context.notify.clone());
         host.spawn(notify::cluster::tell_forever(db.clone(), cluster, host.stopping()));
-        host.spawn(notify::cluster::hear_forever(db, notify, host.stopping()));
+        host.spawn(notify::cluster::receive_forever(db, notify, host.stopping()));
     }
     host.spawn(lifecycle::timeouts::expire_forever(lifecycle.clone()));
     host.spawn(store_client::delivery::deliver_forever(delivery.clone(), parcels));
     host.spawn(store_client::delivery::redeliver_forever(delivery));
     host.spawn(store_client::reconcile::reconcile_forever(context.clone(), store));
-    host.spawn(lifecycle::departure::see_off_forever(lifecycle));
+    host.spawn(lifecycle::departure::depart_forever(lifecycle));
     host.add_service(
         WorkloadsServer::new(api::WorkloadsService(app.clone())).max_decoding_message_size(MESSAGE_LIMIT),
     );

@@ -57,7 +57,7 @@ pub struct WorkloadSpec {
     pub interruptible: bool,
     /// Higher is placed first.
     pub priority: i32,
-    /// What of the worker is kept free for it.
+    /// What of the worker is reserved for it.
     pub requests: ResourceRequests,
     /// How long an attempt may take until its process is about to start.
     pub start_timeout: Option<Duration>,

@@ -398,7 +398,7 @@ pub fn parse_priority(field: &str, priority: i32) -> Result<i32, Status> {
     if most.contains(&priority) { Ok(priority) } else { Err(invalid_field(field, "must be -100 to 100")) }
 }
 
-/// What of a worker shall be kept free.
+/// What of a worker shall be reserved.
 pub fn parse_requests(
     field: &str,
     requests: Option<pb::ResourceRequests>,

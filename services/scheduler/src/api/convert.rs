@@ -16,7 +16,7 @@ use crate::db::entity::{worker, workload};
 use crate::insight::capacity;
 use crate::insight::explain::{Explanation, Verdict};
 use crate::leases::{Lease, LeaseEnd, LeaseState};
-use crate::lifecycle::departure::Unended;
+use crate::lifecycle::departure::OpenLeases;
 use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
 use crate::workers::Worker;
 use crate::workloads::Workload;
@@ -305,7 +305,7 @@ fn refusal(refusal: &Refusal) -> pb::PlacementRefusal {
     }
 }
 
-pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::Ask, Status> {
+pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::LeaseRequest, Status> {
     let bounded = |field: &str, count: u32, default: usize| match usize::try_from(count) {
         Ok(0) => Ok(default),
         Ok(count) if count <= NAMED => Ok(count),
@@ -314,7 +314,7 @@ pub(super) fn parse_demand(request: &pb::GetDemandRequest) -> Result<capacity::A
     let replicas = pb::ReplicaCheck::try_from(request.replica_check).map_err(|_| {
         invalid_field("replica_check", format!("{} is not a value of this enum", request.replica_check))
     })?;
-    Ok(capacity::Ask {
+    Ok(capacity::LeaseRequest {
         shapes: bounded("max_shapes", request.max_shapes, 100)?,
         removable: bounded("max_removable", request.max_removable, 10)?,
         replicas: replicas == pb::ReplicaCheck::Each,
@@ -379,7 +379,7 @@ pub(super) fn lease(lease: Lease) -> pb::Lease {
     }
 }
 
-/// What is kept free, if anything is.
+/// What is reserved, if anything is.
 fn requests(resources: Resources) -> Option<pb::ResourceRequests> {
     let Resources { cpu_millis, memory_bytes, disk_bytes } = resources;
     (resources != Resources::default()).then_some(pb::ResourceRequests {
@@ -475,7 +475,7 @@ fn removable(worker: capacity::Removable, now: Timestamp) -> pb::RemovableWorker
 }
 
 /// What ended with a worker that was pruned.
-pub(super) fn pruned(unended: Unended) -> pb::PruneWorkerResponse {
+pub(super) fn pruned(unended: OpenLeases) -> pb::PruneWorkerResponse {
     let workloads = unended.workloads.into_iter().take(NAMED);
     let workload =
         |(team, id): (String, WorkloadId)| pb::PrunedWorkload { team, workload_id: id.to_string() };

@@ -22,7 +22,7 @@ use crate::insight::capacity;
 use crate::insight::explain;
 use crate::leases;
 use crate::placement::{self, Demand, Purpose, Shape};
-use crate::scheduling::{Ask, Granted, PlaceError, Placed};
+use crate::scheduling::{GrantedLease, LeaseRequest, PlaceError, PlaceResult};
 use crate::store_client::{Found, Inputs};
 use crate::workers;
 
@@ -68,7 +68,8 @@ impl Placements for PlacementsService {
             }
         }
         // What belongs to one that cannot be asked for is not asked for either.
-        let is_lost = |ask: &Ask| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
+        let is_lost =
+            |ask: &LeaseRequest| failed.iter().find(|(_, group, _)| group.is_some() && *group == ask.group);
         let lost: Vec<_> = asks.iter().map(|ask| is_lost(ask).map(|(.., error)| error.clone())).collect();
         let asked = asks.into_iter().zip(&lost).filter(|(_, lost)| lost.is_none()).map(|(ask, _)| ask);
         let mut placed = self.0.leasing.place(asked.collect()).await.into_iter();
@@ -266,7 +267,7 @@ impl PlacementsService {
         field: &str,
         request: pb::PlaceRequest,
         group: Option<u32>,
-    ) -> Result<Result<Ask, PlaceError>, Status> {
+    ) -> Result<Result<LeaseRequest, PlaceError>, Status> {
         let of = |name: &str| format!("{field}{name}");
         let lease: LeaseId = parse_id(&of("lease_id"), &request.lease_id)?;
         let kind = kind(parse_enum(&of("kind"), request.kind)?);
@@ -342,7 +343,7 @@ impl PlacementsService {
             Err(refusal) => return Ok(Err(PlaceError::NotPinned(refusal))),
         };
         let demand = Demand { only, avoid, prefer, ..shape.asked_by(lease.uuid()) };
-        Ok(Ok(Ask {
+        Ok(Ok(LeaseRequest {
             lease,
             kind,
             demand: Arc::new(demand),
@@ -363,7 +364,7 @@ impl PlacementsService {
         Ok(found.map_err(|error| database("look for a lease", &error))?.is_some())
     }
 
-    fn result(&self, placed: Placed) -> pb::PlaceResult {
+    fn result(&self, placed: PlaceResult) -> pb::PlaceResult {
         use pb::place_result::Result as Pb;
         let result = match placed {
             Ok(granted) => Pb::Placed(self.granted(granted)),
@@ -376,7 +377,7 @@ impl PlacementsService {
         pb::PlaceResult { result: Some(result) }
     }
 
-    fn granted(&self, granted: Granted) -> pb::PlaceResponse {
+    fn granted(&self, granted: GrantedLease) -> pb::PlaceResponse {
         pb::PlaceResponse {
             lease_token: self.0.signer.sign(&granted.claims),
             worker_id: granted.claims.worker.to_string(),

@@ -29,8 +29,8 @@ use crate::leases;
 use crate::leases::drift;
 use crate::lifecycle::heartbeats::Urgency;
 use crate::notify::changes::Effects;
-use crate::notify::desired_state::{self, Known, News, Subscription};
-use crate::workers::{self, CONTACT_EVERY, Hello, Kept, SessionError};
+use crate::notify::desired_state::{self, DesiredState, StateUpdate, Subscription};
+use crate::workers::{self, CONTACT_EVERY, Registration, SessionError, Usage};
 use crate::workloads::events::InputProgress;
 use crate::workloads::{self, Phase};
 
@@ -237,7 +237,7 @@ impl Attendance<'_> {
     }
 
     /// What is known of the worker, unless another session or nobody speaks for it any more.
-    async fn present(&self) -> Result<News, Status> {
+    async fn present(&self) -> Result<StateUpdate, Status> {
         if let Some(news) = self.news.news()
             && news.known.is_spoken_for_by(&self.session)
         {
@@ -248,14 +248,14 @@ impl Attendance<'_> {
         match workers::speaks(self.scheduler.context.db.read(), &self.session).await {
             Ok(row) => {
                 self.scheduler.context.notify.desired.note(std::slice::from_ref(&row), since);
-                Ok(News { known: Known::of(&row), since })
+                Ok(StateUpdate { known: DesiredState::of(&row), since })
             }
             Err(error) => Err(self.refuse(error).await),
         }
     }
 
     /// The leases as of what is known of the worker. Whoever has changed them puts them back.
-    async fn take_live(&mut self, known: &Known) -> Result<Vec<lease::Model>, Status> {
+    async fn take_live(&mut self, known: &DesiredState) -> Result<Vec<lease::Model>, Status> {
         if self.live.as_of != Some(known.generation) {
             let (worker, incarnation) = (self.session.worker, self.session.incarnation);
             self.live.leases = leases::live_tasks(self.scheduler.context.db.read(), worker, incarnation)
@@ -268,7 +268,7 @@ impl Attendance<'_> {
 
     /// Tells what the worker shall do, if it is new or `always`.
     async fn tell(&mut self, always: bool) -> Result<(), Status> {
-        let News { known, since } = self.present().await?;
+        let StateUpdate { known, since } = self.present().await?;
         let is_news = self.told != Some(known.generation);
         if !always && !is_news {
             return Ok(());
@@ -377,7 +377,7 @@ impl Attendance<'_> {
         // A container that is being made may be counted or not: it counts twice rather than not at all.
         let used =
             phases.values().filter(|phase| matches!(phase, Phase::Running | Phase::Publishing)).count();
-        let kept = Kept {
+        let kept = Usage {
             containers: observed.containers,
             kept_containers: observed.containers.saturating_sub(used as u64),
             volumes: observed.volumes,
@@ -388,7 +388,7 @@ impl Attendance<'_> {
             inputs.map(|lease| Ok((parse_id("observed.leases.lease_id", &lease.lease_id)?, lease.inputs)));
         let inputs = inputs.collect::<Result<HashMap<LeaseId, _>, Status>>()?;
 
-        let News { known, .. } = self.present().await?;
+        let StateUpdate { known, .. } = self.present().await?;
         let mut live = self.take_live(&known).await?;
         let observation = self.compare(&live, &phases, observed.applied_generation, inputs);
         let every = CONTACT_EVERY.min(self.scheduler.context.config.heartbeat / 2);
@@ -548,13 +548,13 @@ impl Attendance<'_> {
     }
 }
 
-fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Hello, Status> {
+fn parse_hello(scheduler: &App, hello: pb::Hello) -> Result<Registration, Status> {
     if !(1..=MOST_VERSIONS).contains(&hello.protocol_versions.len()) {
         return Err(invalid_field("hello.protocol_versions", format!("must be 1 to {MOST_VERSIONS}")));
     }
     let marker = required("hello.marker", hello.marker)?;
     let labels = required("hello.labels", hello.labels)?;
-    Ok(Hello {
+    Ok(Registration {
         name: rpc::parse_name("hello.worker_name", hello.worker_name)?,
         instance: parse_id("hello.gateway_instance", &hello.gateway_instance)?,
         // One that another key signed is of a database that was lost: it proves nothing, and is no reason to refuse.

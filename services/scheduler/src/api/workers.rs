@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status, Streaming};
 use super::worker_stream::{self, Answer, Told};
 use super::{Reasoned, SERVICE, convert, database, end_page, stopping, unknown_worker, watch_workers};
 use crate::app::App;
-use crate::lifecycle::departure::Down;
+use crate::lifecycle::departure::Withdrawal;
 use crate::workers;
 
 /// A worker's name or id, which must be one.
@@ -169,7 +169,11 @@ impl Workers for WorkersService {
         let request = request.into_inner();
         let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
 
-        let landing = self.0.lifecycle.bring_down(named(&request.worker)?, Down::Land, interrupt_after).await;
+        let landing = self
+            .0
+            .lifecycle
+            .withdraw_worker(named(&request.worker)?, Withdrawal::Cordon, interrupt_after)
+            .await;
 
         let worker = landing.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
         Ok(Response::new(pb::CordonWorkerResponse { worker }))
@@ -192,9 +196,9 @@ impl Workers for WorkersService {
     ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
         let request = request.into_inner();
         let interrupt_after = rpc::parse_duration("interrupt_after", request.interrupt_after)?;
-        let down = Down::Retire { force: request.force };
+        let down = Withdrawal::Retire { force: request.force };
 
-        let retiring = self.0.lifecycle.bring_down(named(&request.worker)?, down, interrupt_after).await;
+        let retiring = self.0.lifecycle.withdraw_worker(named(&request.worker)?, down, interrupt_after).await;
 
         let worker = retiring.map_err(Reasoned::status)?.map(|worker| self.shown(worker));
         Ok(Response::new(pb::RetireWorkerResponse { worker }))

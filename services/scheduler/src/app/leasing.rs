@@ -11,7 +11,7 @@ use sea_orm::{ConnAcquireErr, DbErr};
 
 use crate::context::Context;
 use crate::leases::{self, RenewError};
-use crate::scheduling::{Ask, Dispatch, PlaceError, Placed, Request};
+use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, Request};
 use crate::store_client::{Inputs, Store};
 
 /// How many leases are pinned for at a time, of one call.
@@ -31,7 +31,7 @@ impl Leasing {
     }
 
     /// Grants driven leases, or answers the live ones that their ids name: for each what became of it. What they use is pinned.
-    pub(crate) async fn place(&self, asks: Vec<Ask>) -> Vec<Placed> {
+    pub(crate) async fn place(&self, asks: Vec<LeaseRequest>) -> Vec<PlaceResult> {
         let uses: Vec<_> = asks.iter().map(|ask| (ask.group, ask.inputs.clone())).collect();
         let placed = self.dispatch.ask(|answer| Request::Place(asks, answer)).await;
         let mut placed = placed.unwrap_or_else(|_| vec![Err(PlaceError::Stopping); uses.len()]);
@@ -43,7 +43,7 @@ impl Leasing {
 
     /// Pins what is used under leases that were granted. One for which that is refused is given back, with its group. One for which it is unknown stays
     /// until its term is over: a repeat finds it.
-    async fn pin_for(&self, uses: &[(Option<u32>, Arc<Inputs>)], placed: &mut [Placed]) {
+    async fn pin_for(&self, uses: &[(Option<u32>, Arc<Inputs>)], placed: &mut [PlaceResult]) {
         let mut pins = Vec::new();
         for (number, (placed, (_, inputs))) in placed.iter().zip(uses).enumerate() {
             if let Ok(granted) = placed

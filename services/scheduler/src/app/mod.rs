@@ -12,8 +12,8 @@ pub(crate) use self::tickets::{TicketError, Tickets};
 use crate::context::Context;
 use crate::leases::drift::Drift;
 use crate::lifecycle::Lifecycle;
-use crate::lifecycle::heartbeats::Contacts;
-use crate::lifecycle::registration::Hellos;
+use crate::lifecycle::heartbeats::Heartbeats;
+use crate::lifecycle::registration::Registrations;
 use crate::scheduling::Dispatch;
 use crate::store_client::Store;
 
@@ -28,8 +28,8 @@ pub(crate) struct App {
     pub(crate) leasing: Leasing,
     pub(crate) tickets: Tickets,
     pub(crate) lifecycle: Lifecycle,
-    pub(crate) heartbeats: Contacts,
-    pub(crate) registrations: Hellos,
+    pub(crate) heartbeats: Heartbeats,
+    pub(crate) registrations: Registrations,
     pub(crate) drift: Drift,
 }
 
@@ -38,8 +38,8 @@ impl App {
         lifecycle: Lifecycle,
         signer: TokenSigner,
         dispatch: Dispatch,
-        heartbeats: Contacts,
-        registrations: Hellos,
+        heartbeats: Heartbeats,
+        registrations: Registrations,
     ) -> Self {
         let Lifecycle { context, store, .. } = lifecycle.clone();
         Self {

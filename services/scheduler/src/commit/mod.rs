@@ -44,7 +44,7 @@ pub(crate) struct Plan {
     /// Workloads that are new. One whose grant does not hold is not written.
     pub(crate) submitted: Vec<workload::Model>,
     /// Workloads that were accepted, and whose inputs are pinned now. One whose grant does not hold stays as it is.
-    pub(crate) pinned: Vec<Pinned>,
+    pub(crate) pinned: Vec<PinnedWorkload>,
     /// Whether a lease of these ids may be there already.
     pub(crate) leases_may_exist: bool,
     pub(crate) grants: Vec<Grant>,
@@ -52,7 +52,7 @@ pub(crate) struct Plan {
 
 /// A workload whose inputs are pinned now.
 #[derive(Debug, Clone)]
-pub(crate) struct Pinned {
+pub(crate) struct PinnedWorkload {
     pub(crate) id: WorkloadId,
     /// JSON: where they are.
     pub(crate) locations: String,
@@ -93,7 +93,7 @@ pub(crate) enum Holder {
 
 /// What was done.
 #[derive(Debug, Default)]
-pub(crate) struct Done {
+pub(crate) struct CommitResult {
     /// The workers of the plan as they are now, as far as they were looked at.
     pub(crate) workers: Vec<worker::Model>,
     /// Those that were looked at and are not there any more.
@@ -101,7 +101,7 @@ pub(crate) struct Done {
     /// Grants that did not hold on their workers.
     pub(crate) refused: HashSet<LeaseId>,
     /// Workloads that do not wait any more, or were known before they were submitted: nothing was done about them.
-    pub(crate) settled: HashMap<WorkloadId, Option<Known>>,
+    pub(crate) settled: HashMap<WorkloadId, Option<KnownWorkload>>,
     /// Workloads that are settled in that sense because they could not be started on other workers than was known. They wait still, and it must be
     /// decided anew where they may be.
     pub(crate) outdated: HashSet<WorkloadId>,
@@ -117,7 +117,7 @@ pub(crate) struct Done {
     pub(crate) parcels: Vec<Parcel>,
     /// What sorts workloads that were accepted before, and when they were.
     pub(crate) came: HashMap<WorkloadId, (Uuid, Timestamp)>,
-    /// The transaction that wrote the workers' rows, if [`Done::workers`] says all that it made of them.
+    /// The transaction that wrote the workers' rows, if [`CommitResult::workers`] says all that it made of them.
     pub(crate) transaction: Option<TransactionId>,
     /// The workers of workloads that were placed: what they shall do has changed.
     placed: HashMap<LeaseId, WorkerId>,
@@ -125,7 +125,7 @@ pub(crate) struct Done {
 
 /// What is known of a workload that is submitted again.
 #[derive(Debug, Clone, PartialEq, Eq, FromQueryResult)]
-pub(crate) struct Known {
+pub(crate) struct KnownWorkload {
     pub(crate) id: Uuid,
     pub(crate) spec_digest: Vec<u8>,
     pub(crate) state: workload::State,
@@ -138,8 +138,8 @@ pub(crate) async fn carry_out(
     facts: &cache::SharedFacts,
     now: Timestamp,
     are_locked: &(dyn Fn() + Sync),
-) -> Result<Done, DbErr> {
-    let mut done = Done::default();
+) -> Result<CommitResult, DbErr> {
+    let mut done = CommitResult::default();
     known_workloads(txn, plan, &mut done).await?;
     let waiting = lock_waiting(txn, plan, &mut done).await?;
     if plan.leases_may_exist {
@@ -176,7 +176,7 @@ pub(crate) async fn carry_out(
             known.state = State::Ended;
         }
     }
-    done.parcels = leases::let_go(txn, &ended, now).await?;
+    done.parcels = leases::release_pins(txn, &ended, now).await?;
     let mut present = as_placed(&locked, &changes, facts)?;
     let mut held: Vec<&Grant> = Vec::with_capacity(grants.len());
     for together in grants.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
@@ -238,7 +238,7 @@ impl Plan {
     }
 }
 
-impl Done {
+impl CommitResult {
     /// Where a workload was placed under a lease.
     pub(crate) fn worker_of(&self, lease: Option<LeaseId>) -> Option<WorkerId> {
         self.placed.get(&lease?).copied()
@@ -272,14 +272,18 @@ impl Done {
     }
 }
 
-async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+async fn known_workloads(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    done: &mut CommitResult,
+) -> Result<(), DbErr> {
     if plan.submitted.is_empty() {
         return Ok(());
     }
     let backend = txn.get_database_backend();
     let query = format!("SELECT id, spec_digest, state FROM workloads WHERE id {}", rows::among(backend, 1));
     let ids = rows::ids(plan.submitted.iter().map(|row| row.id))?;
-    let known = Known::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
+    let known = KnownWorkload::find_by_statement(Statement::from_sql_and_values(backend, query, [ids]));
     for known in known.all(txn).await? {
         done.settled.insert(WorkloadId::from_uuid(known.id), Some(known));
     }
@@ -287,7 +291,7 @@ async fn known_workloads(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done
 }
 
 /// Of what the artifact store will hold something for, finds what has the id of something else for which it may: there, it would be one.
-async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> Result<(), DbErr> {
+async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut CommitResult) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let among = async |table: &str, ids: Vec<Uuid>| {
         if ids.is_empty() {
@@ -304,7 +308,7 @@ async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> 
     let workloads = plan.submitted.iter().filter(|row| row.settles).map(|row| row.id).collect();
     for id in among("leases", workloads).await? {
         // It is another than the one that is there.
-        let known = Known { id, spec_digest: Vec::new(), state: workload::State::Finished };
+        let known = KnownWorkload { id, spec_digest: Vec::new(), state: workload::State::Finished };
         done.settled.entry(WorkloadId::from_uuid(id)).or_insert(Some(known));
     }
     Ok(())
@@ -314,7 +318,7 @@ async fn shared_ids(txn: &DatabaseTransaction, plan: &Plan, done: &mut Done) -> 
 async fn lock_waiting(
     txn: &DatabaseTransaction,
     plan: &Plan,
-    done: &mut Done,
+    done: &mut CommitResult,
 ) -> Result<HashSet<WorkloadId>, DbErr> {
     let submitted: HashSet<_> = plan.submitted.iter().map(|row| row.id).collect();
     let pinned: HashSet<_> = plan.pinned.iter().map(|pinned| pinned.id).collect();
@@ -398,7 +402,12 @@ const NEW_WORKLOAD: [(&str, Column); 17] = [
 ];
 
 /// Writes the workloads that are new: those that are placed as assigned, those that nothing was planned for as they are.
-fn submit(plan: &Plan, done: &Done, held: &[&Grant], writes: &mut Writes) -> Result<Vec<NewEvent>, DbErr> {
+fn submit(
+    plan: &Plan,
+    done: &CommitResult,
+    held: &[&Grant],
+    writes: &mut Writes,
+) -> Result<Vec<NewEvent>, DbErr> {
     if plan.submitted.is_empty() {
         return Ok(Vec::new());
     }
@@ -527,7 +536,7 @@ async fn assign(
     plan: &Plan,
     waiting: &HashSet<WorkloadId>,
     held: &[&Grant],
-    done: &mut Done,
+    done: &mut CommitResult,
 ) -> Result<Vec<NewEvent>, DbErr> {
     let (mut moved, mut events) = (Vec::new(), HashMap::new());
     let mut pinned: HashMap<_, _> = plan.pinned.iter().map(|pinned| (pinned.id, pinned)).collect();

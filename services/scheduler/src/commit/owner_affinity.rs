@@ -12,7 +12,7 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, QueryResult, Statemen
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::{Done, Grant, Holder};
+use super::{CommitResult, Grant, Holder};
 
 /// Whose containers they are: a team, and an owner in its words.
 type Owner<'g> = (&'g str, &'g str);
@@ -36,7 +36,7 @@ const TAKES_WORK: &str = "EXISTS (SELECT 1 FROM workers WHERE workers.id = owner
 pub(super) async fn keep_to_workers<'g>(
     txn: &DatabaseTransaction,
     held: Vec<&'g Grant>,
-    done: &mut Done,
+    done: &mut CommitResult,
     now: Timestamp,
 ) -> Result<Vec<&'g Grant>, DbErr> {
     let asked: BTreeMap<_, _> =
@@ -57,7 +57,7 @@ pub(super) async fn keep_to_workers<'g>(
 fn leave_out<'g>(
     held: Vec<&'g Grant>,
     homes: &mut HashMap<(String, String), WorkerId>,
-    done: &mut Done,
+    done: &mut CommitResult,
 ) -> Vec<&'g Grant> {
     let mut left = Vec::with_capacity(held.len());
     for together in held.chunk_by(|one, next| one.group.is_some() && one.group == next.group) {
@@ -191,9 +191,9 @@ mod tests {
     }
 
     /// Which of these are granted, and what is known of those that are not.
-    async fn keep(db: &Database, grants: &[Grant]) -> (Vec<LeaseId>, Done) {
+    async fn keep(db: &Database, grants: &[Grant]) -> (Vec<LeaseId>, CommitResult) {
         let kept = db.write(async |txn| {
-            let mut done = Done::default();
+            let mut done = CommitResult::default();
             let held = keep_to_workers(&txn, grants.iter().collect(), &mut done, Timestamp::now()).await?;
             Ok::<_, DbErr>((held.iter().map(|grant| grant.lease).collect(), done))
         });
@@ -206,7 +206,7 @@ mod tests {
         let let_in = async |name: &str| {
             let hello = hello(name);
             let said = db.write(async |txn| {
-                workers::hello(&txn, &[&hello], &config, Timestamp::now(), &mut Effects::default()).await
+                workers::register(&txn, &[&hello], &config, Timestamp::now(), &mut Effects::default()).await
             });
             said.await.expect("answered").remove(0).expect("let in")
         };

@@ -12,7 +12,7 @@ use crate::config::Config;
 use crate::db::entity::lease::{EndedBy, StopReason};
 use crate::notify::changes::Effects;
 use crate::workers;
-use crate::workers::cache::Memory;
+use crate::workers::cache::WorkerCache;
 use crate::workers::revisions;
 use crate::workers::test_support::hello;
 use crate::workloads;
@@ -30,7 +30,7 @@ async fn start() -> (TestDatabase, Database, Config) {
     let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
     let (hello, config, now) = (hello("one"), Config::new("", ""), Timestamp::now());
     let let_in =
-        db.write(async |txn| workers::hello(&txn, &[&hello], &config, now, &mut Effects::default()).await);
+        db.write(async |txn| workers::register(&txn, &[&hello], &config, now, &mut Effects::default()).await);
     let_in.await.expect("the database answers").remove(0).expect("let in");
     (database, db, config)
 }
@@ -102,9 +102,10 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
     assert_eq!(ended.len(), ASKED);
     few("giving leases back").await;
 
-    let pinned = |id| Pinned { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
+    let pinned =
+        |id| PinnedWorkload { id: WorkloadId::from_uuid(id), locations: String::new(), reasons: vec![] };
     let plan = Plan { pinned: ids(1).into_iter().map(pinned).collect(), ..Plan::default() };
-    let mut done = Done::default();
+    let mut done = CommitResult::default();
     lock_waiting(&txn, &plan, &mut done).await.expect("locked");
     assert_eq!(done.settled.len(), ASKED, "they are pinned already");
     few("locking workloads that wait").await;
@@ -126,7 +127,7 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
     assert!(workers::orphans(&txn, last).await.expect("leases").is_empty());
     few("looking for leases of workers that are gone").await;
     let late = now + config.lost_after;
-    assert!(workers::unheard(&txn, &config, late).await.expect("leases").is_empty());
+    assert!(workers::leases_of_stalled(&txn, &config, late).await.expect("leases").is_empty());
     few("looking for leases of silent workers").await;
 }
 
@@ -134,7 +135,7 @@ async fn rows_are_found_by_their_ids_although_nothing_was_live_before() {
 #[tokio::test]
 async fn few_rows_are_read_of_what_was_nearly_empty_when_it_was_planned() {
     let (_database, db, config) = start().await;
-    let mut memory = Memory::new(&config);
+    let mut memory = WorkerCache::new(&config);
     memory.catch_up(&db).await.expect("read");
     let worker = memory.workers.lock().workers().next().expect("a worker").id;
     // At which it has not looked yet: it knows how large it is, and nothing else.

@@ -30,7 +30,7 @@ const CANDIDATES: usize = 4;
 
 /// How much is told.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Ask {
+pub(crate) struct LeaseRequest {
     pub(crate) shapes: usize,
     pub(crate) removable: usize,
     /// Whether the artifact store is asked what would be lost.
@@ -114,7 +114,7 @@ impl Removable {
 }
 
 /// What waits, and what there is for it.
-pub(crate) async fn feed(app: &App, ask: Ask) -> Result<Feed, DbErr> {
+pub(crate) async fn feed(app: &App, ask: LeaseRequest) -> Result<Feed, DbErr> {
     app.dispatch.catch_up().await;
     let mut feed = Feed::default();
     tell_demand(app, &mut feed);
@@ -244,8 +244,8 @@ fn tell_supply(app: &App, leases: &HashMap<Uuid, i64>, feed: &mut Feed) {
     for (worker, idle_since) in workers.workers_and_idleness().filter(are_there) {
         let supply = known.entry(Arc::as_ptr(&worker.labels)).or_insert_with(|| Supply::of(&worker.labels));
         supply.add(worker);
-        let is_kept_free = worker.kept_free_for.is_some();
-        if worker.state != State::Running || worker.desired != Desired::Run || is_kept_free {
+        let is_reserved = worker.reserved_for.is_some();
+        if worker.state != State::Running || worker.desired != Desired::Run || is_reserved {
             continue;
         }
         let leases = leases.get(&worker.id.uuid()).copied().unwrap_or(0);
@@ -300,7 +300,7 @@ impl Supply {
             self.in_service += 1;
             self.idle += usize::from(worker.load.tasks == 0);
             match worker.capacity.max_tasks {
-                _ if worker.kept_free_for.is_some() => {}
+                _ if worker.reserved_for.is_some() => {}
                 Some(max) => self.slots_free += u64::from(max.saturating_sub(worker.load.tasks)),
                 None => self.without_limit += 1,
             }

@@ -164,8 +164,8 @@ fn judge(
         Verdict::Placed => Vec::new(),
         Verdict::NotNow | Verdict::Never => unblocked_by(demand, &outlook, verdict),
     };
-    let kept_free = workers.kept_free_for(demand.waits_as);
-    let summary = match (summary(verdict, &outlook), kept_free.as_slice()) {
+    let reserved = workers.reserved_for(demand.waits_as);
+    let summary = match (summary(verdict, &outlook), reserved.as_slice()) {
         (summary, []) => summary,
         (summary, [one]) => format!("{summary}; {one} takes nothing else until it has room for it"),
         (summary, some) => {

@@ -189,7 +189,7 @@ async fn set(db: &Database) -> Result<(), DbErr> {
         metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => why).set(count as f64);
     }
     let count = reservation::all(db.read(), Timestamp::now()).await?.len();
-    metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => "kept_free").set(count as f64);
+    metrics::gauge!("gantry_scheduler_workers_out_of_service", "why" => "reserved").set(count as f64);
 
     let workloads: Vec<(workload::State, i64)> = workload::Entity::find()
         .select_only()
@@ -302,9 +302,11 @@ mod tests {
             let gateways = ["one", "two"].map(hello);
             let (hellos, config) = (gateways.iter().collect::<Vec<_>>(), Config::new("", ""));
             let now = Timestamp::now();
-            db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
-                .await
-                .expect("let in");
+            db.write(async |txn| {
+                workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await
+            })
+            .await
+            .expect("let in");
             assert_eq!(drift().await, [0; 5]);
             let apart = "UPDATE workers SET active_tasks = 3, active_checks = 1, reserved_cpu_millis = 10, reserved_memory_bytes = 7, \
                          reserved_disk_bytes = 5 WHERE name = 'one'";

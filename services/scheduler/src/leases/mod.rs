@@ -350,12 +350,12 @@ async fn freed(
     let mut changes = Changes::default();
     ended.iter().for_each(|lease| changes.give_back(lease));
     effects.workers.extend(changes.lock_and_write(txn).await?);
-    effects.parcels.extend(let_go(txn, &ended, now).await?);
+    effects.parcels.extend(release_pins(txn, &ended, now).await?);
     Ok(())
 }
 
 /// The artifact store shall drop what it holds for driven leases that ended in this transaction.
-pub(crate) async fn let_go(
+pub(crate) async fn release_pins(
     txn: &DatabaseTransaction,
     ended: &[Left],
     now: Timestamp,
@@ -382,7 +382,7 @@ async fn raise_generation(
 }
 
 /// Keeps a driven lease until `now + term`, or longer if that was said before by another clock, unless it has ended. That alone decides, and
-/// not that its term has passed: when nobody could renew it, whoever does so first may come before [`be_patient`].
+/// not that its term has passed: when nobody could renew it, whoever does so first may come before [`extend_terms`].
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     lease: LeaseId,
@@ -402,7 +402,7 @@ pub(crate) async fn renew(
 
 /// Gives every driven lease that has not ended at least a full term from `now`: its holder could perhaps not renew it. However often
 /// this is done at one time, no lease gets more than that one term.
-pub(crate) async fn be_patient(
+pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
     term: Duration,

@@ -6,7 +6,7 @@
 //! not in contact ─prune─▶ leaving ─its leases have ended─▶ (gone)       lost and ephemeral ─the same─▶ (gone)
 //! ```
 //!
-//! Operators write what they want; a loop ([`see_off_forever`]) of any replica looks at all that shall land or go, and does what is due.
+//! Operators write what they want; a loop ([`depart_forever`]) of any replica looks at all that shall land or go, and does what is due.
 //! Every step is guarded and may be repeated, so replicas may do the same at once.
 //!
 //! Invariants: what a worker shall do is changed here alone, and never by what the worker says. Once a worker shall land or retire, it
@@ -63,18 +63,18 @@ async fn lock(txn: &DatabaseTransaction, worker: &str) -> Result<Option<Model>, 
 
 /// What an operator wants of a worker that shall go down.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Down {
-    /// It comes back.
-    Land,
+pub(crate) enum Withdrawal {
+    /// It may take work again.
+    Cordon,
     /// It does not. `force`: even if that loses last replicas.
     Retire { force: bool },
 }
 
 /// Lets a worker take no more work. `None`: it has gone, which is what was wanted.
-pub(crate) async fn bring_down(
+pub(crate) async fn withdraw_worker(
     txn: &DatabaseTransaction,
     worker: &str,
-    down: Down,
+    down: Withdrawal,
     interrupt_after: Option<Duration>,
     now: Timestamp,
     effects: &mut Effects,
@@ -84,14 +84,16 @@ pub(crate) async fn bring_down(
         row => {
             let gone = row.is_some() || removed::gone(txn, worker).await?.is_some();
             return match down {
-                Down::Retire { .. } if gone => Ok(None),
-                Down::Retire { .. } | Down::Land => Err(RegistryError::NotFound(worker.to_owned())),
+                Withdrawal::Retire { .. } if gone => Ok(None),
+                Withdrawal::Retire { .. } | Withdrawal::Cordon => {
+                    Err(RegistryError::NotFound(worker.to_owned()))
+                }
             };
         }
     };
     let (desired, force) = match down {
-        Down::Land => (Desired::Land, false),
-        Down::Retire { force } => (Desired::Retire, force),
+        Withdrawal::Cordon => (Desired::Land, false),
+        Withdrawal::Retire { force } => (Desired::Retire, force),
     };
     let interrupt_at = interrupt_after.map(|after| (now + after).0).or(row.interrupt_at);
     if (desired, force, interrupt_at) != (row.desired, row.force_retire, row.interrupt_at) {
@@ -188,28 +190,28 @@ pub(crate) async fn prune(
 
 /// What of a worker has not ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Unended {
+pub(crate) struct OpenLeases {
     pub(crate) leases: usize,
     /// The workloads that wait for the end of one of them, with their teams.
     pub(crate) workloads: Vec<(String, WorkloadId)>,
 }
 
 #[derive(FromQueryResult)]
-struct Held {
+struct HeldLease {
     team: String,
     workload_id: Option<Uuid>,
 }
 
 /// What has not ended on `worker`, the oldest first.
-pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Result<Unended, DbErr> {
+pub(crate) async fn unended(db: &impl ConnectionTrait, worker: WorkerId) -> Result<OpenLeases, DbErr> {
     let sql = "SELECT l.team AS team, w.id AS workload_id
                FROM leases l LEFT JOIN workloads w ON w.id = l.workload_id AND w.lease_id = l.id AND w.state <> 'finished'
                WHERE l.worker_id = $1 AND l.state <> 'ended' ORDER BY l.granted_at, l.id";
     let statement = Statement::from_sql_and_values(db.get_database_backend(), sql, [worker.uuid().into()]);
-    let held = Held::find_by_statement(statement).all(db).await?;
+    let held = HeldLease::find_by_statement(statement).all(db).await?;
     let leases = held.len();
-    let workload = |held: Held| Some((held.team, WorkloadId::from_uuid(held.workload_id?)));
-    Ok(Unended { leases, workloads: held.into_iter().filter_map(workload).collect() })
+    let workload = |held: HeldLease| Some((held.team, WorkloadId::from_uuid(held.workload_id?)));
+    Ok(OpenLeases { leases, workloads: held.into_iter().filter_map(workload).collect() })
 }
 
 /// Whether a workload that ran on `worker` is still being settled: what it left there is kept by nobody until then.
@@ -262,17 +264,17 @@ async fn interrupt(lifecycle: &Lifecycle, worker: Uuid, all: bool) -> Result<(),
 }
 
 /// When the artifact store was asked last about workers that it does not want to forget: that is work for it.
-pub(crate) type Asked = HashMap<Uuid, Timestamp>;
+pub(crate) type LastAsked = HashMap<Uuid, Timestamp>;
 
 /// How long it is not asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
 
 /// Does what is due for one worker that shall land or go, and does so much now.
-async fn see_off(
+async fn depart_if_due(
     lifecycle: &Lifecycle,
     row: &Model,
     load: Load,
-    asked: &mut Asked,
+    asked: &mut LastAsked,
 ) -> Result<(), RegistryError> {
     let db = lifecycle.context.db.read();
     let expired = row.ephemeral && row.state == State::Lost;
@@ -442,7 +444,7 @@ async fn tell_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
 }
 
 /// Looks once at all workers that shall land or go. Answers whether there are any that may soon.
-pub(crate) async fn see_all_off(lifecycle: &Lifecycle, asked: &mut Asked) -> Result<bool, DbErr> {
+pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> Result<bool, DbErr> {
     let rows = going(lifecycle.context.db.read()).await?;
     asked.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
     let mut all = HashMap::new();
@@ -452,7 +454,7 @@ pub(crate) async fn see_all_off(lifecycle: &Lifecycle, asked: &mut Asked) -> Res
     }
     for row in &rows {
         let load = all.get(&row.id).copied().unwrap_or_default();
-        match see_off(lifecycle, row, load, asked).await {
+        match depart_if_due(lifecycle, row, load, asked).await {
             Ok(()) => {}
             Err(RegistryError::Database(error)) => return Err(error),
             Err(error) => {
@@ -482,15 +484,15 @@ pub(crate) async fn see_all_off(lifecycle: &Lifecycle, asked: &mut Asked) -> Res
 }
 
 /// Sees workers off, until the service stops.
-pub(crate) async fn see_off_forever(lifecycle: Lifecycle) {
-    let mut asked = Asked::new();
+pub(crate) async fn depart_forever(lifecycle: Lifecycle) {
+    let mut asked = LastAsked::new();
     loop {
         let look = tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,
-            look = see_all_off(&lifecycle, &mut asked) => look,
+            look = depart_all(&lifecycle, &mut asked) => look,
         };
         match look {
-            Ok(any) => lifecycle.context.notify.local.someone_goes(any),
+            Ok(any) => lifecycle.context.notify.local.any_leaving(any),
             Err(error) => tracing::warn!(error = %error, "cannot look for workers that shall land or go"),
         }
         tokio::select! {

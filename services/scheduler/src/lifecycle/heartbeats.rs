@@ -1,4 +1,4 @@
-//! Contacts: that gateways were heard is written down, of many at a time.
+//! Heartbeats: that gateways were heard is written down, of many at a time.
 //!
 //! Each message of a gateway counts as contact of its worker, and whoever loses its lease, or may attend it, depends on that; so it is written
 //! before it is answered. One task of each replica writes all that came within [`TOGETHER`] in one transaction ([`workers::observe`]). It
@@ -16,7 +16,7 @@ use crate::context::Context;
 use crate::db::entity::worker::State;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
-use crate::workers::{self, Heard, Kept, SessionError};
+use crate::workers::{self, Heartbeat, SessionError, Usage};
 
 /// How long is waited for others when nobody hurries.
 const TOGETHER: Duration = Duration::from_millis(20);
@@ -38,42 +38,42 @@ pub(crate) enum Urgency {
 
 /// A gateway that was heard.
 #[derive(Debug)]
-struct Contact {
+struct PendingHeartbeat {
     session: SessionClaims,
-    kept: Kept,
+    kept: Usage,
     urgency: Urgency,
     answer: oneshot::Sender<Result<Timestamp, SessionError>>,
 }
 
 /// Where it is said who was heard. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Contacts(mpsc::Sender<Contact>);
+pub(crate) struct Heartbeats(mpsc::Sender<PendingHeartbeat>);
 
-/// What was said, for [`note_forever`].
+/// What was said, for [`write_forever`].
 #[derive(Debug)]
-pub(crate) struct Said(mpsc::Receiver<Contact>);
+pub(crate) struct HeartbeatReceiver(mpsc::Receiver<PendingHeartbeat>);
 
 /// A way to say who was heard, and its end.
-pub(crate) fn channel() -> (Contacts, Said) {
+pub(crate) fn channel() -> (Heartbeats, HeartbeatReceiver) {
     let (sender, receiver) = mpsc::channel(WAITING);
-    (Contacts(sender), Said(receiver))
+    (Heartbeats(sender), HeartbeatReceiver(receiver))
 }
 
-impl Contacts {
+impl Heartbeats {
     /// The gateway of `session` was heard. Answers as of when, once that is durable. `None`: the service stops.
     pub(crate) async fn heard(
         &self,
         session: &SessionClaims,
-        kept: Kept,
+        kept: Usage,
         urgency: Urgency,
     ) -> Option<Result<Timestamp, SessionError>> {
-        call(&self.0, |answer| Contact { session: session.clone(), kept, urgency, answer }).await
+        call(&self.0, |answer| PendingHeartbeat { session: session.clone(), kept, urgency, answer }).await
     }
 }
 
-impl Said {
+impl HeartbeatReceiver {
     /// All that is said together. Empty: nobody says anything any more.
-    async fn next(&mut self) -> Vec<Contact> {
+    async fn next(&mut self) -> Vec<PendingHeartbeat> {
         let mut batch = Vec::new();
         self.0.recv_many(&mut batch, BATCH).await;
         let until = Instant::now() + TOGETHER;
@@ -93,7 +93,7 @@ impl Said {
 }
 
 /// Writes down who was heard, until the service stops.
-pub(crate) async fn note_forever(context: Context, mut said: Said) {
+pub(crate) async fn write_forever(context: Context, mut said: HeartbeatReceiver) {
     let note = async {
         loop {
             let batch = said.next().await;
@@ -109,13 +109,13 @@ pub(crate) async fn note_forever(context: Context, mut said: Said) {
     }
 }
 
-async fn note(context: &Context, batch: Vec<Contact>) {
+async fn note(context: &Context, batch: Vec<PendingHeartbeat>) {
     let now = Timestamp::now();
     let heard: Vec<_> = batch
         .iter()
         .zip(0..)
         // Each at a time of its own, so that of two streams of one session it can be told which was heard last.
-        .map(|(contact, micros)| Heard {
+        .map(|(contact, micros)| Heartbeat {
             session: contact.session.clone(),
             kept: contact.kept,
             at: now + Duration::from_micros(micros),
@@ -124,7 +124,7 @@ async fn note(context: &Context, batch: Vec<Contact>) {
     let judged = match write(context, &heard).await {
         Ok(judged) => judged,
         Err(error) => {
-            let failed = |contact: Contact| contact.answer.send(Err(error.clone().into()));
+            let failed = |contact: PendingHeartbeat| contact.answer.send(Err(error.clone().into()));
             return batch.into_iter().for_each(|contact| _ = failed(contact));
         }
     };
@@ -134,7 +134,7 @@ async fn note(context: &Context, batch: Vec<Contact>) {
     }
 }
 
-async fn write(context: &Context, heard: &[Heard]) -> Result<Vec<Result<State, SessionError>>, DbErr> {
+async fn write(context: &Context, heard: &[Heartbeat]) -> Result<Vec<Result<State, SessionError>>, DbErr> {
     let mut judged = context.db.write(async |txn| workers::observe(&txn, heard).await).await?;
     let back: Vec<_> = heard
         .iter()
@@ -174,16 +174,17 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use crate::db::entity::{heartbeat, worker};
-    use crate::workers::Hello;
+    use crate::workers::Registration;
     use crate::workers::test_support::hello;
 
     async fn open(database: &TestDatabase) -> Database {
         Database::connect::<crate::Schema>(&database.url).await.expect("a database")
     }
 
-    async fn let_in(txn: &DatabaseTransaction, hello: &Hello) -> Result<SessionClaims, SessionError> {
+    async fn let_in(txn: &DatabaseTransaction, hello: &Registration) -> Result<SessionClaims, SessionError> {
         let config = Config::new("", "");
-        let let_in = workers::hello(txn, &[hello], &config, Timestamp::now(), &mut Effects::default()).await;
+        let let_in =
+            workers::register(txn, &[hello], &config, Timestamp::now(), &mut Effects::default()).await;
         let_in?.remove(0)
     }
 
@@ -192,12 +193,12 @@ mod tests {
         rows.into_iter().map(|row| (WorkerId::from_uuid(row.worker_id), row)).collect()
     }
 
-    fn heard(session: &SessionClaims, volumes: u64, at: Timestamp) -> Heard {
-        Heard { session: session.clone(), kept: Kept { volumes, ..Kept::default() }, at }
+    fn heard(session: &SessionClaims, volumes: u64, at: Timestamp) -> Heartbeat {
+        Heartbeat { session: session.clone(), kept: Usage { volumes, ..Usage::default() }, at }
     }
 
     /// Of each: whether it counts.
-    async fn observe(db: &Database, all: &[Heard]) -> Vec<Result<State, String>> {
+    async fn observe(db: &Database, all: &[Heartbeat]) -> Vec<Result<State, String>> {
         let judged = db.write(async |txn| workers::observe(&txn, all).await).await.expect("judged");
         judged.into_iter().map(|judged| judged.map_err(|refused| format!("{refused:?}"))).collect()
     }
@@ -205,7 +206,8 @@ mod tests {
     async fn a_contact_counts_for_its_own_session_only(database: TestDatabase) {
         let db = open(&database).await;
         let [one, two, gone] = ["one", "two", "gone"].map(hello);
-        let reborn = Hello { marker: Marker { id: MarkerId::new(), boot: String::new() }, ..two.clone() };
+        let reborn =
+            Registration { marker: Marker { id: MarkerId::new(), boot: String::new() }, ..two.clone() };
         let mut sessions = Vec::new();
         for hello in [&one, &two, &reborn, &gone] {
             sessions.push(db.write(async |txn| let_in(&txn, hello).await).await.expect("let in"));
@@ -328,7 +330,7 @@ mod tests {
         let session = db.write(async |txn| let_in(&txn, &first).await).await.expect("let in");
         let silent = "UPDATE heartbeats SET last_contact_at = 1";
         db.read().execute_unprepared(silent).await.expect("written");
-        let standby = Hello { instance: GatewayInstance::new(), ..first };
+        let standby = Registration { instance: GatewayInstance::new(), ..first };
 
         // Heard first: it waits, and sees that.
         let observing = db.read().begin().await.expect("a transaction");
@@ -367,7 +369,7 @@ mod tests {
             instance: GatewayInstance::new(),
         };
         let sessions = [1, 2, 3].map(session);
-        let saying = |number: usize, urgency| contacts.heard(&sessions[number], Kept::default(), urgency);
+        let saying = |number: usize, urgency| contacts.heard(&sessions[number], Usage::default(), urgency);
         let answering = async {
             let batch = said.next().await;
             let numbers: Vec<_> = batch.iter().map(|contact| contact.session.session.0).collect();

@@ -5,16 +5,16 @@ use std::time::Duration;
 use domain::{Timestamp, WorkerId};
 
 use crate::lifecycle::Lifecycle;
-use crate::lifecycle::departure::{self, Down, RegistryError, Unended};
+use crate::lifecycle::departure::{self, OpenLeases, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
 use crate::store_client::Forget;
-use crate::workers::{self, Hello, SessionError, Worker};
+use crate::workers::{self, Registration, SessionError, Worker};
 
 impl Lifecycle {
     /// Lists the worker of a gateway with which we cannot speak.
     pub(crate) async fn list_incompatible(
         &self,
-        hello: &Hello,
+        hello: &Registration,
         versions: &[u32],
     ) -> Result<(), SessionError> {
         self.context
@@ -28,13 +28,13 @@ impl Lifecycle {
     }
 
     /// Lets a worker land or retire. Answers it as it is then. `None`: it has gone.
-    pub(crate) async fn bring_down(
+    pub(crate) async fn withdraw_worker(
         &self,
         worker: &str,
-        down: Down,
+        down: Withdrawal,
         interrupt_after: Option<Duration>,
     ) -> Result<Option<Worker>, RegistryError> {
-        if down == (Down::Retire { force: false })
+        if down == (Withdrawal::Retire { force: false })
             && let Some(known) = workers::get(self.context.db.read(), &self.context.config, worker).await?
         {
             self.store.forget_worker(known.placed.id, Forget::Check).await.map_err(RegistryError::Kept)?;
@@ -43,8 +43,8 @@ impl Lifecycle {
             .context
             .change(async |txn| {
                 let (now, mut effects) = (Timestamp::now(), Effects::default());
-                let id =
-                    departure::bring_down(&txn, worker, down, interrupt_after, now, &mut effects).await?;
+                let id = departure::withdraw_worker(&txn, worker, down, interrupt_after, now, &mut effects)
+                    .await?;
                 Ok::<_, RegistryError>((id, effects))
             })
             .await?;
@@ -70,9 +70,9 @@ impl Lifecycle {
     }
 
     /// Forgets a worker that is not in contact. It has gone, but for what is left of its leases, once this answers: with what ended because of it.
-    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<Unended, RegistryError> {
+    pub(crate) async fn prune(&self, worker: &str, force: bool) -> Result<OpenLeases, RegistryError> {
         let id = self.context.db.write(async |txn| departure::prunable(&txn, worker).await).await?;
-        let mut unended = Unended::default();
+        let mut unended = OpenLeases::default();
         if let Some(id) = id {
             if !force {
                 self.store.forget_worker(id, Forget::Check).await.map_err(RegistryError::Kept)?;
@@ -89,7 +89,7 @@ impl Lifecycle {
         // It is pruned, and the answer is told once: what of this fails is done by the loops.
         let done = async {
             self.end_orphans().await?;
-            departure::see_all_off(self, &mut departure::Asked::new()).await
+            departure::depart_all(self, &mut departure::LastAsked::new()).await
         };
         if let Err(error) = done.await {
             tracing::warn!(%error, worker.name = worker, "what is left of a pruned worker is cleared away later");

@@ -53,8 +53,10 @@ impl Lifecycle {
     }
 
     /// Ends the leases of silent workers under which nothing was started, so that others can do the work.
-    pub(crate) async fn take_back_unheard(&self) -> Result<(), DbErr> {
-        for lease in workers::unheard(self.context.db.read(), &self.context.config, Timestamp::now()).await? {
+    pub(crate) async fn end_leases_of_stalled(&self) -> Result<(), DbErr> {
+        for lease in
+            workers::leases_of_stalled(self.context.db.read(), &self.context.config, Timestamp::now()).await?
+        {
             tracing::info!(lease.id = %lease.id, worker.id = %lease.worker_id, "taking back what a silent worker has not started");
             self.context
                 .change(async |txn| {

@@ -1,4 +1,4 @@
-//! Hellos: gateways are let in, many at a time.
+//! Registrations: gateways are let in, many at a time.
 //!
 //! Each makes a change that watchers of workers hear of, and those are made one after the other ([`crate::workers::revisions::changed`]). So that all can
 //! come back within the TTL when a scheduler was away, one task of each replica lets all in that came meanwhile, in one transaction.
@@ -15,7 +15,7 @@ use crate::db::entity::is_duplicate;
 use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
 use crate::notify::request::call;
-use crate::workers::{self, Hello, SessionError};
+use crate::workers::{self, Registration, SessionError};
 
 /// How many are let in at a time.
 const BATCH: usize = 64;
@@ -24,38 +24,38 @@ const BATCH: usize = 64;
 const WAITING: usize = 1024;
 
 /// A session, and as of when it was opened or continued.
-type LetIn = Result<(SessionClaims, Timestamp), SessionError>;
+type SessionResult = Result<(SessionClaims, Timestamp), SessionError>;
 
 /// A gateway that wants to be let in.
 #[derive(Debug)]
-struct Asking {
-    hello: Hello,
-    answer: oneshot::Sender<LetIn>,
+struct PendingRegistration {
+    hello: Registration,
+    answer: oneshot::Sender<SessionResult>,
 }
 
 /// Where gateways ask to be let in. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Hellos(mpsc::Sender<Asking>);
+pub(crate) struct Registrations(mpsc::Sender<PendingRegistration>);
 
-/// Who asked, for [`let_in_forever`].
+/// Who asked, for [`register_forever`].
 #[derive(Debug)]
-pub(crate) struct Asked(mpsc::Receiver<Asking>);
+pub(crate) struct RegistrationReceiver(mpsc::Receiver<PendingRegistration>);
 
 /// A way to ask, and its end.
-pub(crate) fn channel() -> (Hellos, Asked) {
+pub(crate) fn channel() -> (Registrations, RegistrationReceiver) {
     let (sender, receiver) = mpsc::channel(WAITING);
-    (Hellos(sender), Asked(receiver))
+    (Registrations(sender), RegistrationReceiver(receiver))
 }
 
-impl Hellos {
+impl Registrations {
     /// Opens or continues the session of a gateway. `None`: the service stops.
-    pub(crate) async fn ask(&self, hello: Hello) -> Option<LetIn> {
-        call(&self.0, |answer| Asking { hello, answer }).await
+    pub(crate) async fn ask(&self, hello: Registration) -> Option<SessionResult> {
+        call(&self.0, |answer| PendingRegistration { hello, answer }).await
     }
 }
 
 /// Lets gateways in, until the service stops.
-pub(crate) async fn let_in_forever(lifecycle: Lifecycle, mut asked: Asked) {
+pub(crate) async fn register_forever(lifecycle: Lifecycle, mut asked: RegistrationReceiver) {
     let let_in = async {
         let mut waiting = Vec::new();
         while asked.0.recv_many(&mut waiting, BATCH).await > 0 {
@@ -76,7 +76,7 @@ pub(crate) async fn let_in_forever(lifecycle: Lifecycle, mut asked: Asked) {
 
 /// Takes those that are let in together. Of several of one name each finds what the one before it left, and whose stream has ended meanwhile
 /// finds nothing.
-fn next(waiting: &mut Vec<Asking>) -> Vec<Asking> {
+fn next(waiting: &mut Vec<PendingRegistration>) -> Vec<PendingRegistration> {
     let mut names = HashSet::new();
     let there = std::mem::take(waiting).into_iter().filter(|asking| !asking.answer.is_closed());
     let (now, later) = there.partition(|asking| names.insert(asking.hello.name.clone()));
@@ -85,7 +85,7 @@ fn next(waiting: &mut Vec<Asking>) -> Vec<Asking> {
 }
 
 /// Answers why the database did not take it, where that would be so of anything else.
-async fn answer(lifecycle: &Lifecycle, asking: Vec<Asking>) -> Option<DbErr> {
+async fn answer(lifecycle: &Lifecycle, asking: Vec<PendingRegistration>) -> Option<DbErr> {
     if asking.is_empty() {
         return None;
     }
@@ -123,11 +123,12 @@ async fn answer(lifecycle: &Lifecycle, asking: Vec<Asking>) -> Option<DbErr> {
     away
 }
 
-async fn let_in(lifecycle: &Lifecycle, hellos: &[&Hello]) -> Result<Vec<LetIn>, DbErr> {
+async fn let_in(lifecycle: &Lifecycle, hellos: &[&Registration]) -> Result<Vec<SessionResult>, DbErr> {
     let once = async || {
         let let_in = async |txn: Transaction| {
             let (now, mut effects) = (Timestamp::now(), Effects::default());
-            let sessions = workers::hello(&txn, hellos, &lifecycle.context.config, now, &mut effects).await?;
+            let sessions =
+                workers::register(&txn, hellos, &lifecycle.context.config, now, &mut effects).await?;
             Ok::<_, DbErr>(((now, sessions), effects))
         };
         lifecycle.context.change(let_in).await
@@ -164,8 +165,9 @@ mod tests {
         for ask in &mut ask {
             assert!(futures::poll!(ask).is_pending());
         }
-        let names =
-            |asking: &[Asking]| asking.iter().map(|asking| asking.hello.name.clone()).collect::<Vec<_>>();
+        let names = |asking: &[PendingRegistration]| {
+            asking.iter().map(|asking| asking.hello.name.clone()).collect::<Vec<_>>()
+        };
         let mut waiting = Vec::new();
         asked.0.recv_many(&mut waiting, BATCH).await;
         drop(ask.remove(1));
@@ -179,11 +181,11 @@ mod tests {
     async fn several_are_let_in_and_some_refused(database: TestDatabase) {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config::new(&database.url, "");
-        let say = async |hellos: &[&Hello]| {
+        let say = async |hellos: &[&Registration]| {
             let said = db.write(async |txn| {
                 let mut effects = Effects::default();
                 let now = Timestamp::now();
-                let let_in = workers::hello(&txn, hellos, &config, now, &mut effects).await?;
+                let let_in = workers::register(&txn, hellos, &config, now, &mut effects).await?;
                 Ok::<_, DbErr>((let_in, effects.workers))
             });
             said.await.expect("let in or refused")
@@ -197,8 +199,8 @@ mod tests {
         assert_eq!(revision().await, before + 1, "they are one change");
 
         let of_a_team = Labels { team: Some("theirs".to_owned()), ..one.labels.clone() };
-        let of_a_team = Hello { labels: of_a_team, ..one };
-        let standby = Hello { instance: GatewayInstance::new(), ..two.clone() };
+        let of_a_team = Registration { labels: of_a_team, ..one };
+        let standby = Registration { instance: GatewayInstance::new(), ..two.clone() };
         let (refused, changed) = say(&[&of_a_team, &standby]).await;
         assert!(matches!(*refused, [Err(SessionError::OtherTeam), Err(SessionError::AlreadyAttended)]));
         assert_eq!((changed, revision().await), (vec![], before + 1));

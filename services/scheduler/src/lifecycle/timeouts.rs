@@ -5,7 +5,7 @@
 //! is in time.
 //!
 //! Only time in which we could be reached counts against anybody: after a start, and after a while in which the loop did not get at the
-//! database (which was away, or we were frozen), every worker has the TTL, and every driven lease a full term, before it ([`be_patient`]).
+//! database (which was away, or we were frozen), every worker has the TTL, and every driven lease a full term, before it ([`extend_terms`]).
 //! A worker is lost when it has been silent for `lost_after` in all, however often a scheduler was started meanwhile.
 
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::workloads;
 
 /// Gives everybody who must stay in contact time from now on, in one transaction. `alone`: no other replica can have a stream
 /// open, so no worker is attended.
-pub(crate) async fn be_patient(db: &Database, config: &Config, alone: bool) -> Result<(), DbErr> {
+pub(crate) async fn extend_terms(db: &Database, config: &Config, alone: bool) -> Result<(), DbErr> {
     db.write(async |txn| {
         let now = Timestamp::now();
-        workers::be_patient(&txn, alone, now).await?;
-        leases::be_patient(&txn, now, config.lease_term).await
+        workers::extend_terms(&txn, alone, now).await?;
+        leases::extend_terms(&txn, now, config.lease_term).await
     })
     .await
 }
@@ -71,7 +71,7 @@ pub(crate) async fn expire(lifecycle: &Lifecycle) -> Result<(), DbErr> {
             })
             .await?;
     }
-    lifecycle.take_back_unheard().await?;
+    lifecycle.end_leases_of_stalled().await?;
     lifecycle.end_orphans().await
 }
 
@@ -94,7 +94,7 @@ pub(crate) async fn expire_forever(lifecycle: Lifecycle) {
         let look = async {
             if was_blind {
                 tracing::warn!("could not look for a while: workers and leases get a full term");
-                be_patient(&lifecycle.context.db, &lifecycle.context.config, false).await?;
+                extend_terms(&lifecycle.context.db, &lifecycle.context.config, false).await?;
             }
             expire(&lifecycle).await
         };

@@ -1,6 +1,6 @@
 //! Notifications between replicas, over the database's own channel (`LISTEN` and `NOTIFY`).
 //!
-//! What is announced in one replica ([`Notify::announce`]) is told to the others, many changes in
+//! What is announced in one replica ([`Notifier::announce`]) is told to the others, many changes in
 //! one message, and announced there. A message may be lost, as any notification.
 
 use std::collections::HashSet;
@@ -14,7 +14,7 @@ use tokio::sync::Notify as Wake;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use crate::notify::Notify;
+use crate::notify::Notifier;
 use crate::notify::changes::Effects;
 use crate::notify::local::ALL_WORKERS;
 
@@ -31,10 +31,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 
 /// What a replica has to tell. Cheap to clone; clones share it.
 #[derive(Debug, Clone)]
-pub(crate) struct Gossip {
+pub(crate) struct ClusterNotifier {
     /// Who says it: hints come back to who sent them.
     replica: Uuid,
-    news: Arc<Mutex<HashSet<News>>>,
+    news: Arc<Mutex<HashSet<Notification>>>,
     some: Arc<Wake>,
     /// Something that may be collected for a moment.
     later: Arc<Wake>,
@@ -42,7 +42,7 @@ pub(crate) struct Gossip {
 
 /// Something that changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum News {
+enum Notification {
     /// What a worker shall do, or what placement knows of it.
     Worker(WorkerId),
     /// Leases of a worker were given back.
@@ -59,7 +59,7 @@ enum News {
     Much,
 }
 
-impl News {
+impl Notification {
     fn word(self) -> String {
         match self {
             Self::Worker(id) => format!("w{}", id.uuid().simple()),
@@ -88,7 +88,7 @@ impl News {
     }
 }
 
-impl Gossip {
+impl ClusterNotifier {
     pub(crate) fn new() -> Self {
         Self { replica: Uuid::now_v7(), news: Arc::default(), some: Arc::default(), later: Arc::default() }
     }
@@ -97,20 +97,20 @@ impl Gossip {
     pub(crate) fn tell(&self, effects: &Effects) {
         let Effects { workloads, workers, freed, parcels: _, queued, deadline, registry } = effects;
         let mut news = self.news.lock().unwrap_or_else(PoisonError::into_inner);
-        news.extend(workers.iter().copied().map(News::Worker));
-        news.extend(queued.iter().copied().map(News::Queued));
-        news.extend(workloads.iter().copied().map(News::Workload));
-        news.extend(deadline.then_some(News::Deadline));
-        news.extend(registry.then_some(News::Registry));
+        news.extend(workers.iter().copied().map(Notification::Worker));
+        news.extend(queued.iter().copied().map(Notification::Queued));
+        news.extend(workloads.iter().copied().map(Notification::Workload));
+        news.extend(deadline.then_some(Notification::Deadline));
+        news.extend(registry.then_some(Notification::Registry));
         let is_urgent =
             !(workers.is_empty() && queued.is_empty() && workloads.is_empty()) || *deadline || *registry;
         // Of one that something was placed on already, they hear that.
-        let is_news = |worker: &WorkerId| !news.contains(&News::Worker(*worker));
-        let freed: Vec<_> = freed.iter().copied().filter(is_news).map(News::Freed).collect();
+        let is_news = |worker: &WorkerId| !news.contains(&Notification::Worker(*worker));
+        let freed: Vec<_> = freed.iter().copied().filter(is_news).map(Notification::Freed).collect();
         let is_some_freed = !freed.is_empty();
         news.extend(freed);
         if news.len() > MOST {
-            *news = HashSet::from([News::Much]);
+            *news = HashSet::from([Notification::Much]);
         }
         if is_urgent {
             self.some.notify_one();
@@ -136,7 +136,7 @@ impl Gossip {
         let news = std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner));
         let from = self.replica.simple().to_string();
         let mut hints = Vec::new();
-        for word in news.into_iter().map(News::word) {
+        for word in news.into_iter().map(Notification::word) {
             match hints.last_mut() {
                 Some(hint) if String::len(hint) + word.len() < LONGEST => {
                     hint.push(' ');
@@ -150,7 +150,7 @@ impl Gossip {
 }
 
 /// Tells the others what changed here, until the service stops.
-pub(crate) async fn tell_forever(db: Database, gossip: Gossip, stopping: CancellationToken) {
+pub(crate) async fn tell_forever(db: Database, gossip: ClusterNotifier, stopping: CancellationToken) {
     let some = async {
         loop {
             gossip.there_is_some().await;
@@ -168,7 +168,7 @@ pub(crate) async fn tell_forever(db: Database, gossip: Gossip, stopping: Cancell
 }
 
 /// Hears what changed in other replicas, until the service stops.
-pub(crate) async fn hear_forever(db: Database, notify: Notify, stopping: CancellationToken) {
+pub(crate) async fn receive_forever(db: Database, notify: Notifier, stopping: CancellationToken) {
     let heard = async {
         loop {
             match db.listen(CHANNEL).await {
@@ -186,7 +186,7 @@ pub(crate) async fn hear_forever(db: Database, notify: Notify, stopping: Cancell
 }
 
 /// Hears until the connection is lost.
-async fn hear(notify: &Notify, mut listener: Listener) {
+async fn hear(notify: &Notifier, mut listener: Listener) {
     // What was said before.
     notify.local.much_changed();
     loop {
@@ -201,7 +201,7 @@ async fn hear(notify: &Notify, mut listener: Listener) {
     }
 }
 
-fn heard(notify: &Notify, hint: &str) {
+fn heard(notify: &Notifier, hint: &str) {
     let mut words = hint.split(' ');
     let own = notify.cluster.as_ref().map(|own| own.replica);
     if words.next().and_then(|from| Uuid::try_parse(from).ok()) == own {
@@ -209,15 +209,15 @@ fn heard(notify: &Notify, hint: &str) {
     }
     let (mut workers, mut freed, mut queued, mut much) = (Vec::new(), Vec::new(), Vec::new(), false);
     for word in words {
-        match News::parse(word) {
-            Some(News::Worker(id)) => workers.push(id),
-            Some(News::Freed(id)) => freed.push(id),
-            Some(News::Queued(id)) => queued.push(id),
-            Some(News::Workload(id)) => notify.local.changed(id.uuid()),
-            Some(News::Deadline) => notify.local.timer().notify_one(),
-            Some(News::Registry) => notify.local.changed(ALL_WORKERS),
+        match Notification::parse(word) {
+            Some(Notification::Worker(id)) => workers.push(id),
+            Some(Notification::Freed(id)) => freed.push(id),
+            Some(Notification::Queued(id)) => queued.push(id),
+            Some(Notification::Workload(id)) => notify.local.changed(id.uuid()),
+            Some(Notification::Deadline) => notify.local.timer().notify_one(),
+            Some(Notification::Registry) => notify.local.changed(ALL_WORKERS),
             // What another version has to tell is not known here.
-            Some(News::Much) | None => much = true,
+            Some(Notification::Much) | None => much = true,
         }
     }
     notify.desired.look_at(workers.iter().copied());
@@ -234,7 +234,7 @@ mod tests {
 
     #[test]
     fn what_is_told_is_what_is_heard() {
-        let gossip = Gossip::new();
+        let gossip = ClusterNotifier::new();
         let workloads: Vec<_> = (0..500).map(|_| WorkloadId::new()).collect();
         let (worker, freed) = (WorkerId::new(), WorkerId::new());
         gossip.tell(&Effects {
@@ -248,17 +248,17 @@ mod tests {
         let hints = gossip.hints();
         assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= LONGEST));
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
-        let heard: HashSet<_> = words.map(|word| News::parse(word).expect("news")).collect();
+        let heard: HashSet<_> = words.map(|word| Notification::parse(word).expect("news")).collect();
         assert_eq!(heard.len(), 504);
-        assert!(heard.contains(&News::Freed(freed)));
-        assert!(!heard.contains(&News::Freed(worker)), "that it changed is told already");
-        assert!(heard.contains(&News::Worker(worker)) && heard.contains(&News::Deadline));
+        assert!(heard.contains(&Notification::Freed(freed)));
+        assert!(!heard.contains(&Notification::Freed(worker)), "that it changed is told already");
+        assert!(heard.contains(&Notification::Worker(worker)) && heard.contains(&Notification::Deadline));
         assert_eq!(gossip.hints(), [""; 0], "it was told");
 
         let many: Vec<_> = (0..=MOST).map(|_| WorkloadId::new()).collect();
         gossip.tell(&Effects { workloads: many, ..Effects::default() });
         let [hint] = <[String; 1]>::try_from(gossip.hints()).expect("one hint");
         assert!(hint.ends_with(" *"));
-        assert_eq!(News::parse("x"), None);
+        assert_eq!(Notification::parse("x"), None);
     }
 }

@@ -27,7 +27,7 @@ pub(crate) struct DesiredStates(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
-    workers: Mutex<HashMap<WorkerId, watch::Sender<Option<News>>>>,
+    workers: Mutex<HashMap<WorkerId, watch::Sender<Option<StateUpdate>>>>,
     /// Those to look at, and since when.
     asked: Mutex<HashMap<WorkerId, Instant>>,
     some: Notify,
@@ -52,7 +52,7 @@ pub(crate) fn told(since: Instant) {
 
 /// What the row of a worker says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Known {
+pub(crate) struct DesiredState {
     pub(crate) generation: i64,
     pub(crate) desired: Desired,
     incarnation: i64,
@@ -63,12 +63,12 @@ pub(crate) struct Known {
 
 /// What is known, and since when this replica might have known it.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct News {
-    pub(crate) known: Known,
+pub(crate) struct StateUpdate {
+    pub(crate) known: DesiredState,
     pub(crate) since: Instant,
 }
 
-impl Known {
+impl DesiredState {
     pub(crate) fn of(row: &Model) -> Self {
         Self {
             generation: row.generation,
@@ -102,7 +102,7 @@ impl DesiredStates {
         }
         for row in rows {
             if let Some(sender) = workers.get(&WorkerId::from_uuid(row.id)) {
-                tell(sender, News { known: Known::of(row), since });
+                tell(sender, StateUpdate { known: DesiredState::of(row), since });
             }
         }
     }
@@ -112,9 +112,9 @@ impl DesiredStates {
         let workers = self.workers();
         for sender in gone.into_iter().filter_map(|id| workers.get(&id)) {
             // Of one of which nothing is known its stream looks by itself.
-            let known = sender.borrow().map(|news| Known { stays: false, ..news.known });
+            let known = sender.borrow().map(|news| DesiredState { stays: false, ..news.known });
             if let Some(known) = known {
-                tell(sender, News { known, since: Instant::now() });
+                tell(sender, StateUpdate { known, since: Instant::now() });
             }
         }
     }
@@ -140,7 +140,7 @@ impl DesiredStates {
         std::mem::take(&mut *self.asked())
     }
 
-    fn workers(&self) -> MutexGuard<'_, HashMap<WorkerId, watch::Sender<Option<News>>>> {
+    fn workers(&self) -> MutexGuard<'_, HashMap<WorkerId, watch::Sender<Option<StateUpdate>>>> {
         self.0.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,8 +150,8 @@ impl DesiredStates {
 }
 
 /// Tells who listens, if it is news.
-fn tell(sender: &watch::Sender<Option<News>>, news: News) {
-    let age = |known: &Known| (known.generation, !known.stays);
+fn tell(sender: &watch::Sender<Option<StateUpdate>>, news: StateUpdate) {
+    let age = |known: &DesiredState| (known.generation, !known.stays);
     sender.send_if_modified(|now| {
         let is_news = now.is_none_or(|now| age(&now.known) < age(&news.known));
         if is_news {
@@ -165,13 +165,13 @@ fn tell(sender: &watch::Sender<Option<News>>, news: News) {
 #[derive(Debug)]
 pub(crate) struct Subscription {
     worker: WorkerId,
-    receiver: watch::Receiver<Option<News>>,
+    receiver: watch::Receiver<Option<StateUpdate>>,
     states: DesiredStates,
 }
 
 impl Subscription {
     /// What is known. `None`: nothing yet.
-    pub(crate) fn news(&self) -> Option<News> {
+    pub(crate) fn news(&self) -> Option<StateUpdate> {
         *self.receiver.borrow()
     }
 
@@ -206,11 +206,16 @@ mod tests {
         let worker = WorkerId::new();
         let mut subscription = states.subscribe(worker);
         let sender = |states: &DesiredStates| states.workers().get(&worker).cloned();
-        let known =
-            |generation, desired| Known { generation, desired, incarnation: 1, session: 1, stays: true };
+        let known = |generation, desired| DesiredState {
+            generation,
+            desired,
+            incarnation: 1,
+            session: 1,
+            stays: true,
+        };
         let said = |known| {
             let sender = sender(&states).expect("somebody listens");
-            tell(&sender, News { known, since: Instant::now() });
+            tell(&sender, StateUpdate { known, since: Instant::now() });
         };
         let mut hears = || {
             let news = subscription.receiver.has_changed().expect("it is open");
@@ -230,7 +235,7 @@ mod tests {
         assert_eq!(hears(), (true, Some(known(9, Desired::Run))));
 
         states.forget([worker, WorkerId::new()]);
-        let gone = Known { stays: false, ..known(9, Desired::Run) };
+        let gone = DesiredState { stays: false, ..known(9, Desired::Run) };
         assert_eq!(hears(), (true, Some(gone)));
         said(known(9, Desired::Run));
         assert_eq!(hears(), (false, Some(gone)), "it was there before");

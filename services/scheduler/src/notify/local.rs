@@ -1,4 +1,4 @@
-//! Hints: those who wait for a change in this process hear of it at once.
+//! Notifications within this replica: tasks that wait for a change wake at once.
 //!
 //! A hint is given after the commit, and nothing depends on it: the database is also looked at now and then, for those who watch by
 //! [`crate::workloads::watch_poll`]. What other replicas changed is told by [`crate::notify::cluster`]. What the workers shall do whose gateways speak with this replica has a place of its own
@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 /// Who waits for what. Cheap to clone; clones share it.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Hints(Arc<Inner>);
+pub(crate) struct LocalNotifier(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
@@ -25,7 +25,7 @@ struct Inner {
     timer: Notify,
     registry: Notify,
     /// Whether a worker shall land or go, as far as is known here.
-    someone_goes: AtomicBool,
+    any_leaving: AtomicBool,
 }
 
 /// What stands for all workers where somebody hears of changes of any.
@@ -42,7 +42,7 @@ pub(crate) struct Changed {
     pub(crate) much: bool,
 }
 
-impl Hints {
+impl LocalNotifier {
     /// Something about the workload `id` changed, or about [`ALL_WORKERS`].
     pub(crate) fn changed(&self, id: Uuid) {
         if let Some(sender) = self.subscribers().get(&id) {
@@ -130,13 +130,13 @@ impl Hints {
     }
 
     /// Whether a worker shall land or go: then whatever changes about a worker's leases may be what that waits for.
-    pub(crate) fn someone_goes(&self, someone: bool) {
-        self.0.someone_goes.store(someone, Ordering::Relaxed);
+    pub(crate) fn any_leaving(&self, someone: bool) {
+        self.0.any_leaving.store(someone, Ordering::Relaxed);
     }
 
     /// Leases of a worker have changed.
     pub(crate) fn leases_changed(&self) {
-        if self.0.someone_goes.load(Ordering::Relaxed) {
+        if self.0.any_leaving.load(Ordering::Relaxed) {
             self.0.registry.notify_one();
         }
     }
@@ -151,7 +151,7 @@ impl Hints {
 pub(crate) struct Subscription {
     id: Uuid,
     receiver: watch::Receiver<()>,
-    hints: Hints,
+    hints: LocalNotifier,
 }
 
 impl Subscription {

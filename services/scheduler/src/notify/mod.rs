@@ -1,6 +1,6 @@
 //! Notifications: a hint that something changed, for tasks of this replica and for other replicas.
 //!
-//! A transaction collects what it changed ([`changes`]). After the commit [`Notify::announce`] wakes
+//! A transaction collects what it changed ([`changes`]). After the commit [`Notifier::announce`] wakes
 //! the tasks of this replica that wait for it ([`local`], [`desired_state`]), hands over parcels for
 //! delivery, and tells other replicas ([`cluster`]). Any notification may be lost: each task that
 //! waits for one also polls the database.
@@ -14,29 +14,29 @@ pub(crate) mod request;
 use tokio::sync::mpsc;
 
 use self::changes::Effects;
-use self::cluster::Gossip;
+use self::cluster::ClusterNotifier;
 use self::desired_state::DesiredStates;
-use self::local::{ALL_WORKERS, Hints};
+use self::local::{ALL_WORKERS, LocalNotifier};
 use crate::outbox::Parcel;
 
 /// Where changes are announced. Cheap to clone; clones share it.
 #[derive(Debug, Clone)]
-pub(crate) struct Notify {
-    pub(crate) local: Hints,
+pub(crate) struct Notifier {
+    pub(crate) local: LocalNotifier,
     pub(crate) desired: DesiredStates,
     /// `None`: replicas do not tell each other.
-    pub(crate) cluster: Option<Gossip>,
+    pub(crate) cluster: Option<ClusterNotifier>,
     parcels: mpsc::UnboundedSender<Parcel>,
 }
 
-impl Notify {
+impl Notifier {
     /// Notifications of a replica, and the parcels that it shall deliver.
     pub(crate) fn new(
         desired: DesiredStates,
-        cluster: Option<Gossip>,
+        cluster: Option<ClusterNotifier>,
     ) -> (Self, mpsc::UnboundedReceiver<Parcel>) {
         let (parcels, to_deliver) = mpsc::unbounded_channel();
-        (Self { local: Hints::default(), desired, cluster, parcels }, to_deliver)
+        (Self { local: LocalNotifier::default(), desired, cluster, parcels }, to_deliver)
     }
 
     /// Announces what was committed.

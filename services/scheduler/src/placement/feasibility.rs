@@ -51,8 +51,8 @@ pub(crate) enum Refusal {
     SetAside(String),
     /// The team has workers of its own, and keeps to them.
     TeamKeepsToItsOwn,
-    /// It is kept free for another that waits for more than comes free at a time.
-    KeptFree,
+    /// It is reserved for another that waits for more than comes free at a time.
+    Reserved,
     /// All of its slots are taken.
     Full { active: u32, max: u32 },
     /// It has as many containers as it may have.
@@ -104,7 +104,7 @@ pub(crate) const CODES: [&str; 25] = [
     "STALLED",
     "QUARANTINED",
     "TEAM_KEEPS_TO_ITS_OWN",
-    "KEPT_FREE",
+    "RESERVED",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",
@@ -121,7 +121,7 @@ impl Refusal {
             | Self::Stalled
             | Self::SetAside(_)
             | Self::TeamKeepsToItsOwn
-            | Self::KeptFree
+            | Self::Reserved
             | Self::Full { .. }
             | Self::FullOfContainers { .. }
             | Self::FullOfVolumes { .. }
@@ -173,7 +173,7 @@ impl Refusal {
             Self::Stalled => "STALLED",
             Self::SetAside(_) => "QUARANTINED",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
-            Self::KeptFree => "KEPT_FREE",
+            Self::Reserved => "RESERVED",
             Self::Full { .. } => "FULL",
             Self::FullOfContainers { .. } => "FULL_OF_CONTAINERS",
             Self::FullOfVolumes { .. } => "FULL_OF_VOLUMES",
@@ -203,7 +203,7 @@ impl Refusal {
             Self::Landing => "it is told to run again".to_owned(),
             Self::SetAside(_) => "it was tried again, and works".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
-            Self::KeptFree => "the one that it is kept free for is placed".to_owned(),
+            Self::Reserved => "the one that it is reserved for is placed".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
             Self::FullOfContainers { .. } => "one of its containers goes".to_owned(),
             Self::FullOfVolumes { .. } => "some of its volumes go".to_owned(),
@@ -269,7 +269,7 @@ impl Refusal {
             Self::FullOfVolumes { .. } => 7,
             Self::TooSmall(shortage) => 8 + shortage.of as u32,
             Self::Short(shortage) => 11 + shortage.of as u32,
-            Self::KeptFree => 14,
+            Self::Reserved => 14,
             _ => 31,
         };
         1 << number
@@ -323,7 +323,7 @@ impl Refusal {
             Self::Stalled => "are out of contact".to_owned(),
             Self::SetAside(_) => "are quarantined, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
-            Self::KeptFree => "are kept free for others that have waited long for so much".to_owned(),
+            Self::Reserved => "are reserved for others that have waited long for so much".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
             Self::FullOfContainers { .. } => "have as many containers as they may have".to_owned(),
             Self::FullOfVolumes { .. } => "have as many volumes as they may have".to_owned(),
@@ -369,7 +369,7 @@ impl fmt::Display for Refusal {
             Self::Stalled => f.write_str("is out of contact"),
             Self::SetAside(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
-            Self::KeptFree => f.write_str("is kept free for another that has waited long for so much"),
+            Self::Reserved => f.write_str("is reserved for another that has waited long for so much"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),
             Self::FullOfContainers { count, max } => write!(f, "has {count} of {max} containers"),
             Self::FullOfVolumes { count, max } => write!(f, "has {count} of {max} volumes"),

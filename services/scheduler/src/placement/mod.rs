@@ -59,11 +59,11 @@ pub(crate) struct Worker {
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
     /// Who waits for it to have room, and gets what could be elsewhere there, but nobody else until then. Only an [`Index`] knows.
-    pub(crate) kept_free_for: Option<Uuid>,
+    pub(crate) reserved_for: Option<Uuid>,
 }
 
 impl Worker {
-    /// Whether it is the same in all but what is on it, and for whom it is kept free.
+    /// Whether it is the same in all but what is on it, and for whom it is reserved.
     pub(crate) fn is_as(&self, other: &Self) -> bool {
         let Self {
             id,
@@ -80,7 +80,7 @@ impl Worker {
             labels,
             capacity,
             load: _,
-            kept_free_for: _,
+            reserved_for: _,
         } = self;
         (id, name, endpoint, incarnation, desired, state)
             == (&other.id, &other.name, &other.endpoint, &other.incarnation, &other.desired, &other.state)
@@ -236,7 +236,7 @@ pub(crate) struct Demand {
     pub(crate) prefer: BTreeSet<WorkerId>,
     /// Who asks: a workload, or a lease. Draws between equal workers, so that many who ask are spread evenly.
     pub(crate) asked_by: Uuid,
-    /// What it is called while it waits: workers may be kept free for it by that.
+    /// What it is called while it waits: workers may be reserved for it by that.
     pub(crate) waits_as: Uuid,
 }
 
@@ -421,12 +421,12 @@ fn of_place(demand: &Demand, worker: &Worker) -> impl Iterator<Item = Refusal> +
     let is_avoided = demand.avoid.contains(&worker.id);
     // What has to be there and nowhere else belongs to something that is there, and would hold it up.
     let may_be_elsewhere = demand.only.is_none() && demand.shape.process.is_some();
-    let is_for_another = worker.kept_free_for.is_some_and(|whom| whom != demand.waits_as);
+    let is_for_another = worker.reserved_for.is_some_and(|whom| whom != demand.waits_as);
     let refusals = [
         is_other.then_some(Refusal::NotSame),
         failed.map(|failed| Refusal::FailedThere(failed.failure.clone())),
         is_avoided.then_some(Refusal::Avoided),
-        (is_for_another && may_be_elsewhere).then_some(Refusal::KeptFree),
+        (is_for_another && may_be_elsewhere).then_some(Refusal::Reserved),
     ];
     refusals.into_iter().flatten()
 }

@@ -3,7 +3,7 @@
 //! Those that ask for the same wait in one *line*: where the first of a line finds no worker, nobody behind it would. So as many lines are
 //! looked at as there are different demands, however many wait. Between the heads of lines the higher priority is first, then the team that
 //! holds the fewest slots for its weight, then who came first. Waiting raises the priority, by one for each [`Queue::aging`], so nobody is
-//! passed over for ever by others that ask for as much; for one that asks for more a worker is kept free ([`crate::scheduling`]).
+//! passed over for ever by others that ask for as much; for one that asks for more a worker is reserved ([`crate::scheduling`]).
 //!
 //! Of workloads it is a memory of what the database says: one that does not wait any more, or must not be where it was decided, is found out when it
 //! is placed. Who waits for leases waits at one replica; of others it is what they say ([`crate::scheduling`]).

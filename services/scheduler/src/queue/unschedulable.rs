@@ -17,7 +17,7 @@ const MOST: usize = 1000;
 
 /// What was refused that asks for the same.
 #[derive(Debug, Clone)]
-pub(crate) struct Refused {
+pub(crate) struct Unplaceable {
     pub(crate) demand: Demand,
     pub(crate) count: usize,
     pub(crate) first: Timestamp,
@@ -26,7 +26,7 @@ pub(crate) struct Refused {
 
 /// All of it.
 #[derive(Debug, Default)]
-pub(crate) struct RefusedShapes(HashMap<Arc<Shape>, Refused>);
+pub(crate) struct RefusedShapes(HashMap<Arc<Shape>, Unplaceable>);
 
 impl RefusedShapes {
     /// This was refused now.
@@ -42,12 +42,12 @@ impl RefusedShapes {
                 self.0.remove(&oldest);
             }
         }
-        let refused = Refused { demand: demand.clone(), count: 1, first: now, last: now };
+        let refused = Unplaceable { demand: demand.clone(), count: 1, first: now, last: now };
         self.0.insert(demand.shape.clone(), refused);
     }
 
     /// What was refused lately.
-    pub(crate) fn lately(&mut self, now: Timestamp) -> Vec<Refused> {
+    pub(crate) fn lately(&mut self, now: Timestamp) -> Vec<Unplaceable> {
         self.forget(now);
         self.0.values().cloned().collect()
     }
@@ -57,7 +57,7 @@ impl RefusedShapes {
     }
 }
 
-impl Refused {
+impl Unplaceable {
     fn is_old(&self, now: Timestamp) -> bool {
         now.since(self.last) > KEPT
     }
@@ -96,7 +96,7 @@ mod tests {
         refused.note(&demand(2), began + KEPT);
         let mut told = refused.lately(began + KEPT * 2);
         told.sort_by_key(|one| one.count);
-        let counts = |told: &[Refused]| told.iter().map(|one| (one.count, one.first)).collect::<Vec<_>>();
+        let counts = |told: &[Unplaceable]| told.iter().map(|one| (one.count, one.first)).collect::<Vec<_>>();
         assert_eq!(counts(&told), [(1, began + KEPT), (2, began)]);
         let later = began + KEPT * 2 + Duration::from_secs(1);
         // It is told no more, and counted from one when it comes again.

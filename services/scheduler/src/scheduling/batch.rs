@@ -10,9 +10,9 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::waiters::{Call, Leases, Member, Waits};
-use super::{Ask, Dispatcher, Granted, PlaceError, Placed, Request, SubmitError};
-use crate::commit::{Done, Grant, Holder, Known, Pinned, Plan};
+use super::waiters::{Call, LeaseGroup, Member, Waits};
+use super::{Dispatcher, GrantedLease, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
+use crate::commit::{CommitResult, Grant, Holder, KnownWorkload, PinnedWorkload, Plan};
 use crate::counters;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::workload::{self, State};
@@ -33,13 +33,13 @@ type Answer<T> = oneshot::Sender<Result<T, SubmitError>>;
 /// What is decided together: one thing, or a group of leases.
 #[derive(Debug)]
 pub(super) enum Unit {
-    Workload(Box<Submitted>),
-    Leases(Leases),
+    Workload(Box<SubmissionUnit>),
+    Leases(LeaseGroup),
 }
 
 /// A workload that is submitted, or was accepted and is pinned now.
 #[derive(Debug)]
-pub(super) struct Submitted {
+pub(super) struct SubmissionUnit {
     submission: Arc<Submission>,
     is_pinned: bool,
     row: workload::Model,
@@ -54,7 +54,7 @@ pub(super) struct Submitted {
 
 /// Nobody takes it.
 #[derive(Debug)]
-pub(super) struct Refused {
+pub(super) struct Unplaceable {
     /// Whether nobody ever could.
     is_never: bool,
     /// Of several that are asked for together: what one of them asks for.
@@ -96,7 +96,7 @@ impl Dispatcher {
     }
 
     /// The same of one call. `Some(false)`: it was refused, for one of its ids waits for something else.
-    fn replace(&mut self, leases: &mut Leases) -> Option<bool> {
+    fn replace(&mut self, leases: &mut LeaseGroup) -> Option<bool> {
         match self.asking.replace(leases) {
             Waits::Not => None,
             Waits::Replaced(id) => {
@@ -117,7 +117,7 @@ impl Dispatcher {
         plan: &mut Plan,
         is_last: bool,
         now: Timestamp,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Unplaceable> {
         match unit {
             Unit::Workload(submitted) => self.decide_workload(submitted, plan, is_last, now),
             Unit::Leases(leases) => {
@@ -127,7 +127,7 @@ impl Dispatcher {
                     self.queue().is_behind(demand, leases.priority, leases.since, leases.sequence)
                 };
                 if let Some(member) = leases.members.iter().find(|member| is_behind(member)) {
-                    return Err(Refused { is_never: false, demand: member.ask.demand.clone() });
+                    return Err(Unplaceable { is_never: false, demand: member.ask.demand.clone() });
                 }
                 self.decide_leases(leases, plan, now)
             }
@@ -137,10 +137,10 @@ impl Dispatcher {
     /// Plans leases, all of them or none. What finds nothing after others of its group had theirs is asked for before them, some times.
     pub(super) fn decide_leases(
         &self,
-        leases: &mut Leases,
+        leases: &mut LeaseGroup,
         plan: &mut Plan,
         now: Timestamp,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), Unplaceable> {
         let group = (leases.members.len() > 1).then_some(plan.grants.len());
         let mut order: Vec<_> = (0..leases.members.len()).collect();
         let (mut avoid, mut first_stuck) = (BTreeSet::new(), None);
@@ -164,14 +164,14 @@ impl Dispatcher {
         let Some(demand) = first_stuck else { return Ok(()) };
         // Where one finds nothing because of where another is, that may change; what nobody could ever take does not.
         Err(match self.hopeless(leases) {
-            Some(demand) => Refused { is_never: true, demand },
-            None => Refused { is_never: false, demand },
+            Some(demand) => Unplaceable { is_never: true, demand },
+            None => Unplaceable { is_never: false, demand },
         })
     }
 
     fn decide_in_order(
         &self,
-        leases: &mut Leases,
+        leases: &mut LeaseGroup,
         order: &[usize],
         avoid: &BTreeSet<WorkerId>,
         group: Option<usize>,
@@ -202,12 +202,12 @@ impl Dispatcher {
 
     fn decide_workload(
         &mut self,
-        submitted: &mut Submitted,
+        submitted: &mut SubmissionUnit,
         plan: &mut Plan,
         is_last: bool,
         now: Timestamp,
-    ) -> Result<(), Refused> {
-        let Submitted { demand, locations, row, .. } = &*submitted;
+    ) -> Result<(), Unplaceable> {
+        let SubmissionUnit { demand, locations, row, .. } = &*submitted;
         // One that waits and asks for the same has found nobody, and was here before.
         let choice = match is_last || self.queue().is_before(demand, row.priority, now) {
             true => Choice::NotNow,
@@ -215,7 +215,7 @@ impl Dispatcher {
         };
         let (reasons, grant): (Arc<[String]>, _) = match choice {
             Choice::Never if !submitted.is_pinned => {
-                return Err(Refused { is_never: true, demand: demand.clone() });
+                return Err(Unplaceable { is_never: true, demand: demand.clone() });
             }
             // It was accepted when somebody could, and may wait for somebody like that.
             Choice::NotNow | Choice::Never => (self.reasons(demand), None),
@@ -229,7 +229,7 @@ impl Dispatcher {
         submitted.reasons = reasons.clone();
         if submitted.is_pinned {
             let (id, locations) = (submitted.submission.id, submitted.row.locations.clone());
-            plan.pinned.push(Pinned { id, locations, reasons: reasons.to_vec() });
+            plan.pinned.push(PinnedWorkload { id, locations, reasons: reasons.to_vec() });
         } else {
             plan.submitted.push(submitted.row.clone());
         }
@@ -275,7 +275,7 @@ impl Dispatcher {
         group: Option<usize>,
         now: Timestamp,
     ) -> Result<Grant, Arc<Demand>> {
-        let Ask { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
+        let LeaseRequest { lease, kind, demand, locations, owner, inputs, .. } = &member.ask;
         let is_new = !owner.is_empty() && near.is_none() && member.ask.kept_to.is_none();
         let demand = &match is_new && !avoid.is_empty() {
             true => {
@@ -289,7 +289,7 @@ impl Dispatcher {
         let claims = leases::driven_claims(*lease, &placement, &demand.shape.team);
         let mut workers = self.memory.workers.lock();
         let worker = workers.get(placement.worker);
-        member.granted = worker.map(|worker| Granted {
+        member.granted = worker.map(|worker| GrantedLease {
             claims,
             worker_name: worker.name.clone(),
             gateway_endpoint: worker.endpoint.clone(),
@@ -322,8 +322,8 @@ impl Dispatcher {
     }
 
     /// All that is asked for at once.
-    pub(super) fn parts(&self, leases: &Leases) -> Vec<Part> {
-        let part = |Ask { demand, kept_to, owner, .. }: &Ask| Part {
+    pub(super) fn parts(&self, leases: &LeaseGroup) -> Vec<Part> {
+        let part = |LeaseRequest { demand, kept_to, owner, .. }: &LeaseRequest| Part {
             demand: self.demand_near(demand, *kept_to),
             owner: owner.clone(),
         };
@@ -340,7 +340,7 @@ impl Dispatcher {
     }
 
     /// What whoever asked hears.
-    fn error(&self, refused: &Refused) -> PlaceError {
+    fn error(&self, refused: &Unplaceable) -> PlaceError {
         let refusals = self.memory.workers.lock().refusals(&refused.demand);
         counters::refused(refusals.codes());
         match refused.is_never {
@@ -357,7 +357,7 @@ impl Dispatcher {
     }
 
     /// Nobody takes these, and what is remembered is true: they wait, or are refused.
-    pub(super) async fn refuse(&mut self, refused: Vec<(Unit, Refused)>) {
+    pub(super) async fn refuse(&mut self, refused: Vec<(Unit, Unplaceable)>) {
         let leases: Vec<_> = refused.iter().flat_map(|(unit, _)| unit.leases()).collect();
         if refused.is_empty() {
             return;
@@ -390,7 +390,12 @@ impl Dispatcher {
     }
 
     /// `known`: leases that are there already.
-    fn wait_or_refuse(&mut self, mut leases: Leases, why: Refused, known: &HashMap<LeaseId, lease::Model>) {
+    fn wait_or_refuse(
+        &mut self,
+        mut leases: LeaseGroup,
+        why: Unplaceable,
+        known: &HashMap<LeaseId, lease::Model>,
+    ) {
         let is_known = leases.leases().any(|lease| known.contains_key(&lease));
         // Another call of this round may wait by the same ids.
         if self.replace(&mut leases) == Some(false) {
@@ -435,12 +440,12 @@ impl Dispatcher {
     }
 
     /// Whoever asked for these has waited for long enough, or has gone.
-    pub(super) fn asked_in_vain(&self, leases: &Leases) {
+    pub(super) fn asked_in_vain(&self, leases: &LeaseGroup) {
         for member in &leases.members {
-            let Ask { demand, locations, kept_to, .. } = &member.ask;
+            let LeaseRequest { demand, locations, kept_to, .. } = &member.ask;
             let demand = self.demand_near(demand, *kept_to);
             let is_never = self.memory.workers.lock().choose(&demand, locations) == Choice::Never;
-            member.decide(Err(self.error(&Refused { is_never, demand })));
+            member.decide(Err(self.error(&Unplaceable { is_never, demand })));
         }
     }
 
@@ -462,7 +467,7 @@ impl Dispatcher {
                 };
                 let Some(leases) = self.asking.take(id) else { continue };
                 self.queue().remove(id);
-                let error = self.error(&Refused { is_never: true, demand });
+                let error = self.error(&Unplaceable { is_never: true, demand });
                 leases.members.iter().for_each(|member| member.decide(Err(error.clone())));
             }
         }
@@ -470,7 +475,7 @@ impl Dispatcher {
 
     /// What is asked for among these that nobody could ever take. What is asked for near to others may be had elsewhere once their worker
     /// takes no work any more.
-    fn hopeless(&self, leases: &Leases) -> Option<Arc<Demand>> {
+    fn hopeless(&self, leases: &LeaseGroup) -> Option<Arc<Demand>> {
         leases.members.iter().find_map(|member| {
             let demand = self.demand_near(&member.ask.demand, member.ask.kept_to);
             let is_hopeless = self.memory.workers.lock().is_hopeless(&demand);
@@ -479,14 +484,16 @@ impl Dispatcher {
     }
 
     /// Answers what was done about a unit.
-    pub(super) fn conclude(&mut self, unit: Unit, done: &Done, effects: &mut Effects) {
+    pub(super) fn conclude(&mut self, unit: Unit, done: &CommitResult, effects: &mut Effects) {
         match unit {
             Unit::Workload(submitted) => {
                 let id = submitted.submission.id;
                 let answer = match done.settled.get(&id) {
                     // It was pinned by another call, or cancelled.
                     Some(None) => Ok(()),
-                    Some(Some(Known { spec_digest, .. })) => submitted.submission.repeats(spec_digest),
+                    Some(Some(KnownWorkload { spec_digest, .. })) => {
+                        submitted.submission.repeats(spec_digest)
+                    }
                     None => {
                         effects.workloads.push(id);
                         match submitted.lease {
@@ -519,7 +526,7 @@ impl Dispatcher {
     }
 
     /// Answers what was done about leases.
-    pub(super) fn conclude_leases(&self, leases: Leases, done: &Done) {
+    pub(super) fn conclude_leases(&self, leases: LeaseGroup, done: &CommitResult) {
         for mut member in leases.members {
             let placed = match (done.existing.get(&member.ask.lease), member.granted.take()) {
                 (Some(lease), _) => self.existing(&member.ask, lease),
@@ -536,13 +543,13 @@ impl Dispatcher {
     }
 
     /// Answers the lease that an id names, if it is live and was granted for the same.
-    fn existing(&self, ask: &Ask, lease: &lease::Model) -> Placed {
+    fn existing(&self, ask: &LeaseRequest, lease: &lease::Model) -> PlaceResult {
         let is_live = lease.state == lease::State::Granted && lease.is_driven();
         let workers = self.memory.workers.lock();
         let claims = leases::claims(lease);
         match workers.get(claims.worker) {
             Some(worker) if is_live && lease.kind == ask.kind && lease.request == ask.request => {
-                Ok(Granted {
+                Ok(GrantedLease {
                     claims,
                     worker_name: worker.name.clone(),
                     gateway_endpoint: worker.endpoint.clone(),
@@ -555,7 +562,7 @@ impl Dispatcher {
     }
 }
 
-impl Submitted {
+impl SubmissionUnit {
     /// `came`: where it was accepted before, what sorts it, and when that was.
     fn waiting(&self, came: Option<(Uuid, Timestamp)>) -> Waiting {
         let (sequence, since) = came.unwrap_or((self.row.sequence, Timestamp(self.row.submitted_at)));
@@ -629,7 +636,7 @@ pub(super) fn fail(requests: Vec<Request>, error: &DbErr) {
 }
 
 /// What a call asks for, each group together: those of a higher priority first, and then as they are named.
-fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<Leases> {
+fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<LeaseGroup> {
     let (mut units, mut of_group) = (Vec::<Vec<Member>>::new(), HashMap::new());
     for member in members {
         let next = units.len();
@@ -639,7 +646,7 @@ fn in_turn(members: Vec<Member>, now: Timestamp) -> Vec<Leases> {
             None => units.push(vec![member]),
         }
     }
-    let mut units: Vec<_> = units.into_iter().filter_map(|unit| Leases::new(unit, now)).collect();
+    let mut units: Vec<_> = units.into_iter().filter_map(|unit| LeaseGroup::new(unit, now)).collect();
     units.sort_by_key(|unit| Reverse(unit.priority));
     units
 }
@@ -708,7 +715,7 @@ fn workload(
     let mut row = submission.row(State::Pending, now);
     row.locations = to_json(&&*locations).unwrap_or_default();
     let demand = Arc::new(Demand::of(&submission.spec, submission.id.uuid()));
-    Unit::Workload(Box::new(Submitted {
+    Unit::Workload(Box::new(SubmissionUnit {
         submission,
         is_pinned,
         row,

@@ -8,7 +8,7 @@
 //! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
 //!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
-//! it. For one that has waited long and asks for more than comes free at a time a worker is kept free ([`keep_free`]).
+//! it. For one that has waited long and asks for more than comes free at a time a worker is reserved ([`reserve`]).
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
@@ -31,7 +31,7 @@ use sea_orm::DbErr;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 
-use crate::commit::{self, Done, Grant, Plan};
+use crate::commit::{self, CommitResult, Grant, Plan};
 use crate::config::Config;
 use crate::context::Context;
 use crate::counters;
@@ -42,12 +42,12 @@ use crate::placement::{Choice, DecidedBy, Demand, Location, Refusals, Shape};
 use crate::queue::Queue;
 use crate::queue::limits::TooManyWaiting;
 use crate::queue::unschedulable::RefusedShapes;
-use crate::scheduling::peer_waiters::Elsewhere;
+use crate::scheduling::peer_waiters::PeerWaiters;
 pub(crate) use crate::scheduling::pipeline::Caller;
 use crate::scheduling::reservations::Reservations;
-use crate::scheduling::waiters::Asking;
+use crate::scheduling::waiters::Waiters;
 use crate::store_client::Inputs;
-use crate::workers::cache::{Memory, SharedFacts, Workers};
+use crate::workers::cache::{SharedFacts, WorkerCache, Workers};
 use crate::workloads::{OtherSpec, Submission};
 
 /// How often something is decided anew because what was decided on had changed in the meantime.
@@ -122,18 +122,18 @@ pub(crate) enum PlaceError {
 
 /// A driven lease that was granted.
 #[derive(Debug, Clone)]
-pub(crate) struct Granted {
+pub(crate) struct GrantedLease {
     pub(crate) claims: LeaseClaims,
     pub(crate) worker_name: String,
     pub(crate) gateway_endpoint: String,
 }
 
 /// What becomes of one of several that were asked for together.
-pub(crate) type Placed = Result<Granted, PlaceError>;
+pub(crate) type PlaceResult = Result<GrantedLease, PlaceError>;
 
 /// A driven lease that somebody asks for.
 #[derive(Debug, Clone)]
-pub(crate) struct Ask {
+pub(crate) struct LeaseRequest {
     pub(crate) lease: LeaseId,
     pub(crate) kind: Kind,
     pub(crate) demand: Arc<Demand>,
@@ -161,7 +161,7 @@ pub(crate) enum Request {
     /// What a workload that was accepted needs is pinned, and is at these locations.
     Pinned(Arc<Submission>, Arc<[Location]>, oneshot::Sender<Result<(), SubmitError>>),
     /// Driven leases.
-    Place(Vec<Ask>, oneshot::Sender<Vec<Placed>>),
+    Place(Vec<LeaseRequest>, oneshot::Sender<Vec<PlaceResult>>),
     /// Driven leases that are given back, and whose slots they are.
     Release(Vec<(LeaseId, WorkerId)>, oneshot::Sender<Result<(), DbErr>>),
     /// To see what others have changed.
@@ -211,14 +211,14 @@ impl Dispatch {
 pub(crate) struct Dispatcher {
     db: Database,
     config: Arc<Config>,
-    memory: Memory,
+    memory: WorkerCache,
     queue: Arc<Mutex<Queue>>,
     requests: mpsc::Receiver<Request>,
     /// The calls for leases that wait, which are in the queue as well.
-    asking: Asking,
+    asking: Waiters,
     /// The calls that wait at other replicas.
-    elsewhere: Elsewhere,
-    /// The workers that are kept free for those that wait here.
+    elsewhere: PeerWaiters,
+    /// The workers that are reserved for those that wait here.
     reservations: Reservations,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
@@ -239,7 +239,7 @@ impl Dispatcher {
     /// A dispatcher, and the way to it.
     pub(crate) fn new(db: Database, config: Arc<Config>) -> (Dispatch, Self) {
         let (sender, requests) = mpsc::channel(REQUESTS);
-        let memory = Memory::new(&config);
+        let memory = WorkerCache::new(&config);
         let queue = Arc::new(Mutex::new(Queue::new(config.queue_aging, config.team_weights.clone())));
         let refused = Arc::new(Mutex::new(RefusedShapes::default()));
         let dispatch = Dispatch {
@@ -254,8 +254,8 @@ impl Dispatcher {
             memory,
             queue,
             requests,
-            asking: Asking::default(),
-            elsewhere: Elsewhere::new(),
+            asking: Waiters::default(),
+            elsewhere: PeerWaiters::new(),
             reservations: Reservations::new(Timestamp::now()),
             look: true,
             freed: HashSet::new(),
@@ -301,7 +301,7 @@ impl Dispatcher {
     }
 
     /// Has a plan granted, and notes what is known of the workers then.
-    async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<Done, DbErr> {
+    async fn carry_out(&mut self, plan: &Plan, now: Timestamp) -> Result<CommitResult, DbErr> {
         let done = granted(&self.db, plan, &self.memory.facts(), now, &|| {}).await;
         let done = self.note(plan, done)?;
         self.see(&done.kept_to.values().copied().collect()).await?;
@@ -309,7 +309,7 @@ impl Dispatcher {
     }
 
     /// Notes what became of a plan, and what is known of the workers then. It is planned no more: what was granted, their rows say.
-    fn note(&mut self, plan: &Plan, done: Result<Done, DbErr>) -> Result<Done, DbErr> {
+    fn note(&mut self, plan: &Plan, done: Result<CommitResult, DbErr>) -> Result<CommitResult, DbErr> {
         self.give_back(&plan.grants);
         let mut done = done?;
         placed(plan, &done).for_each(counters::placed);
@@ -390,7 +390,7 @@ async fn granted(
     facts: &SharedFacts,
     now: Timestamp,
     locked: &(dyn Fn() + Sync),
-) -> Result<Done, DbErr> {
+) -> Result<CommitResult, DbErr> {
     let tries = AtomicUsize::new(0);
     let carry_out = async |txn: db::Transaction| {
         tries.fetch_add(1, Ordering::Relaxed);
@@ -405,7 +405,7 @@ async fn granted(
 }
 
 /// By what each of `plan` was decided that was granted.
-fn placed(plan: &Plan, done: &Done) -> impl Iterator<Item = DecidedBy> {
+fn placed(plan: &Plan, done: &CommitResult) -> impl Iterator<Item = DecidedBy> {
     plan.grants.iter().filter(|grant| done.holds(grant)).map(|grant| grant.decided_by)
 }
 
@@ -568,7 +568,7 @@ mod tests {
             ],
             ..Plan::default()
         };
-        let mut done = Done::default();
+        let mut done = CommitResult::default();
         done.refused.insert(refused);
         done.settled.insert(workloads[1], None);
         let counted: Vec<_> = placed(&plan, &done).collect();

@@ -34,20 +34,20 @@ const FORGOTTEN: Duration = Duration::from_secs(300);
 
 /// What this replica says of its calls, and knows of those of others.
 #[derive(Debug)]
-pub(super) struct Elsewhere {
+pub(super) struct PeerWaiters {
     replica: Uuid,
     /// How often this replica has said something.
     beat: i64,
     /// What its row says. `None`: it has none.
     said: Option<String>,
-    others: HashMap<Uuid, Other>,
+    others: HashMap<Uuid, Peer>,
     /// The calls for which something has been left alone, and since when.
     left_to: HashMap<Uuid, Timestamp>,
 }
 
 /// Another replica.
 #[derive(Debug)]
-struct Other {
+struct Peer {
     beat: i64,
     changed: i64,
     /// When it had another beat than before.
@@ -59,15 +59,15 @@ struct Other {
 
 /// Calls that ask for the same.
 #[derive(Debug, Serialize, Deserialize)]
-struct Line {
+struct PeerLine {
     /// All that one of them asks for at once.
-    asks: Vec<Asked>,
-    calls: Vec<Told>,
+    asks: Vec<PeerDemand>,
+    calls: Vec<PeerWaiter>,
 }
 
 /// What of a [`Demand`] others need to know.
 #[derive(Debug, Serialize, Deserialize)]
-struct Asked {
+struct PeerDemand {
     shape: Shape,
     only: Option<WorkerId>,
     avoid: Vec<WorkerId>,
@@ -75,7 +75,7 @@ struct Asked {
 
 /// A call that waits.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct PeerWaiter {
     /// What it is called in the queue, which sorts by age.
     id: Uuid,
     priority: i64,
@@ -84,15 +84,15 @@ struct Told {
 
 /// What is left alone for calls that wait elsewhere, while others have their turns.
 #[derive(Debug, Default)]
-pub(super) struct LeftAlone(Vec<(WorkerId, Kind, Resources)>);
+pub(super) struct LeftForPeers(Vec<(WorkerId, Kind, Resources)>);
 
-impl Elsewhere {
+impl PeerWaiters {
     pub(super) fn new() -> Self {
         Self { replica: Uuid::now_v7(), beat: 0, said: None, others: HashMap::new(), left_to: HashMap::new() }
     }
 }
 
-impl Asked {
+impl PeerDemand {
     /// What one of a line asks for. Whose it is, each of them says.
     fn demand(self) -> Demand {
         Demand {
@@ -107,7 +107,7 @@ impl Asked {
     }
 }
 
-impl Told {
+impl PeerWaiter {
     /// As it stands in the queue. `None`: it asks for nothing.
     fn waiting(self, asks: &[Demand]) -> Option<Waiting> {
         let own =
@@ -144,7 +144,7 @@ impl Dispatcher {
             return self.tell_none().await;
         }
         let calls = self.calls_here()?;
-        let Elsewhere { replica, beat, said, .. } = &mut self.elsewhere;
+        let PeerWaiters { replica, beat, said, .. } = &mut self.elsewhere;
         *beat += 1;
         let row =
             peer_waiters::Model { replica: *replica, beat: *beat, changed: *beat, calls: calls.clone() };
@@ -170,14 +170,17 @@ impl Dispatcher {
     fn calls_here(&self) -> Result<String, DbErr> {
         let queue = self.queue();
         let lines = queue.by_line(self.asking.ids()).into_iter().map(|waiting| {
-            let asked = |demand: Arc<Demand>| Asked {
+            let asked = |demand: Arc<Demand>| PeerDemand {
                 shape: (*demand.shape).clone(),
                 only: demand.only,
                 avoid: demand.avoid.iter().copied().collect(),
             };
             let asks = waiting.first().map(|first| first.demands()).unwrap_or_default();
-            let told = |one: &&Waiting| Told { id: one.id, priority: one.priority, since: one.since };
-            Line { asks: asks.into_iter().map(asked).collect(), calls: waiting.iter().map(told).collect() }
+            let told = |one: &&Waiting| PeerWaiter { id: one.id, priority: one.priority, since: one.since };
+            PeerLine {
+                asks: asks.into_iter().map(asked).collect(),
+                calls: waiting.iter().map(told).collect(),
+            }
         });
         to_json(&lines.collect::<Vec<_>>())
     }
@@ -234,11 +237,11 @@ impl Dispatcher {
 
     /// Another replica has said which calls wait there.
     fn hear_of(&mut self, row: &peer_waiters::Model, now: Timestamp) -> Result<(), DbErr> {
-        let lines: Vec<Line> = from_json(&row.calls)?;
+        let lines: Vec<PeerLine> = from_json(&row.calls)?;
         let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let mut calls = HashSet::new();
-        for Line { asks, calls: told } in lines {
-            let asks: Vec<_> = asks.into_iter().map(Asked::demand).collect();
+        for PeerLine { asks, calls: told } in lines {
+            let asks: Vec<_> = asks.into_iter().map(PeerDemand::demand).collect();
             for waiting in told.into_iter().filter_map(|told| told.waiting(&asks)) {
                 calls.insert(waiting.id);
                 let was_left_alone = |since: &Timestamp| now.since(*since) >= self.config.poll;
@@ -249,7 +252,7 @@ impl Dispatcher {
                 }
             }
         }
-        let other = Other { beat: row.beat, changed: row.changed, seen_at: now, is_forgotten: false, calls };
+        let other = Peer { beat: row.beat, changed: row.changed, seen_at: now, is_forgotten: false, calls };
         let others = &mut self.elsewhere.others;
         let before = others.insert(row.replica, other).map(|before| before.calls).unwrap_or_default();
         let calls = others.get(&row.replica).map(|other| &other.calls);
@@ -281,7 +284,7 @@ impl Dispatcher {
         &mut self,
         turn: &Turn,
         round: &mut Round,
-        left: &mut LeftAlone,
+        left: &mut LeftForPeers,
         now: Timestamp,
     ) {
         let id = turn.waiting.id;
@@ -312,7 +315,7 @@ impl Dispatcher {
     }
 }
 
-impl LeftAlone {
+impl LeftForPeers {
     /// Nothing is left alone any more.
     pub(super) fn end(mut self, workers: &mut Index) {
         self.undo(0, workers);

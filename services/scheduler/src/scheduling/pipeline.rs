@@ -22,11 +22,11 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::batch::{Open, Refused, Unit};
+use super::batch::{Open, Unit, Unplaceable};
 use super::queue_pass::Planned;
-use super::waiters::Leases;
+use super::waiters::LeaseGroup;
 use super::{BATCH, DECISIONS, Dispatcher, Request, granted};
-use crate::commit::{Done, Plan};
+use crate::commit::{CommitResult, Plan};
 use crate::counters;
 use crate::db::entity::is_duplicate;
 use crate::notify::changes::Effects;
@@ -53,7 +53,7 @@ struct Round {
     /// What found nothing among what is remembered, which may be out of date.
     doubted: VecDeque<Unit>,
     /// What found nothing when that was true.
-    refused: Vec<(Unit, Refused)>,
+    refused: Vec<(Unit, Unplaceable)>,
     /// Where containers of owners are that was not known.
     kept_to: HashSet<WorkerId>,
     /// What was done in this round, so that several with one id come after each other.
@@ -75,31 +75,31 @@ struct Step {
     /// Those of its grants that are for workloads which waited.
     turns: HashMap<LeaseId, Turn>,
     /// And for calls that waited.
-    asked: Vec<Leases>,
+    asked: Vec<LeaseGroup>,
     /// They last until it is written.
     spans: Vec<tracing::Span>,
 }
 
 /// A round of which a step is being written.
 #[derive(Debug)]
-struct Writing {
+struct BatchCommit {
     round: Round,
     plan: Arc<Plan>,
     planned: Vec<Unit>,
     ids: HashSet<Uuid>,
     turns: HashMap<LeaseId, Turn>,
-    asked: Vec<Leases>,
+    asked: Vec<LeaseGroup>,
     _spans: Vec<tracing::Span>,
     /// Told once its workers are locked.
     locked: Arc<Notify>,
     is_locked: bool,
     /// One task, which ends with this. None, where there is nothing to write.
-    task: JoinSet<Result<Done, DbErr>>,
+    task: JoinSet<Result<CommitResult, DbErr>>,
 }
 
-impl Writing {
+impl BatchCommit {
     /// What became of it. `None`: there was nothing to write.
-    async fn done(&mut self) -> Option<Result<Done, DbErr>> {
+    async fn done(&mut self) -> Option<Result<CommitResult, DbErr>> {
         let done = self.task.join_next().await?;
         Some(done.unwrap_or_else(|error| match error.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
@@ -185,7 +185,7 @@ impl Dispatcher {
         step.spans.extend(planned.spans());
         let Planned { plan, turns, asked, hopeless: _ } = planned;
         step.ids.extend(turns.values().map(|turn| turn.workload().uuid()));
-        step.ids.extend(asked.iter().flat_map(Leases::leases).map(|lease| lease.uuid()));
+        step.ids.extend(asked.iter().flat_map(LeaseGroup::leases).map(|lease| lease.uuid()));
         (step.plan, step.turns, step.asked) = (plan, turns, asked);
     }
 
@@ -230,7 +230,7 @@ impl Dispatcher {
     }
 
     /// Begins to write what was decided.
-    fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> Writing {
+    fn write(&self, (round, step): (Round, Step), caller: &Caller<'_>) -> BatchCommit {
         let Step { plan, planned, ids, turns, asked, spans } = step;
         let (plan, locked, mut task) = (Arc::new(plan), Arc::new(Notify::new()), JoinSet::new());
         if !plan.is_empty() {
@@ -238,17 +238,17 @@ impl Dispatcher {
             let (locked, now) = (locked.clone(), (caller.now)());
             task.spawn(async move { granted(&db, &plan, &facts, now, &|| locked.notify_one()).await });
         }
-        Writing { round, plan, planned, ids, turns, asked, _spans: spans, locked, is_locked: false, task }
+        BatchCommit { round, plan, planned, ids, turns, asked, _spans: spans, locked, is_locked: false, task }
     }
 
     /// Notes and answers what was written. Given back is a round of which something is open still.
     fn finish(
         &mut self,
-        written: Writing,
-        done: Option<Result<Done, DbErr>>,
+        written: BatchCommit,
+        done: Option<Result<CommitResult, DbErr>>,
         caller: &Caller<'_>,
     ) -> Option<Round> {
-        let Writing { mut round, plan, planned, turns, asked, .. } = written;
+        let BatchCommit { mut round, plan, planned, turns, asked, .. } = written;
         round.decisions += 1;
         match done {
             None => {}

@@ -9,14 +9,14 @@ use domain::{LeaseId, Timestamp, WorkloadId};
 use sea_orm::{ConnectionTrait, DbErr, EntityTrait, Statement};
 use uuid::Uuid;
 
-use super::peer_waiters::LeftAlone;
-use super::waiters::Leases;
+use super::peer_waiters::LeftForPeers;
+use super::waiters::LeaseGroup;
 use super::{BATCH, DECISIONS, Dispatcher};
-use crate::commit::{Done, Plan};
+use crate::commit::{CommitResult, Plan};
 use crate::db::entity::STATE_OF_NAMED;
 use crate::db::entity::workload::{self, Model, State};
 use crate::notify::changes::Effects;
-use crate::notify::local::Hints;
+use crate::notify::local::LocalNotifier;
 use crate::placement::{Choice, Part};
 use crate::queue::{Turn, Waiting};
 use crate::workloads::{self, Write};
@@ -48,7 +48,7 @@ pub(super) struct Planned {
     pub(super) plan: Plan,
     pub(super) turns: HashMap<LeaseId, Turn>,
     /// Calls for leases.
-    pub(super) asked: Vec<Leases>,
+    pub(super) asked: Vec<LeaseGroup>,
     /// Workloads that nobody could ever take any more.
     pub(super) hopeless: Vec<Waiting>,
 }
@@ -104,8 +104,8 @@ impl Dispatcher {
     pub(super) fn conclude_turns(
         &mut self,
         turns: HashMap<LeaseId, Turn>,
-        asked: Vec<Leases>,
-        done: &Done,
+        asked: Vec<LeaseGroup>,
+        done: &CommitResult,
         effects: &mut Effects,
     ) {
         for (lease, turn) in turns {
@@ -133,13 +133,13 @@ impl Dispatcher {
     }
 
     /// These wait still, and somebody looks again.
-    pub(super) fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<Leases>) {
+    pub(super) fn wait_on(&mut self, turns: HashMap<LeaseId, Turn>, asked: Vec<LeaseGroup>) {
         turns.into_values().for_each(|turn| self.queue().put(turn.waiting));
         asked.into_iter().for_each(|leases| self.ask_again(leases));
         self.look = true;
     }
 
-    fn ask_again(&mut self, leases: Leases) {
+    fn ask_again(&mut self, leases: LeaseGroup) {
         let waiting = leases.waiting();
         match (self.asking.put(leases), waiting) {
             (Ok(()), Some(waiting)) => self.queue().put(waiting),
@@ -154,7 +154,7 @@ impl Dispatcher {
         let (mut turns, mut asked, mut hopeless) = (HashMap::new(), Vec::new(), Vec::new());
         let mut round = self.queue().round(now);
         self.begin_reservations(now);
-        let mut left = LeftAlone::default();
+        let mut left = LeftForPeers::default();
         while plan.grants.len() < BATCH {
             let Some(turn) = round.next(&self.queue()) else { break };
             if turn.waiting.is_elsewhere {
@@ -265,7 +265,7 @@ impl Dispatcher {
     }
 
     /// Notes what was changed in this process, or in another that said so.
-    pub(crate) async fn hear(&mut self, hints: &Hints) {
+    pub(crate) async fn hear(&mut self, hints: &LocalNotifier) {
         let mut changed = hints.take_changed();
         // Who comes finds out by himself.
         let freed = std::mem::take(&mut changed.freed);

@@ -113,7 +113,7 @@ impl Reservations {
         }
         if !of.workers.is_empty() {
             // Workers that could not take it any more are replaced.
-            of.workers = workers.choose_to_keep_free(parts, &of.workers, None);
+            of.workers = workers.choose_to_reserve(parts, &of.workers, None);
             if of.workers.is_empty() {
                 of.until = now;
             }
@@ -125,11 +125,11 @@ impl Reservations {
         self.choices_left = left;
         let mut taken = self.reserved().map(|(worker, _)| worker).collect();
         of.until = now + AGAIN;
-        if workers.are_enough_kept_free(parts, &taken) {
+        if workers.are_enough_reserved(parts, &taken) {
             return;
         }
         taken.extend(&of.tried);
-        of.workers = workers.choose_to_keep_free(parts, &BTreeSet::new(), Some(&taken));
+        of.workers = workers.choose_to_reserve(parts, &BTreeSet::new(), Some(&taken));
         of.rests = of.workers.is_empty() && !of.tried.is_empty();
         if !of.workers.is_empty() || of.rests {
             of.until = now + HELD;
@@ -140,7 +140,7 @@ impl Reservations {
     pub(super) fn apply_to_turn(&self, id: Uuid, workers: &mut Index) {
         let own = self.own.get(&id).map(|reservation| &reservation.workers);
         let reserved = own.or_else(|| self.others.get(&id)).into_iter().flatten();
-        reserved.for_each(|worker| workers.keep_free(*worker, Some(id)));
+        reserved.for_each(|worker| workers.reserve(*worker, Some(id)));
     }
 
     fn reserved(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
@@ -150,11 +150,11 @@ impl Reservations {
 
     /// Tells the workers of all reservations; answers whether anything changed.
     fn apply(&self, workers: &mut Index) -> bool {
-        let before: BTreeMap<_, _> = workers.kept_free().collect();
+        let before: BTreeMap<_, _> = workers.reserved().collect();
         let after: BTreeMap<_, _> = self.reserved().collect();
         let over = before.keys().filter(|worker| !after.contains_key(worker));
-        over.for_each(|worker| workers.keep_free(*worker, None));
-        after.iter().for_each(|(worker, request)| workers.keep_free(*worker, Some(*request)));
+        over.for_each(|worker| workers.reserve(*worker, None));
+        after.iter().for_each(|(worker, request)| workers.reserve(*worker, Some(*request)));
         before != after
     }
 
@@ -169,8 +169,8 @@ impl Dispatcher {
     pub(super) fn begin_reservations(&mut self, now: Timestamp) {
         self.reservations.begin_pass(now);
         let (queue, mut workers) = (self.queue(), self.memory.workers.lock());
-        let here: Vec<_> = workers.kept_free().filter(|(_, id)| queue.contains(*id)).collect();
-        here.into_iter().for_each(|(worker, _)| workers.keep_free(worker, None));
+        let here: Vec<_> = workers.reserved().filter(|(_, id)| queue.contains(*id)).collect();
+        here.into_iter().for_each(|(worker, _)| workers.reserve(worker, None));
     }
 
     /// The first of a line, which asks for all these `parts`, has found nothing.

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use super::{Ask, Granted, Placed};
+use super::{GrantedLease, LeaseRequest, PlaceResult};
 use crate::placement::Demand;
 use crate::queue::Waiting;
 
@@ -24,13 +24,13 @@ pub(super) struct Call(Mutex<Undecided>);
 
 #[derive(Debug)]
 struct Undecided {
-    placed: Vec<Option<Placed>>,
+    placed: Vec<Option<PlaceResult>>,
     left: usize,
-    answer: Option<oneshot::Sender<Vec<Placed>>>,
+    answer: Option<oneshot::Sender<Vec<PlaceResult>>>,
 }
 
 impl Call {
-    pub(super) fn new(count: usize, answer: oneshot::Sender<Vec<Placed>>) -> Arc<Self> {
+    pub(super) fn new(count: usize, answer: oneshot::Sender<Vec<PlaceResult>>) -> Arc<Self> {
         let undecided = Undecided { placed: vec![None; count], left: count, answer: Some(answer) };
         Arc::new(Self(Mutex::new(undecided)))
     }
@@ -40,7 +40,7 @@ impl Call {
     }
 
     /// What became of one that was asked for. Once all are decided it is answered.
-    fn decide(&self, item: usize, placed: Placed) {
+    fn decide(&self, item: usize, placed: PlaceResult) {
         let mut call = self.lock();
         let Some(open) = call.placed.get_mut(item).filter(|open| open.is_none()) else { return };
         *open = Some(placed);
@@ -61,20 +61,20 @@ impl Call {
 /// One of several leases that a call asks for.
 #[derive(Debug)]
 pub(super) struct Member {
-    pub(super) ask: Ask,
+    pub(super) ask: LeaseRequest,
     call: Arc<Call>,
     item: usize,
     /// Earlier calls for the same lease that wait still, and which of theirs it is.
     earlier: Vec<(Arc<Call>, usize)>,
-    pub(super) granted: Option<Granted>,
+    pub(super) granted: Option<GrantedLease>,
 }
 
 impl Member {
-    pub(super) fn new(ask: Ask, call: Arc<Call>, item: usize) -> Self {
+    pub(super) fn new(ask: LeaseRequest, call: Arc<Call>, item: usize) -> Self {
         Self { ask, call, item, earlier: Vec::new(), granted: None }
     }
 
-    pub(super) fn decide(&self, placed: Placed) {
+    pub(super) fn decide(&self, placed: PlaceResult) {
         self.earlier.iter().for_each(|(call, item)| call.decide(*item, placed.clone()));
         self.call.decide(self.item, placed);
     }
@@ -101,7 +101,7 @@ impl Member {
 
 /// Leases that are granted together, or none of them.
 #[derive(Debug)]
-pub(super) struct Leases {
+pub(super) struct LeaseGroup {
     pub(super) members: Vec<Member>,
     pub(super) priority: i64,
     pub(super) since: Timestamp,
@@ -110,7 +110,7 @@ pub(super) struct Leases {
     until: Instant,
 }
 
-impl Leases {
+impl LeaseGroup {
     /// `None`: there are no members.
     pub(super) fn new(members: Vec<Member>, now: Timestamp) -> Option<Self> {
         let wait = members.iter().map(|member| member.ask.wait).max()?;
@@ -193,8 +193,8 @@ impl Leases {
 
 /// The calls that wait, by what they are called in the queue.
 #[derive(Debug, Default)]
-pub(super) struct Asking {
-    waiting: HashMap<Uuid, Leases>,
+pub(super) struct Waiters {
+    waiting: HashMap<Uuid, LeaseGroup>,
     /// By what each lease waits.
     by_lease: HashMap<LeaseId, Uuid>,
     ends: BTreeSet<(Instant, Uuid)>,
@@ -204,13 +204,13 @@ pub(super) struct Asking {
     taken: Vec<Uuid>,
 }
 
-impl Asking {
+impl Waiters {
     pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }
 
     /// The call that waits by this id.
-    pub(super) fn get(&self, id: Uuid) -> Option<&Leases> {
+    pub(super) fn get(&self, id: Uuid) -> Option<&LeaseGroup> {
         self.waiting.get(&id)
     }
 
@@ -226,7 +226,7 @@ impl Asking {
     }
 
     /// Lets it wait, unless nobody waits for it, or too many wait: then it is given back.
-    pub(super) fn put(&mut self, leases: Leases) -> Result<(), Leases> {
+    pub(super) fn put(&mut self, leases: LeaseGroup) -> Result<(), LeaseGroup> {
         if leases.until <= Instant::now() || leases.has_gone() || self.waiting.len() >= MOST {
             return Err(leases);
         }
@@ -236,7 +236,7 @@ impl Asking {
         Ok(())
     }
 
-    pub(super) fn take(&mut self, id: Uuid) -> Option<Leases> {
+    pub(super) fn take(&mut self, id: Uuid) -> Option<LeaseGroup> {
         let leases = self.waiting.remove(&id)?;
         if self.told.contains(&id) {
             self.taken.push(id);
@@ -271,7 +271,7 @@ impl Asking {
     }
 
     /// Those who have waited long enough.
-    pub(super) fn take_ended(&mut self, now: Instant) -> Vec<Leases> {
+    pub(super) fn take_ended(&mut self, now: Instant) -> Vec<LeaseGroup> {
         let mut ended = Vec::new();
         while let Some((_, id)) = self.ends.first().copied().filter(|(at, _)| *at <= now) {
             let Some(leases) = self.take(id) else { break };
@@ -286,7 +286,7 @@ impl Asking {
     }
 
     /// `leases` is asked for: it takes the place of one that waits for the same. [`Waits::ForElse`]: one of its ids waits for something else.
-    pub(super) fn replace(&mut self, leases: &mut Leases) -> Waits {
+    pub(super) fn replace(&mut self, leases: &mut LeaseGroup) -> Waits {
         let Some(id) = leases.leases().find_map(|lease| self.by_lease.get(&lease).copied()) else {
             return Waits::Not;
         };

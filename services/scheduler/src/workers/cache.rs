@@ -1,7 +1,7 @@
 //! The memory: what this replica remembers of the workers, so that it decides without asking the database.
 //!
 //! It is only ever behind: what is decided on it is judged again on the rows ([`crate::commit`]). It is read anew whole at the start and now
-//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`Memory::catch_up`]).
+//! and then, and in between what has changed: what this process changed itself at once, what others did with the next look ([`WorkerCache::catch_up`]).
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -64,7 +64,7 @@ impl Workers {
 
 /// Keeps [`Workers`] near to what the database says. One part of a replica has it, so that what is read is noted in its order.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct WorkerCache {
     pub(crate) workers: Workers,
     facts: SharedFacts,
     /// The oldest transaction that was under way at the last look: what is older was seen.
@@ -189,7 +189,7 @@ impl Facts {
                 kept_containers: contact.map_or(0, |contact| unsigned(contact.kept_containers)),
                 kept_volumes: contact.map_or(0, |contact| unsigned(contact.volumes)),
             },
-            kept_free_for: None,
+            reserved_for: None,
         })
     }
 
@@ -214,7 +214,7 @@ pub(crate) async fn index(db: &impl ConnectionTrait, config: &Config) -> Result<
     Ok(index)
 }
 
-impl Memory {
+impl WorkerCache {
     pub(crate) fn new(config: &Config) -> Self {
         let index = Index::new(config.chains.clone(), config.keep_to_their_own.clone());
         Self {
@@ -446,10 +446,10 @@ mod tests {
         let db = Database::connect::<crate::Schema>(&database.url).await.expect("a database");
         let config = Config { remember_lost, ..Config::new("", "") };
         let (one, now) = (hello("one"), Timestamp::now());
-        db.write(async |txn| workers::hello(&txn, &[&one], &config, now, &mut Effects::default()).await)
+        db.write(async |txn| workers::register(&txn, &[&one], &config, now, &mut Effects::default()).await)
             .await
             .expect("let in");
-        let mut memory = Memory::new(&config);
+        let mut memory = WorkerCache::new(&config);
         memory.catch_up(&db).await.expect("read");
         assert!(!memory.catch_up(&db).await.expect("read"), "nothing has changed");
         db.write(async |txn| worker::Entity::delete_many().exec(&*txn).await).await.expect("removed");
@@ -470,13 +470,13 @@ mod tests {
         let config = Config::new("", "");
         let gateways = ["one", "two"].map(hello);
         let (hellos, now) = (gateways.iter().collect::<Vec<_>>(), Timestamp::now());
-        db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
+        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
             .await
             .expect("let in");
-        let mut memory = Memory::new(&config);
+        let mut memory = WorkerCache::new(&config);
         memory.catch_up(&db).await.expect("read");
         let mut rows = worker::Entity::find().all(db.read()).await.expect("rows");
-        let idle_since = |memory: &Memory, row: &worker::Model| {
+        let idle_since = |memory: &WorkerCache, row: &worker::Model| {
             let workers = memory.workers.lock();
             let mut all = workers.workers_and_idleness();
             all.find(|(worker, _)| worker.id.uuid() == row.id).expect("it is known").1
@@ -505,10 +505,10 @@ mod tests {
         let (config, now) = (Config::new("", ""), Timestamp::now());
         let gateways = ["one", "two"].map(hello);
         let hellos = gateways.iter().collect::<Vec<_>>();
-        db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await)
+        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await)
             .await
             .expect("let in");
-        let mut memory = Memory::new(&config);
+        let mut memory = WorkerCache::new(&config);
         memory.catch_up(&db).await.expect("read");
         // Answers who did it.
         let take = async |name: &str| {
@@ -522,7 +522,7 @@ mod tests {
             });
             TransactionId::new(taken.await.expect("taken")).expect("a number")
         };
-        let tasks = |memory: &Memory| {
+        let tasks = |memory: &WorkerCache| {
             let workers = memory.workers.lock();
             let mut tasks: Vec<_> =
                 workers.workers().map(|known| (known.name.clone(), known.load.tasks)).collect();
@@ -547,16 +547,16 @@ mod tests {
         let (config, heard) = (Config::new("", ""), Timestamp::now());
         let gateways = ["lost", "removed"].map(hello);
         let hellos = gateways.iter().collect::<Vec<_>>();
-        db.write(async |txn| workers::hello(&txn, &hellos, &config, heard, &mut Effects::default()).await)
+        db.write(async |txn| workers::register(&txn, &hellos, &config, heard, &mut Effects::default()).await)
             .await
             .expect("let in");
-        let mut memory = Memory::new(&config);
+        let mut memory = WorkerCache::new(&config);
         memory.catch_up(&db).await.expect("read");
         let rows = worker::Entity::find().all(db.read()).await.expect("rows");
         let row = |name: &str| rows.iter().find(|row| row.name == name).expect("it is there").clone();
         let [lost, removed] = ["lost", "removed"].map(|name| WorkerId::from_uuid(row(name).id));
         // Whether it counts as one that may come back. `None`: nothing is known of it.
-        let may_come_back = |memory: &Memory, id: WorkerId| {
+        let may_come_back = |memory: &WorkerCache, id: WorkerId| {
             let workers = memory.workers.lock();
             workers.get(id).map(|known| {
                 assert_eq!(known.state, State::Lost);

@@ -12,23 +12,23 @@ use sea_orm::{
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::{Kept, SessionError, find_all, judge, number};
+use super::{SessionError, Usage, find_all, judge, number};
 use crate::db::entity::worker::{self, Model, State};
 use crate::notify::changes::Effects;
-use crate::notify::desired_state::Known;
+use crate::notify::desired_state::DesiredState;
 use crate::workers::load_counters::lock_workers;
 use crate::workers::revisions;
 
 /// A gateway that was heard, and what it said.
 #[derive(Debug, Clone)]
-pub(crate) struct Heard {
+pub(crate) struct Heartbeat {
     pub(crate) session: SessionClaims,
-    pub(crate) kept: Kept,
+    pub(crate) kept: Usage,
     pub(crate) at: Timestamp,
 }
 
 #[derive(Serialize)]
-struct HeardRow {
+struct HeartbeatRow {
     worker_id: Uuid,
     session: i64,
     incarnation: i64,
@@ -50,9 +50,9 @@ const HEARD: [(&str, Column); 8] = [
     ("kept_containers", Column::Integer),
 ];
 
-impl Heard {
-    fn row(&self) -> HeardRow {
-        HeardRow {
+impl Heartbeat {
+    fn row(&self) -> HeartbeatRow {
+        HeartbeatRow {
             worker_id: self.session.worker.uuid(),
             session: number(self.session.session.0),
             incarnation: number(self.session.incarnation.0),
@@ -69,10 +69,10 @@ impl Heard {
 /// then nothing was noted of it.
 ///
 /// No row of a worker is written or locked, and yet nobody takes over who was heard: whoever takes over locks the contact before it decides
-/// ([`super::hello`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
+/// ([`super::register`]). So either that waits for this, or this for that, and the sessions that are read afterwards are the new ones.
 pub(crate) async fn observe(
     txn: &DatabaseTransaction,
-    heard: &[Heard],
+    heard: &[Heartbeat],
 ) -> Result<Vec<Result<State, SessionError>>, DbErr> {
     // Of two streams of one session the last word counts. No row may be there twice.
     let last: HashMap<_, _> = heard
@@ -102,7 +102,7 @@ pub(crate) async fn observe(
     let rows = find_all(txn, heard.iter().map(|heard| heard.session.worker)).await?;
     let rows: HashMap<_, _> = rows.into_iter().map(|row| (WorkerId::from_uuid(row.id), row)).collect();
     let mut judged = Vec::with_capacity(heard.len());
-    for Heard { session, .. } in heard {
+    for Heartbeat { session, .. } in heard {
         let row = rows.get(&session.worker);
         judged.push(match judge(txn, row, session).await {
             Ok(()) => Ok(row.map_or(State::Running, |row| row.state)),
@@ -121,8 +121,9 @@ pub(crate) async fn come_back(
 ) -> Result<(), DbErr> {
     let sessions: HashMap<_, _> = sessions.iter().map(|session| (session.worker.uuid(), session)).collect();
     let rows = lock_workers(txn, sessions.keys().copied()).await?;
-    let is_spoken_for =
-        |row: &Model| sessions.get(&row.id).is_some_and(|session| Known::of(row).is_spoken_for_by(session));
+    let is_spoken_for = |row: &Model| {
+        sessions.get(&row.id).is_some_and(|session| DesiredState::of(row).is_spoken_for_by(session))
+    };
     let back = rows.iter().filter(|row| row.state != State::Running && is_spoken_for(row));
     let back: Vec<_> = back.map(|row| row.id).collect();
     if back.is_empty() {

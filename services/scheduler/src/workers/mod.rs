@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Invariants: incarnation and session of a worker only rise, for they are minted as max(last + 1, now in µs) under the row's lock
-//! ([`hello`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
+//! ([`register`]); what an older session says changes nothing ([`observe`]). What a worker shall do (`desired`) is never
 //! changed by what it says.
 
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ use crate::db::entity::removed_worker::WorkerEnd;
 use crate::db::entity::worker::{self, Desired, Model, State};
 use crate::db::entity::{from_json, heartbeat, lease, reservation, to_json};
 use crate::notify::changes::Effects;
-use crate::notify::desired_state::Known;
+use crate::notify::desired_state::DesiredState;
 use crate::placement;
 use crate::workers::cache::Facts;
 use crate::workers::lease_counts::Load;
@@ -44,7 +44,7 @@ pub(crate) mod revisions;
 #[cfg(test)]
 pub(crate) mod test_support;
 
-pub(crate) use heartbeats::{Heard, come_back, observe};
+pub(crate) use heartbeats::{Heartbeat, come_back, observe};
 
 /// Between two writes of a contact time that says nothing new, at least this much passes.
 pub(crate) const CONTACT_EVERY: Duration = Duration::from_secs(1);
@@ -54,7 +54,7 @@ pub(crate) const ORPHANS: usize = 500;
 
 /// How a gateway introduces the worker it speaks for.
 #[derive(Debug, Clone)]
-pub(crate) struct Hello {
+pub(crate) struct Registration {
     pub(crate) name: String,
     pub(crate) instance: GatewayInstance,
     /// The last session of this instance, if it had one that we signed.
@@ -95,7 +95,7 @@ pub(crate) enum SessionError {
 
 /// What a gateway says about its worker as a whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Kept {
+pub(crate) struct Usage {
     pub(crate) containers: u64,
     pub(crate) volumes: u64,
     pub(crate) disk_free_bytes: u64,
@@ -108,7 +108,7 @@ pub(crate) struct Kept {
 pub(crate) struct Worker {
     pub(crate) placed: placement::Worker,
     pub(crate) session: Session,
-    pub(crate) kept: Kept,
+    pub(crate) kept: Usage,
     pub(crate) last_contact_at: Timestamp,
     /// Since when it has the TTL to come back, if it was not in contact since.
     pub(crate) awaited_since: Option<Timestamp>,
@@ -142,9 +142,9 @@ fn unsigned(value: i64) -> u64 {
 /// Opens or continues sessions, as these ask, each for a worker of its own. Answers for each which, or why not.
 ///
 /// Many in one transaction, for all wait for each other: each is a change that watchers hear of.
-pub(crate) async fn hello(
+pub(crate) async fn register(
     txn: &DatabaseTransaction,
-    hellos: &[&Hello],
+    hellos: &[&Registration],
     config: &Config,
     now: Timestamp,
     effects: &mut Effects,
@@ -153,7 +153,7 @@ pub(crate) async fn hello(
     let known: HashMap<_, _> = known.iter().map(|row| (&*row.name, row)).collect();
     let (mut let_in, mut changed) = (Vec::with_capacity(hellos.len()), Vec::with_capacity(hellos.len()));
     for hello in hellos {
-        let session = register(txn, hello, known.get(&*hello.name).copied(), config, now).await;
+        let session = register_one(txn, hello, known.get(&*hello.name).copied(), config, now).await;
         match &session {
             Ok(session) => changed.push(session.worker.uuid()),
             Err(SessionError::Database(error)) => return Err(error.clone()),
@@ -186,9 +186,9 @@ async fn lock_named(
 }
 
 /// Opens or continues the session of one, whose worker's row is `known` and locked.
-async fn register(
+async fn register_one(
     txn: &DatabaseTransaction,
-    hello: &Hello,
+    hello: &Registration,
     known: Option<&Model>,
     config: &Config,
     now: Timestamp,
@@ -269,7 +269,7 @@ async fn register(
 /// Whether the worker that says `hello` may be the one that is known by its name.
 async fn may_register(
     txn: &DatabaseTransaction,
-    hello: &Hello,
+    hello: &Registration,
     known: Option<&Model>,
 ) -> Result<(), SessionError> {
     match known {
@@ -289,7 +289,7 @@ async fn may_register(
 /// while another gateway attends it.
 pub(crate) async fn list_incompatible(
     txn: &DatabaseTransaction,
-    hello: &Hello,
+    hello: &Registration,
     versions: &[u32],
     config: &Config,
     now: Timestamp,
@@ -360,7 +360,7 @@ pub(crate) async fn list_incompatible(
 /// The session in which `hello` may speak for `known`.
 async fn continue_session(
     txn: &DatabaseTransaction,
-    hello: &Hello,
+    hello: &Registration,
     known: &Model,
     config: &Config,
     now: Timestamp,
@@ -401,7 +401,7 @@ async fn judge(
     session: &SessionClaims,
 ) -> Result<(), SessionError> {
     match row {
-        Some(row) if Known::of(row).is_spoken_for_by(session) => Ok(()),
+        Some(row) if DesiredState::of(row).is_spoken_for_by(session) => Ok(()),
         Some(row) if row.leaving.is_none() => Err(SessionError::Stale),
         Some(_) => Err(SessionError::Forgotten),
         None if removed::how_it_went(db, session.worker).await? == Some(WorkerEnd::Retired) => {
@@ -468,7 +468,11 @@ async fn set_state(
 
 /// It was perhaps our own silence: every worker has the TTL to come back, from `now` on. `alone`: no other replica can have a stream open, so no
 /// worker is attended.
-pub(crate) async fn be_patient(txn: &DatabaseTransaction, alone: bool, now: Timestamp) -> Result<(), DbErr> {
+pub(crate) async fn extend_terms(
+    txn: &DatabaseTransaction,
+    alone: bool,
+    now: Timestamp,
+) -> Result<(), DbErr> {
     let mut update =
         heartbeat::Entity::update_many().col_expr(heartbeat::Column::PatientSince, Expr::value(now.0));
     if alone {
@@ -495,7 +499,7 @@ fn silences(config: &Config) -> [(State, State, Duration); 2] {
     [(State::Running, State::Stalled, config.worker_ttl), (State::Stalled, State::Lost, config.lost_after)]
 }
 
-/// Who of those in `state` has been silent for `term`. Contacts are read first, and few of them are old: by itself PostgreSQL looks at each worker in
+/// Who of those in `state` has been silent for `term`. Heartbeats are read first, and few of them are old: by itself PostgreSQL looks at each worker in
 /// that state, for it expects to find some soon.
 async fn silent(
     db: &impl ConnectionTrait,
@@ -575,7 +579,7 @@ pub(crate) async fn orphans(db: &impl ConnectionTrait, after: i64) -> Result<Vec
 
 /// Leases of workers that have been silent for the TTL, under which no process counts as started: nothing of them runs, and none may
 /// start any more once they are ended.
-pub(crate) async fn unheard(
+pub(crate) async fn leases_of_stalled(
     db: &impl ConnectionTrait,
     config: &Config,
     now: Timestamp,
@@ -635,10 +639,10 @@ pub(crate) async fn view_all(
     rows: Vec<(Model, Option<heartbeat::Model>)>,
 ) -> Result<Vec<Worker>, DbErr> {
     let loads = lease_counts::loads(db, &rows.iter().map(|(row, _)| row.id).collect::<Vec<_>>()).await?;
-    let kept_free = reservation::all(db, Timestamp::now()).await?;
+    let reserved = reservation::all(db, Timestamp::now()).await?;
     let view = |row: (Model, Option<heartbeat::Model>)| {
         let mut worker = view(row, config, &loads)?;
-        worker.placed.kept_free_for = kept_free.get(&worker.placed.id).copied();
+        worker.placed.reserved_for = reserved.get(&worker.placed.id).copied();
         Ok(worker)
     };
     rows.into_iter().map(view).collect()
@@ -649,7 +653,7 @@ fn view(
     config: &Config,
     loads: &HashMap<Uuid, Load>,
 ) -> Result<Worker, DbErr> {
-    let kept = contact.as_ref().map(|contact| Kept {
+    let kept = contact.as_ref().map(|contact| Usage {
         containers: unsigned(contact.containers),
         volumes: unsigned(contact.volumes),
         disk_free_bytes: unsigned(contact.disk_free_bytes),

@@ -3,11 +3,11 @@
 use domain::worker::{Capacity, Labels, Marker};
 use domain::{GatewayInstance, MarkerId};
 
-use super::Hello;
+use super::Registration;
 
 /// A gateway of its own, and a worker with nothing special about it.
-pub(crate) fn hello(name: &str) -> Hello {
-    Hello {
+pub(crate) fn hello(name: &str) -> Registration {
+    Registration {
         name: name.to_owned(),
         instance: GatewayInstance::new(),
         last: None,

@@ -96,12 +96,12 @@ async fn what_finished_long_ago_is_forgotten_once_the_store_knows(database: Test
         let rows = workload::Entity::find().all(db.read()).await.expect("rows");
         rows.into_iter().map(|row| row.id).collect::<std::collections::HashSet<_>>()
     };
-    let unheard = finish(150, long_ago).await;
+    let leases_of_stalled = finish(150, long_ago).await;
     let (old, young) = (finish(1, long_ago).await[0], finish(1, now).await[0]);
     assert_eq!((heard(old).await, heard(young).await), (1, 1));
-    let expected = unheard.iter().copied().chain([young]).collect();
+    let expected = leases_of_stalled.iter().copied().chain([young]).collect();
     assert_eq!(left().await, expected);
-    for id in unheard {
+    for id in leases_of_stalled {
         assert_eq!(heard(id).await, 1);
     }
     assert_eq!(left().await, [young].into());

@@ -23,13 +23,13 @@ use crate::db::entity::is_duplicate;
 use crate::db::entity::lease::Kind;
 use crate::db::entity::{lease, removed_worker, reservation, worker, workload};
 use crate::leases::{self, RenewError};
-use crate::lifecycle::departure::{self, Down, RegistryError};
+use crate::lifecycle::departure::{self, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
 use crate::placement::{Process, Purpose, Resources, Shape};
-use crate::scheduling::{Ask, Caller, PlaceError, Placed, Request, SubmitError};
+use crate::scheduling::{Caller, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
 use crate::workers::lease_counts;
 use crate::workers::quarantine;
-use crate::workers::{self, Heard, Hello, Kept, SessionError};
+use crate::workers::{self, Heartbeat, Registration, SessionError, Usage};
 use crate::workloads::outcome::{AttemptEnd, Report};
 use crate::workloads::test_support;
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
@@ -77,8 +77,8 @@ struct Seen {
     misfits: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
     /// Workers that have gone.
     gone: HashSet<uuid::Uuid>,
-    /// How often a worker was seen that was kept free.
-    kept_free: u64,
+    /// How often a worker was seen that was reserved.
+    reserved: u64,
     /// How often something might be decided while another was written.
     ahead: usize,
     /// How many operations were killed.
@@ -125,7 +125,7 @@ fn memory(id: WorkloadId) -> u64 {
     if id.uuid().as_bytes()[13].is_multiple_of(3) { 25 } else { 10 }
 }
 
-fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
+fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> LeaseRequest {
     let process = Process::default();
     let shape = Shape {
         team: "main".to_owned(),
@@ -140,7 +140,7 @@ fn ask(lease: LeaseId, kind: Kind, group: Option<u32>) -> Ask {
         purpose: Purpose::WithoutInputs,
     };
     let demand = Arc::new(shape.asked_by(lease.uuid()));
-    Ask {
+    LeaseRequest {
         lease,
         kind,
         demand,
@@ -168,8 +168,8 @@ impl World {
         Timestamp(Timestamp::now().0 + self.seen(|seen| seen.moved))
     }
 
-    fn introduce(worker: usize, marker: MarkerId) -> Hello {
-        Hello {
+    fn introduce(worker: usize, marker: MarkerId) -> Registration {
+        Registration {
             name: format!("worker-{worker}"),
             instance: GatewayInstance::from_uuid(uuid::Uuid::from_u128(worker as u128 + 1)),
             last: None,
@@ -200,7 +200,7 @@ impl World {
         let session = self
             .db
             .write(async |txn| {
-                workers::hello(&txn, &[&hello], &self.config, self.now(), &mut Effects::default()).await
+                workers::register(&txn, &[&hello], &self.config, self.now(), &mut Effects::default()).await
             })
             .await;
         let mut session = match session {
@@ -235,7 +235,7 @@ impl World {
     }
 
     /// What the service does about workers that shall land or go. The store keeps nothing.
-    async fn see_off(&self) {
+    async fn depart_if_due(&self) {
         for row in departure::going(self.db.read()).await.expect("workers") {
             let live = lease::Entity::find()
                 .filter(lease::Column::WorkerId.eq(row.id))
@@ -445,7 +445,7 @@ impl World {
                     let sessions = seen.sessions[recent..].sample(&mut dice, 4);
                     sessions.map(|session| (session.clone(), seen.is_over(session))).unzip()
                 });
-                let heard = |session| Heard { session, kept: Kept::default(), at: now };
+                let heard = |session| Heartbeat { session, kept: Usage::default(), at: now };
                 let heard: Vec<_> = sessions.iter().cloned().map(heard).collect();
                 let judged = self.db.write(async |txn| workers::observe(&txn, &heard).await).await;
                 let judged = judged.expect("heard or refused");
@@ -482,12 +482,12 @@ impl World {
                 let name = format!("worker-{}", dice.random_range(0..WORKERS));
                 let after = dice.random_bool(0.3).then(|| Duration::from_secs(3));
                 let down = match operation {
-                    Operation::Land => Down::Land,
-                    _ => Down::Retire { force: dice.random_bool(0.5) },
+                    Operation::Land => Withdrawal::Cordon,
+                    _ => Withdrawal::Retire { force: dice.random_bool(0.5) },
                 };
                 let told = self.db.write(async |txn| {
                     let mut effects = Effects::default();
-                    departure::bring_down(&txn, &name, down, after, now, &mut effects).await
+                    departure::withdraw_worker(&txn, &name, down, after, now, &mut effects).await
                 });
                 match told.await {
                     Ok(_) | Err(RegistryError::NotFound(_)) => {}
@@ -515,7 +515,7 @@ impl World {
                 }
                 self.end_orphans().await;
             }
-            Operation::SeeOff => self.see_off().await,
+            Operation::SeeOff => self.depart_if_due().await,
             Operation::PlaceDriven => {
                 let kinds = [Kind::Task, Kind::Check, Kind::Transfer];
                 let group = dice.random_bool(0.3).then_some(1);
@@ -620,7 +620,7 @@ impl World {
     /// Lets everything end, and checks that nothing is left.
     async fn quiesce(&self) {
         self.carry_out(Operation::Silence, StdRng::seed_from_u64(0)).await;
-        self.see_off().await;
+        self.depart_if_due().await;
         for worker in worker::Entity::find().all(self.db.read()).await.expect("workers") {
             assert_eq!(worker.state, worker::State::Lost, "{} is silent", worker.name);
             assert!(!worker.ephemeral, "{} is lost, and stays", worker.name);
@@ -629,7 +629,7 @@ impl World {
             self.hello(worker, MarkerId::new()).await;
         }
         self.end_orphans().await;
-        self.see_off().await;
+        self.depart_if_due().await;
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
             let id = WorkloadId::from_uuid(row.id);
             let cancelled = self.db.write(async |txn| {
@@ -653,10 +653,10 @@ impl World {
                 dispatcher.catch_up(true, &mut effects).await.expect("the database answers");
                 dispatcher.take_turns(self.now(), &mut effects).await.expect("nobody waits");
             }
-            // What one that was killed kept free is so until its term is over.
-            let mut kept_free = reservation::Entity::find().all(self.db.read()).await.expect("workers");
-            kept_free.retain(|row| dispatcher.reserved(row));
-            assert!(kept_free.is_empty(), "nobody waits: {kept_free:?}");
+            // What one that was killed reserved is so until its term is over.
+            let mut reserved = reservation::Entity::find().all(self.db.read()).await.expect("workers");
+            reserved.retain(|row| dispatcher.reserved(row));
+            assert!(reserved.is_empty(), "nobody waits: {reserved:?}");
             dispatcher.done();
         }
         for row in workload::Entity::find().all(self.db.read()).await.expect("workloads") {
@@ -666,7 +666,7 @@ impl World {
 }
 
 async fn world(url: &str) -> World {
-    // So short that workers are kept free for some.
+    // So short that workers are reserved for some.
     let queue_aging = Duration::from_millis(50);
     let config = Config { queue_aging, ..Config::new(url, "http://127.0.0.1:9") };
     let db = Database::connect::<crate::Schema>(url).await.expect("a database");
@@ -693,7 +693,7 @@ async fn what_another_replica_granted_counts(url: &str) {
         dispatcher.done();
         assert!(held.is_empty(), "nothing else was asked for");
         let placed = answered.await.expect("an answer");
-        let is_busy = |placed: &Placed| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
+        let is_busy = |placed: &PlaceResult| matches!(placed, Err(PlaceError::AllWorkersBusy(_)));
         assert!(placed.iter().all(|placed| placed.is_ok() || is_busy(placed)), "{placed:?}");
         placed.iter().filter(|placed| placed.is_ok()).count()
     };
@@ -747,8 +747,8 @@ async fn run(url: &str, mix: &[(Operation, u32)], at_once: usize, seed: u64) -> 
         }
         world.learn().await;
         world.check().await;
-        let kept_free = reservation::Entity::find().count(world.db.read()).await.expect("workers");
-        world.seen(|seen| seen.kept_free += kept_free);
+        let reserved = reservation::Entity::find().count(world.db.read()).await.expect("workers");
+        world.seen(|seen| seen.reserved += reserved);
     }
     world.quiesce().await;
     world.seen(std::mem::take)
@@ -760,7 +760,7 @@ async fn run_all(database: impl AsyncFn() -> TestDatabase) {
         let seed = testing::seeds::repeated().unwrap_or_else(|| testing::seeds::nth(seed));
         let seen = run(&database().await.url, &OPERATIONS, 6, seed).await;
         assert!(seen.killed > 0, "some are killed");
-        if seen.kept_free > 0 {
+        if seen.reserved > 0 {
             return;
         }
     }

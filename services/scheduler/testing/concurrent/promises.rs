@@ -14,7 +14,7 @@ use crate::db::entity::{lease, worker};
 #[derive(Debug, Default)]
 pub(super) struct Promises {
     accepted: HashSet<WorkloadId>,
-    granted: HashMap<LeaseId, Granted>,
+    granted: HashMap<LeaseId, GrantedLease>,
     /// Whoever had them asked for their end, and heard of that or not.
     given_back: HashSet<LeaseId>,
     /// Whether all workers were silent until they were lost, since everything was at rest last.
@@ -24,7 +24,7 @@ pub(super) struct Promises {
 }
 
 #[derive(Debug)]
-struct Granted {
+struct GrantedLease {
     claims: LeaseClaims,
     /// Whether its worker was lost once: then its end may only have to be noticed.
     was_lost: bool,
@@ -38,7 +38,11 @@ impl Promises {
     }
 
     pub(super) fn granted(&mut self, claims: LeaseClaims) {
-        self.granted.entry(claims.lease).or_insert(Granted { claims, was_lost: false, until: Timestamp(0) });
+        self.granted.entry(claims.lease).or_insert(GrantedLease {
+            claims,
+            was_lost: false,
+            until: Timestamp(0),
+        });
     }
 
     pub(super) fn renewed(&mut self, lease: LeaseId, until: Timestamp) {
@@ -71,7 +75,7 @@ impl Promises {
         let leases: HashMap<_, _> = leases.iter().map(|row| (row.id, row)).collect();
         let workers: HashMap<_, _> = workers.iter().map(|row| (row.id, row)).collect();
         let mut over = Vec::new();
-        for (lease, Granted { claims, was_lost, until }) in &mut self.granted {
+        for (lease, GrantedLease { claims, was_lost, until }) in &mut self.granted {
             let Some(worker) = workers.get(&claims.worker.uuid()) else {
                 over.push(*lease);
                 continue;

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::MINUTE;
 use crate::config::Config;
 use crate::db::entity::lease::Kind;
-use crate::workers::Hello;
+use crate::workers::Registration;
 use crate::workloads::test_support;
 
 /// The names of the workers.
@@ -37,7 +37,7 @@ pub(super) fn config(database: &str, store: &str) -> Config {
         set_aside_for_at_most: 105 * MINUTE,
         reconcile_grace: Duration::ZERO,
         remember_lost: Duration::ZERO,
-        // Who is kept free for whom is another matter.
+        // Who is reserved for whom is another matter.
         queue_aging: Duration::ZERO,
         team_weights: [(TEAM.to_owned(), HEAVY)].into(),
         share_hints: false,
@@ -133,10 +133,10 @@ pub(super) fn hello(
     instance: GatewayInstance,
     marker: MarkerId,
     last: Option<SessionClaims>,
-) -> Hello {
+) -> Registration {
     let owned = |words: &[&str]| words.iter().map(|&word| word.to_owned()).collect();
     let traits = traits(name);
-    Hello {
+    Registration {
         name: name.to_owned(),
         instance,
         last,
@@ -162,8 +162,8 @@ pub(super) fn hello(
 }
 
 /// As it is said on a stream.
-pub(super) fn hello_on_stream(hello: &Hello, signer: &TokenSigner) -> pb::Hello {
-    let Hello { name, instance, last, marker, endpoint, labels, capacity, ephemeral } = hello.clone();
+pub(super) fn hello_on_stream(hello: &Registration, signer: &TokenSigner) -> pb::Hello {
+    let Registration { name, instance, last, marker, endpoint, labels, capacity, ephemeral } = hello.clone();
     pb::Hello {
         worker_name: name,
         gateway_instance: instance.to_string(),

@@ -10,7 +10,7 @@ use rpc::pb::scheduler as pb;
 use super::attempts::End;
 use super::oracle::Came;
 use super::state::{Lease, State};
-use super::stream::Heard;
+use super::stream::Heartbeat;
 use crate::db::entity::lease::{EndedBy, State as LeaseState};
 use crate::db::entity::worker::State as Contact;
 use crate::db::entity::workload::State as Progress;
@@ -66,7 +66,7 @@ fn wish(lease: &pb::DesiredLease, before: Option<Wish>) -> Wish {
 
 impl Attended {
     /// Takes up what it is told.
-    pub(super) fn hear(&mut self, heard: &Heard) {
+    pub(super) fn hear(&mut self, heard: &Heartbeat) {
         for desired in &heard.desired {
             if desired.directive() == pb::Directive::RegisterAgain {
                 continue;

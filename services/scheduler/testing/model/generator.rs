@@ -17,7 +17,7 @@ use super::gateways::{Attended, Observed};
 use super::operations::{Call, Step};
 use super::state::Minutes;
 use crate::db::entity::lease::Kind;
-use crate::lifecycle::departure::Down;
+use crate::lifecycle::departure::Withdrawal;
 use crate::workloads::Phase;
 
 /// For how many minutes a call waits.
@@ -331,8 +331,8 @@ impl World {
             Draw::BePatient => Step::BePatient,
             Draw::Expire => Step::Expire,
             Draw::Down => {
-                let retire = Down::Retire { force: dice.random_bool(0.5) };
-                let down = if dice.random_bool(0.8) { Down::Land } else { retire };
+                let retire = Withdrawal::Retire { force: dice.random_bool(0.5) };
+                let down = if dice.random_bool(0.8) { Withdrawal::Cordon } else { retire };
                 let interrupt_after = dice.random_bool(0.6).then(|| dice.random_range(0..3) * 10 + 5);
                 Step::Down { name, down, interrupt_after }
             }

@@ -10,8 +10,8 @@ use crate::db::entity::lease::{EndedBy, State as LeaseState, StopReason};
 use crate::db::entity::removed_worker::WorkerEnd;
 use crate::db::entity::worker::{Desired, State as Contact};
 use crate::db::entity::workload::State as Progress;
-use crate::lifecycle::departure::Down;
-use crate::workers::Hello;
+use crate::lifecycle::departure::Withdrawal;
+use crate::workers::Registration;
 
 impl Worker {
     /// It is trusted again.
@@ -23,7 +23,7 @@ impl Worker {
 
 impl State {
     /// Whether the gateway that says `hello` may speak for its worker: in the session that it has, or in a new one.
-    fn may_speak(&self, hello: &Hello, now: Minutes) -> Result<(), &'static str> {
+    fn may_speak(&self, hello: &Registration, now: Minutes) -> Result<(), &'static str> {
         let Some(known) = self.workers.get(&hello.name) else {
             let is_retired = |gone: &Gone| gone.name == hello.name && gone.marker == Some(hello.marker.id);
             return if self.gone.values().any(is_retired) { Err("Retired") } else { Ok(()) };
@@ -47,7 +47,7 @@ impl State {
     }
 
     /// A worker that was never seen, with what only the scheduler can choose.
-    fn fresh(hello: &Hello, id: WorkerId, incarnation: u64, session: u64, now: Minutes) -> Worker {
+    fn fresh(hello: &Registration, id: WorkerId, incarnation: u64, session: u64, now: Minutes) -> Worker {
         Worker {
             id,
             instance: hello.instance,
@@ -75,7 +75,7 @@ impl State {
     /// `let_in`: the session that was answered, whose numbers only the scheduler can choose.
     pub(super) fn hello(
         &mut self,
-        hello: &Hello,
+        hello: &Registration,
         let_in: Option<&SessionClaims>,
         now: Minutes,
     ) -> &'static str {
@@ -115,7 +115,7 @@ impl State {
     }
 
     /// A gateway says hello with which nobody can speak. `after`: what is known then.
-    pub(super) fn misfit(&mut self, hello: &Hello, after: &Self, now: Minutes) -> &'static str {
+    pub(super) fn misfit(&mut self, hello: &Registration, after: &Self, now: Minutes) -> &'static str {
         if let Err(refused) = self.may_speak(hello, now) {
             return refused;
         }
@@ -146,20 +146,20 @@ impl State {
         "Ok"
     }
 
-    pub(super) fn bring_down(
+    pub(super) fn withdraw_worker(
         &mut self,
         name: &str,
-        down: Down,
+        down: Withdrawal,
         interrupt_after: Option<Minutes>,
         now: Minutes,
     ) -> &'static str {
         let Some(worker) = self.workers.get_mut(name).filter(|worker| !worker.leaving) else {
             let was_there = self.was_there(name);
-            return if down != Down::Land && was_there { "Ok" } else { "NotFound" };
+            return if down != Withdrawal::Cordon && was_there { "Ok" } else { "NotFound" };
         };
         (worker.desired, worker.forced) = match down {
-            Down::Land => (Desired::Land, false),
-            Down::Retire { force } => (Desired::Retire, force),
+            Withdrawal::Cordon => (Desired::Land, false),
+            Withdrawal::Retire { force } => (Desired::Retire, force),
         };
         worker.interrupt_at = interrupt_after.map(|after| now + after).or(worker.interrupt_at);
         "Ok"
@@ -201,7 +201,7 @@ impl State {
     }
 
     /// Looks at those that shall land or go, until nothing is left to do.
-    pub(super) fn see_off(&mut self, now: Minutes) {
+    pub(super) fn depart_if_due(&mut self, now: Minutes) {
         loop {
             let before = self.clone();
             for name in before.workers.keys() {

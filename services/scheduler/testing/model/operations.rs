@@ -9,21 +9,21 @@ use super::attempts::Report;
 use super::fixtures;
 use super::gateways::Observed;
 use super::state::Minutes;
-use super::stream::Heard;
+use super::stream::Heartbeat;
 use crate::db::entity::lease::Kind;
-use crate::lifecycle::departure::Down;
-use crate::workers::Hello;
+use crate::lifecycle::departure::Withdrawal;
+use crate::workers::Registration;
 use crate::workloads::Phase;
 
 /// One thing that is done. Whoever is killed while he does it, or does not hear the answer, does it again.
 #[derive(Debug, Clone)]
 pub(super) enum Step {
-    Hello(Box<Hello>),
-    Misfit(Box<Hello>),
+    Hello(Box<Registration>),
+    Misfit(Box<Registration>),
     /// The same as hello, on a stream, which stays open.
     Attend {
         stream: usize,
-        hello: Box<Hello>,
+        hello: Box<Registration>,
     },
     /// A gateway says on a stream what is, however late. `is_fresh`: to a replica that has just looked.
     Say {
@@ -44,7 +44,7 @@ pub(super) enum Step {
     Expire,
     Down {
         name: &'static str,
-        down: Down,
+        down: Withdrawal,
         interrupt_after: Option<Minutes>,
     },
     Run(&'static str),
@@ -137,7 +137,7 @@ pub(super) struct Answer {
     /// Of one lease that was asked for, when it could be told: where alone it may have been granted.
     pub(super) best: Option<BTreeSet<WorkerId>>,
     /// What was told on the streams that are open there, by their numbers.
-    pub(super) heard: BTreeMap<usize, Heard>,
+    pub(super) heard: BTreeMap<usize, Heartbeat>,
 }
 
 impl Answer {

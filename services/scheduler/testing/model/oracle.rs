@@ -72,16 +72,16 @@ impl State {
             Step::Heard(session) => expected = self.heard(session, now),
             // The clock is not the model's.
             Step::Pass(_) => {}
-            Step::BePatient => self.be_patient(now),
+            Step::BePatient => self.extend_terms(now),
             Step::Expire => self.expire(now),
             Step::Down { name, down, interrupt_after } => {
-                expected = self.bring_down(name, *down, *interrupt_after, now);
+                expected = self.withdraw_worker(name, *down, *interrupt_after, now);
             }
             Step::Run(name) => expected = self.run(name),
             Step::Prune(name) => expected = self.prune(name),
             Step::SeeOff => {
                 let (last, before) = (self.last_to_go(), self.gone.keys().copied().collect::<BTreeSet<_>>());
-                self.see_off(now);
+                self.depart_if_due(now);
                 // Who of several goes first is as it happens.
                 for (id, gone) in self.gone.iter_mut().filter(|(id, _)| !before.contains(id)) {
                     gone.order = last + 1 + after.gone.get(id).map_or(0, |gone| gone.order);
@@ -158,7 +158,7 @@ impl State {
     }
 
     /// Who has to stay in contact could perhaps not.
-    fn be_patient(&mut self, now: Minutes) {
+    fn extend_terms(&mut self, now: Minutes) {
         self.workers.values_mut().for_each(|worker| worker.patient_since = now);
         let driven = self.leases.values_mut().filter(|lease| lease.is_live() && lease.workload.is_none());
         driven.for_each(|lease| lease.expires_at = lease.expires_at.max(Some(now + 45)));

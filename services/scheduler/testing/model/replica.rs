@@ -20,7 +20,7 @@ use super::attempts::Report;
 use super::fixtures::{self, Amounts};
 use super::gateways::Observed;
 use super::operations::{Answer, Call, Step};
-use super::stream::{Heard, Stream};
+use super::stream::{Heartbeat, Stream};
 use crate::app::App;
 use crate::config::Config;
 use crate::context::Context;
@@ -32,16 +32,16 @@ use crate::lifecycle::departure;
 use crate::lifecycle::heartbeats;
 use crate::lifecycle::registration;
 use crate::lifecycle::timeouts;
-use crate::notify::Notify;
+use crate::notify::Notifier;
 use crate::notify::changes::Effects;
 use crate::outbox;
 use crate::placement::tests::reference;
 use crate::placement::{Demand, Location, Process, Purpose, Resources, Shape};
-use crate::scheduling::{Ask, Caller, Dispatcher, PlaceError, Placed, Request};
+use crate::scheduling::{Caller, Dispatcher, LeaseRequest, PlaceError, PlaceResult, Request};
 use crate::store_client::delivery::{self, Delivery};
 use crate::store_client::reconcile;
 use crate::store_client::{Inputs, Store};
-use crate::workers::{self, Hello, Kept};
+use crate::workers::{self, Registration, Usage};
 use crate::workloads::operations;
 
 /// What all replicas have in common.
@@ -72,7 +72,7 @@ pub(super) struct Replica {
 struct Waiting {
     number: usize,
     lease: LeaseId,
-    answer: Pin<Box<dyn Future<Output = Vec<Placed>> + Send>>,
+    answer: Pin<Box<dyn Future<Output = Vec<PlaceResult>> + Send>>,
 }
 
 impl Replica {
@@ -81,7 +81,7 @@ impl Replica {
         let (heartbeats, heard) = heartbeats::channel();
         let (registrations, _) = registration::channel();
         // What is put into the outbox stays there: no task delivers it.
-        let (notify, _) = Notify::new(dispatch.workers.desired.clone(), None);
+        let (notify, _) = Notifier::new(dispatch.workers.desired.clone(), None);
         let context = Context {
             db: cluster.db.clone(),
             config: cluster.config.clone(),
@@ -91,7 +91,7 @@ impl Replica {
         };
         let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
         let app = App::new(lifecycle, cluster.signer.clone(), dispatch, heartbeats, registrations);
-        let notes = Box::pin(heartbeats::note_forever(context, heard));
+        let notes = Box::pin(heartbeats::write_forever(context, heard));
         let (calls, streams) = (vec![], BTreeMap::new());
         Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }
     }
@@ -107,14 +107,14 @@ impl Replica {
     }
 
     /// Lets a gateway in on a stream.
-    async fn attend(&mut self, number: usize, hello: &Hello) -> Answer {
+    async fn attend(&mut self, number: usize, hello: &Registration) -> Answer {
         let (registrations, asked) = registration::channel();
         let app = App { registrations, ..self.app.clone() };
         let hello = fixtures::hello_on_stream(hello, &self.cluster.signer);
         let (stream, heard) = tokio::select! {
             biased;
             opened = Stream::open(app.clone(), hello) => opened,
-            () = registration::let_in_forever(app.lifecycle.clone(), asked) => panic!("it is not stopped"),
+            () = registration::register_forever(app.lifecycle.clone(), asked) => panic!("it is not stopped"),
         };
         // As whoever lets in does it afterwards.
         app.lifecycle.end_orphans().await.expect("the database answers");
@@ -129,7 +129,7 @@ impl Replica {
     /// A gateway says what is.
     async fn say(&mut self, number: usize, said: &Observed) -> Answer {
         let stream = self.streams.get_mut(&number).expect("it is open");
-        let mut heard = Heard::default();
+        let mut heard = Heartbeat::default();
         tokio::select! {
             biased;
             () = stream.say(said, &mut heard) => {}
@@ -172,7 +172,7 @@ impl Replica {
     }
 
     /// Does what the dispatcher is asked for until a call is answered, or stands in the queue and nothing is left to do: then it is given back.
-    async fn answered_or_waits(&mut self, mut call: Waiting) -> Result<Vec<Placed>, Waiting> {
+    async fn answered_or_waits(&mut self, mut call: Waiting) -> Result<Vec<PlaceResult>, Waiting> {
         loop {
             let waits = self.dispatcher.waits(call.lease);
             // However much was done in this step already: what is there is taken.
@@ -229,7 +229,7 @@ impl Replica {
             Step::Hello(hello) => {
                 let let_in = db
                     .write(async |txn| {
-                        workers::hello(&txn, &[hello], config, now, &mut Effects::default()).await
+                        workers::register(&txn, &[hello], config, now, &mut Effects::default()).await
                     })
                     .await;
                 let mut let_in = let_in.expect("the database answers");
@@ -251,7 +251,8 @@ impl Replica {
                 Answer::of([left.await])
             }
             Step::Heard(session) => {
-                let heard = [workers::Heard { session: session.clone(), kept: Kept::default(), at: now }];
+                let heard =
+                    [workers::Heartbeat { session: session.clone(), kept: Usage::default(), at: now }];
                 let judged = db.write(async |txn| workers::observe(&txn, &heard).await).await;
                 let judged = judged.expect("the database answers");
                 if judged[0].is_ok() {
@@ -264,12 +265,12 @@ impl Replica {
                 Answer::of(judged)
             }
             Step::Pass(_) => Answer::ok(),
-            Step::BePatient => Answer::of([timeouts::be_patient(db, config, false).await]),
+            Step::BePatient => Answer::of([timeouts::extend_terms(db, config, false).await]),
             Step::Expire => Answer::of([timeouts::expire(&app.lifecycle).await]),
             Step::Down { name, down, interrupt_after } => {
                 let after =
                     interrupt_after.map(|minutes| super::MINUTE * u32::try_from(minutes).expect("few"));
-                Answer::of([app.lifecycle.bring_down(name, *down, after).await])
+                Answer::of([app.lifecycle.withdraw_worker(name, *down, after).await])
             }
             Step::Run(name) => Answer::of([app.lifecycle.run_worker(name).await]),
             Step::Prune(name) => {
@@ -280,7 +281,8 @@ impl Replica {
             Step::SeeOff => {
                 // What one pass has ended is gone with the next.
                 for _ in 0..4 {
-                    let seen_off = departure::see_all_off(&app.lifecycle, &mut departure::Asked::new()).await;
+                    let seen_off =
+                        departure::depart_all(&app.lifecycle, &mut departure::LastAsked::new()).await;
                     seen_off.expect("the database answers");
                 }
                 Answer::ok()
@@ -440,7 +442,7 @@ impl Replica {
     }
 
     /// What the handler makes of a request.
-    async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<Ask, PlaceError> {
+    async fn ask(&self, lease: LeaseId, kind: Kind, call: &Call) -> Result<LeaseRequest, PlaceError> {
         let Call { together, near, wait, .. } = *call;
         let db = self.app.context.db.read();
         let asks = fixtures::asks_of_lease(lease, kind);
@@ -477,7 +479,7 @@ impl Replica {
         };
         let owner = if near.is_some() { "" } else { fixtures::owner_of_lease(lease) };
         let kept_to = leases::worker_of_owner(db, asks.team, owner).await?;
-        Ok(Ask {
+        Ok(LeaseRequest {
             lease,
             kind,
             demand: Arc::new(Demand { only, prefer, ..shape.asked_by(lease.uuid()) }),

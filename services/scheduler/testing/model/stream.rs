@@ -121,14 +121,14 @@ pub(super) struct Stream {
 
 /// What a stream told.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Heard {
+pub(super) struct Heartbeat {
     pub(super) welcome: Option<pb::Welcome>,
     pub(super) desired: Vec<pb::Desired>,
     /// Why it has ended.
     pub(super) end: Option<&'static str>,
 }
 
-impl Heard {
+impl Heartbeat {
     fn take(&mut self, told: Option<Result<pb::SynchronizeResponse, Status>>) {
         match told {
             Some(Ok(response)) => match response.message.expect("a message") {
@@ -161,7 +161,7 @@ fn name(status: Status) -> &'static str {
 
 impl Stream {
     /// Opens one and says hello.
-    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, Heard) {
+    pub(super) async fn open(app: App, hello: pb::Hello) -> (Self, Heartbeat) {
         let signer = app.signer.clone();
         let mailbox = Arc::new(Mailbox::default());
         mailbox.say(pb::synchronize_request::Message::Hello(hello));
@@ -173,7 +173,7 @@ impl Stream {
         let told = Box::pin(told.expect("it is opened").into_inner());
         let (credential, session) = (String::new(), None);
         let mut stream = Self { mailbox, told, credential, session, newest: 0, number: 0 };
-        let mut heard = Heard::default();
+        let mut heard = Heartbeat::default();
         while heard.end.is_none() && heard.desired.is_empty() {
             stream.take(&mut heard).await;
         }
@@ -184,13 +184,13 @@ impl Stream {
         (stream, heard)
     }
 
-    async fn take(&mut self, heard: &mut Heard) {
+    async fn take(&mut self, heard: &mut Heartbeat) {
         heard.take(self.told.next().await);
         self.newest = heard.desired.last().map_or(self.newest, |desired| desired.generation);
     }
 
     /// Says what is, and hears what is told until that was done.
-    pub(super) async fn say(&mut self, said: &Observed, heard: &mut Heard) {
+    pub(super) async fn say(&mut self, said: &Observed, heard: &mut Heartbeat) {
         self.number += 1;
         let lease = |(id, phase): (&LeaseId, &Phase)| pb::ObservedLease {
             lease_id: id.to_string(),
@@ -224,7 +224,7 @@ impl Stream {
     }
 
     /// Hears what is told until that is all that its replica knows.
-    pub(super) async fn hear(&mut self, heard: &mut Heard, attended: &DesiredStates) {
+    pub(super) async fn hear(&mut self, heard: &mut Heartbeat, attended: &DesiredStates) {
         let session = self.session.clone().expect("it was let in");
         let known = attended.subscribe(session.worker).news().map(|news| news.known);
         let generation = match known {

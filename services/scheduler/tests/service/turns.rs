@@ -142,18 +142,18 @@ fn of_memory(memory_bytes: u64) -> pb::WorkloadSpec {
     pb::WorkloadSpec { requests, ..spec() }
 }
 
-/// Waits until `id` is told that a worker is kept free for another.
+/// Waits until `id` is told that a worker is reserved for another.
 async fn is_told_that_it_is_kept_free(scheduler: &Running, id: WorkloadId) {
     until("it is told why it waits", async || {
         let told = scheduler.get(id).await.waiting_for;
-        told.iter().any(|line| line.contains("is kept free for another")).then_some(())
+        told.iter().any(|line| line.contains("is reserved for another")).then_some(())
     })
     .await;
 }
 
-/// Whether all are told that the worker `one` is kept free.
-async fn is_kept_free(scheduler: &Running) -> bool {
-    scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "KEPT_FREE")
+/// Whether all are told that the worker `one` is reserved.
+async fn is_reserved(scheduler: &Running) -> bool {
+    scheduler.worker("one").await.refusals.iter().any(|refusal| refusal.reason == "RESERVED")
 }
 
 pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(database: TestDatabase) {
@@ -181,15 +181,15 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
     let explained = explain_spec(&scheduler, of_memory(1)).await;
     assert_eq!(explained.verdict(), pb::Verdict::NotNow);
     assert!(
-        explained.unblocked_by[0].contains("the one that it is kept free for is placed"),
+        explained.unblocked_by[0].contains("the one that it is reserved for is placed"),
         "{:?}",
         explained.unblocked_by
     );
-    until("everyone is told", async || is_kept_free(&scheduler).await.then_some(())).await;
+    until("everyone is told", async || is_reserved(&scheduler).await.then_some(())).await;
     let demand = scheduler.placements().get_demand(pb::GetDemandRequest::default()).await.expect("told");
     let demand = demand.into_inner();
     assert!(demand.removable.is_empty() && demand.supply[0].slots_free == 0, "{demand:?}");
-    assert!(demand.demand.iter().any(|shape| shape.waits_for == "KEPT_FREE"), "{demand:?}");
+    assert!(demand.demand.iter().any(|shape| shape.waits_for == "RESERVED"), "{demand:?}");
 
     for run in runs {
         finish(&scheduler, &run.lease_token, 0).await.expect("finished");
@@ -198,7 +198,7 @@ pub(crate) async fn a_worker_is_kept_free_for_one_that_waits_long_for_much(datab
     assert_eq!(run.workload_id, large.to_string(), "it was not passed over");
     finish(&scheduler, &run.lease_token, 0).await.expect("finished");
     gateway.run(small).await;
-    until("it is kept free no more", async || (!is_kept_free(&scheduler).await).then_some(())).await;
+    until("it is reserved no more", async || (!is_reserved(&scheduler).await).then_some(())).await;
     scheduler.stop().await;
 }
 
@@ -216,7 +216,7 @@ pub(crate) async fn whoever_is_before_another_takes_what_is_kept_free_for_it(dat
     let urgent =
         scheduler.submit(pb::WorkloadSpec { priority: 100, ..of_memory(10) }).await.expect("accepted");
     gateway.run(urgent).await;
-    // Nobody waits for it any more: neither who was before the other, nor the other, for which it is kept free then.
+    // Nobody waits for it any more: neither who was before the other, nor the other, for which it is reserved then.
     scheduler.cancel(large, Duration::ZERO).await;
     scheduler.cancel(small, Duration::ZERO).await;
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
@@ -241,7 +241,7 @@ pub(crate) async fn nothing_is_kept_free_for_one_that_no_worker_could_take_any_m
     let mut gateway = Gateway::connect(&scheduler, hello).await.expect("welcome");
     let other = scheduler.submit(of_memory(30)).await.expect("accepted");
     gateway.run(other).await;
-    until("it is kept free no more", async || (!is_kept_free(&scheduler).await).then_some(())).await;
+    until("it is reserved no more", async || (!is_reserved(&scheduler).await).then_some(())).await;
     assert_eq!(scheduler.get(large).await.state(), pb::WorkloadState::Pending);
     scheduler.stop().await;
 }

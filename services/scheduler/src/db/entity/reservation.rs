@@ -22,10 +22,10 @@ pub(crate) enum Relation {}
 
 impl ActiveModelBehavior for ActiveModel {}
 
-/// For whom workers are kept free.
+/// For whom workers are reserved.
 pub(crate) async fn all(db: &impl ConnectionTrait, now: Timestamp) -> Result<HashMap<WorkerId, Uuid>, DbErr> {
     let rows = Entity::find().filter(Column::ExpiresAt.gt(now.0)).all(db).await?;
-    // Others say that nothing is kept free.
+    // Others say that nothing is reserved.
     let rows = rows.iter().filter(|row| row.worker_id != row.request_id);
     Ok(rows.map(|row| (WorkerId::from_uuid(row.worker_id), row.request_id)).collect())
 }

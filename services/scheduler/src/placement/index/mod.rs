@@ -48,7 +48,7 @@ pub(crate) const WAITS_FOR: [&str; 14] = [
     "STALLED",
     "QUARANTINED",
     "TEAM_KEEPS_TO_ITS_OWN",
-    "KEPT_FREE",
+    "RESERVED",
     "FULL",
     "FULL_OF_CONTAINERS",
     "FULL_OF_VOLUMES",
@@ -141,8 +141,8 @@ pub(crate) struct Index {
     keep_to_their_own: BTreeSet<String>,
     places: Vec<Option<Place>>,
     free: Vec<usize>,
-    /// For whom workers are kept free that may be among these.
-    kept_free: BTreeMap<WorkerId, Uuid>,
+    /// For whom workers are reserved that may be among these.
+    reserved: BTreeMap<WorkerId, Uuid>,
     by_id: HashMap<WorkerId, usize>,
     /// How many of them have gone, and are remembered for a while.
     gone: usize,
@@ -244,7 +244,7 @@ impl Index {
             keep_to_their_own,
             places: Vec::new(),
             free: Vec::new(),
-            kept_free: BTreeMap::new(),
+            reserved: BTreeMap::new(),
             by_id: HashMap::new(),
             gone: 0,
             planned: HashMap::new(),
@@ -297,9 +297,9 @@ impl Index {
 
     /// This is how a worker is from now on, but for what is planned for it.
     pub(crate) fn put(&mut self, worker: Worker) {
-        let kept_free_for = self.kept_free.get(&worker.id).copied();
+        let reserved_for = self.reserved.get(&worker.id).copied();
         let (seen, load) = (worker.load, self.with_planned(worker.id, worker.load));
-        let worker = Worker { kept_free_for, load, ..worker };
+        let worker = Worker { reserved_for, load, ..worker };
         let (known, mut turnover) = (self.by_id.get(&worker.id).copied(), None);
         if let Some(place) = known {
             if self.worker(place).is_some_and(|known| known.is_as(&worker)) {
@@ -499,7 +499,7 @@ impl Index {
     pub(crate) fn refusals(&mut self, demand: &Demand) -> Refusals {
         // Many ask alike while nothing changes.
         let is_alike = demand.only.is_none() && demand.avoid.is_empty() && demand.failed_on.is_empty();
-        let has_its_own = self.kept_free.values().any(|whom| *whom == demand.waits_as);
+        let has_its_own = self.reserved.values().any(|whom| *whom == demand.waits_as);
         if !is_alike || has_its_own {
             return self.refusals_now(demand);
         }
@@ -547,7 +547,7 @@ impl Index {
             return NEVER;
         }
         let by_load = judged.own.iter().chain(&judged.global).flat_map(|class| {
-            let is_for_all = |worker: &&Worker| worker.kept_free_for.is_none();
+            let is_for_all = |worker: &&Worker| worker.reserved_for.is_none();
             self.members(*class).find(is_for_all).or_else(|| self.members(*class).next())
         });
         let mut codes = by_load.filter_map(|worker| {

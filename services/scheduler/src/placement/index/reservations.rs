@@ -1,7 +1,7 @@
-//! Workers that are kept free for one that waits: for what asks for more than comes free at a time, and would be passed over by smaller ones
+//! Workers that are reserved for one that waits: for what asks for more than comes free at a time, and would be passed over by smaller ones
 //! for ever.
 //!
-//! What is kept free takes nothing else that could be elsewhere, so it comes to have the room when what is on it has ended. Which is kept free for
+//! What is reserved takes nothing else that could be elsewhere, so it comes to have the room when what is on it has ended. Which is reserved for
 //! what is chosen here; when, and for how long, by the dispatcher.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -14,7 +14,7 @@ use super::{Index, Worker, of_place};
 use crate::db::entity::lease::Kind;
 use crate::placement::{Demand, Load, Resources, Shape, amounts, full_with, of_load_with};
 
-/// No further worker of a kind is kept free while one in so many are, but for the first. A kind: those that are alike in all that a demand can
+/// No further worker of a kind is reserved while one in so many are, but for the first. A kind: those that are alike in all that a demand can
 /// name but how much they have.
 const ONE_IN: usize = 10;
 
@@ -30,36 +30,36 @@ pub(crate) struct Part {
 type Lacking = (u64, u32, WorkerId);
 
 impl Index {
-    /// For whom workers are kept free.
-    pub(crate) fn kept_free(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
-        self.kept_free.iter().map(|(worker, whom)| (*worker, *whom))
+    /// For whom workers are reserved.
+    pub(crate) fn reserved(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
+        self.reserved.iter().map(|(worker, whom)| (*worker, *whom))
     }
 
-    /// A worker is kept free for this one from now on, and for no other. `None`: for nobody.
-    pub(crate) fn keep_free(&mut self, id: WorkerId, whom: Option<Uuid>) {
+    /// A worker is reserved for this one from now on, and for no other. `None`: for nobody.
+    pub(crate) fn reserve(&mut self, id: WorkerId, whom: Option<Uuid>) {
         match whom {
-            Some(whom) => self.kept_free.insert(id, whom),
-            None => self.kept_free.remove(&id),
+            Some(whom) => self.reserved.insert(id, whom),
+            None => self.reserved.remove(&id),
         };
         let place = self.by_id.get(&id).and_then(|place| self.places[*place].as_mut());
         if let Some(place) = place
-            && place.worker.kept_free_for != whom
+            && place.worker.reserved_for != whom
         {
-            place.worker.kept_free_for = whom;
+            place.worker.reserved_for = whom;
             self.changes += 1;
         }
     }
 
-    /// The names of those that are kept free for this one.
-    pub(crate) fn kept_free_for(&self, whom: Uuid) -> Vec<String> {
-        let kept = self.kept_free.iter().filter(|(_, of)| **of == whom);
+    /// The names of those that are reserved for this one.
+    pub(crate) fn reserved_for(&self, whom: Uuid) -> Vec<String> {
+        let kept = self.reserved.iter().filter(|(_, of)| **of == whom);
         kept.filter_map(|(id, _)| Some(self.get(*id)?.name.clone())).collect()
     }
 
     /// The workers to keep free for what is asked for in these `parts` at once, of which none has room for all now: where that is possible
     /// those that were `kept` until now, and else none of those that are `taken`, which is not asked before. Without `taken` none but those that
     /// were kept. None: each part asks for a slot alone, and so gets the next that comes free; or they could never all be had.
-    pub(crate) fn choose_to_keep_free(
+    pub(crate) fn choose_to_reserve(
         &mut self,
         parts: &[Part],
         kept: &BTreeSet<WorkerId>,
@@ -91,7 +91,7 @@ impl Index {
     }
 
     /// Whether as many as may be are `kept` free already, of the workers of the kind that any of these `parts` asks for.
-    pub(crate) fn are_enough_kept_free(&mut self, parts: &[Part], kept: &HashSet<WorkerId>) -> bool {
+    pub(crate) fn are_enough_reserved(&mut self, parts: &[Part], kept: &HashSet<WorkerId>) -> bool {
         with_slots(parts).any(|part| {
             let classes = self.ready(&part.demand);
             let all: usize = classes.iter().map(|class| self.classes[*class].count).sum();

@@ -43,7 +43,7 @@ fn worker(name: &str) -> Worker {
         labels: Arc::new(labels()),
         capacity: Capacity { max_tasks: Some(2), ..Capacity::default() },
         load: Load::default(),
-        kept_free_for: None,
+        reserved_for: None,
     }
 }
 
@@ -155,7 +155,7 @@ fn a_worker_says_all_that_speaks_against_it() {
     let mut one = worker("one");
     one.capacity = Capacity { max_tasks: Some(1), max_containers: Some(3), ..Capacity::default() };
     one.load = Load { tasks: 1, kept_containers: 4, ..Load::default() };
-    one.kept_free_for = Some(Uuid::from_u128(1));
+    one.reserved_for = Some(Uuid::from_u128(1));
     one.trust = Trust::OnProbation(failing("why"));
     let mut demand = demand().failed_on(vec![FailedThere { worker: one.id, failure: failure() }]);
     demand.avoid.insert(one.id);
@@ -163,7 +163,7 @@ fn a_worker_says_all_that_speaks_against_it() {
         Refusal::FailedThere(failure()),
         Refusal::Avoided,
         Refusal::SetAside("why".to_owned()),
-        Refusal::KeptFree,
+        Refusal::Reserved,
         Refusal::Full { active: 1, max: 1 },
         Refusal::FullOfContainers { count: 5, max: 3 },
     ];
@@ -172,16 +172,16 @@ fn a_worker_says_all_that_speaks_against_it() {
 
 #[test]
 fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
-    let kept_free = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
+    let reserved = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
     let workers = [
-        kept_free("tried", Trust::OnProbation(failing("why"))),
-        kept_free("not", Trust::SetAside(failing("why"))),
+        reserved("tried", Trust::OnProbation(failing("why"))),
+        reserved("not", Trust::SetAside(failing("why"))),
     ];
     let mut index = index(workers.clone());
-    workers.iter().for_each(|worker| index.keep_free(worker.id, Some(Uuid::from_u128(1))));
+    workers.iter().for_each(|worker| index.reserve(worker.id, Some(Uuid::from_u128(1))));
     let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
     let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
-    assert_eq!(groups, [(2, &[Refusal::SetAside("why".to_owned()), Refusal::KeptFree][..])]);
+    assert_eq!(groups, [(2, &[Refusal::SetAside("why".to_owned()), Refusal::Reserved][..])]);
 }
 
 #[test]
@@ -384,7 +384,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
         let mut workers = Vec::new();
         (0..count).for_each(|n| workers.push(dice.worker_like_some(n, &workers)));
         let mut index = Index::new(chains.clone(), names.clone());
-        workers.iter().for_each(|worker| index.keep_free(worker.id, worker.kept_free_for));
+        workers.iter().for_each(|worker| index.reserve(worker.id, worker.reserved_for));
         workers.iter().for_each(|worker| index.put(worker.clone()));
         let plain = Demand { only: None, avoid: BTreeSet::new(), failed_on: vec![], ..dice.demand(&workers) };
         for _ in 0..30 {
@@ -394,19 +394,19 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
                 match dice.0.random_range(0..5) {
                     0 => {
                         let gone = workers.swap_remove(one);
-                        index.keep_free(gone.id, None);
+                        index.reserve(gone.id, None);
                         index.remove(gone.id);
                     }
                     1 => {
-                        let Worker { id, name, kept_free_for, .. } = workers[one].clone();
-                        let changed = Worker { id, name, kept_free_for, ..dice.worker(one) };
+                        let Worker { id, name, reserved_for, .. } = workers[one].clone();
+                        let changed = Worker { id, name, reserved_for, ..dice.worker(one) };
                         workers[one] = changed.clone();
-                        index.put(Worker { kept_free_for: None, ..changed });
+                        index.put(Worker { reserved_for: None, ..changed });
                     }
                     2 => {
                         let whom = dice.whom();
-                        workers[one].kept_free_for = whom;
-                        index.keep_free(workers[one].id, whom);
+                        workers[one].reserved_for = whom;
+                        index.reserve(workers[one].id, whom);
                     }
                     _ => {
                         workers[one].load = dice.load();
@@ -456,7 +456,7 @@ fn the_choice_is_that_of_who_looks_at_every_worker() {
             let mut shuffled = workers.clone();
             shuffled.shuffle(&mut dice.0);
             let mut other = Index::new(chains.clone(), names.clone());
-            shuffled.iter().for_each(|worker| other.keep_free(worker.id, worker.kept_free_for));
+            shuffled.iter().for_each(|worker| other.reserve(worker.id, worker.reserved_for));
             shuffled.iter().for_each(|worker| other.put(worker.clone()));
             assert_eq!(other.choose(&demand, &locations), choice);
 
@@ -557,7 +557,7 @@ pub(crate) fn with_memory(name: &str, tasks: u32, memory_bytes: u64) -> Worker {
 fn kept(index: &mut Index, parts: &[Part], before: &[&str]) -> Vec<String> {
     let id = |name: &&str| index.workers().find(|worker| worker.name == **name).expect("known").id;
     let before = before.iter().map(id).collect();
-    let chosen = index.choose_to_keep_free(parts, &before, Some(&HashSet::new()));
+    let chosen = index.choose_to_reserve(parts, &before, Some(&HashSet::new()));
     let mut names: Vec<_> = chosen.iter().map(|id| index.get(*id).expect("known").name.clone()).collect();
     names.sort();
     names
@@ -590,14 +590,14 @@ fn the_worker_on_which_least_has_to_end_is_kept_free() {
 
     // What is taken is no choice, nor what is kept for another.
     let little = index.workers().find(|worker| worker.name == "little").expect("known").id;
-    let chosen = index.choose_to_keep_free(&large, &BTreeSet::new(), Some(&[little].into()));
+    let chosen = index.choose_to_reserve(&large, &BTreeSet::new(), Some(&[little].into()));
     assert_eq!(
         chosen.iter().map(|id| &*index.get(*id).expect("known").name).collect::<Vec<_>>(),
         ["as-little"]
     );
-    assert!(index.choose_to_keep_free(&large, &BTreeSet::new(), None).is_empty(), "none was kept");
-    assert_eq!(index.choose_to_keep_free(&large, &[much].into(), None), [much].into());
-    index.keep_free(much, Some(Uuid::from_u128(1)));
+    assert!(index.choose_to_reserve(&large, &BTreeSet::new(), None).is_empty(), "none was kept");
+    assert_eq!(index.choose_to_reserve(&large, &[much].into(), None), [much].into());
+    index.reserve(much, Some(Uuid::from_u128(1)));
     assert_eq!(kept(&mut index, &large, &["much"]), ["little"]);
 }
 
@@ -614,7 +614,7 @@ fn one_in_ten_of_a_kind_is_enough() {
     let large = parts(&[(asking(80), "")]);
     let both = parts(&[(asking(80), ""), (Shape { platform: "darwin".to_owned(), ..shape() }, "")]);
     let mut are_enough = |parts: &[Part], kept: &[&[WorkerId]]| {
-        index.are_enough_kept_free(parts, &kept.iter().copied().flatten().copied().collect())
+        index.are_enough_reserved(parts, &kept.iter().copied().flatten().copied().collect())
     };
     assert!(!are_enough(&large, &[]));
     assert!(!are_enough(&large, &[&linux[..1], &darwin]));
@@ -629,8 +629,8 @@ fn of_few_one_may_be_kept_free() {
     let mut index = index((0..3).map(|n| with_memory(&format!("one-{n}"), 4, 100)));
     let large = parts(&[(asking(80), "")]);
     let one = index.workers().next().expect("one").id;
-    assert!(!index.are_enough_kept_free(&large, &HashSet::new()));
-    assert!(index.are_enough_kept_free(&large, &[one].into()));
+    assert!(!index.are_enough_reserved(&large, &HashSet::new()));
+    assert!(index.are_enough_reserved(&large, &[one].into()));
 }
 
 #[test]

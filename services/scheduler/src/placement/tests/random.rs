@@ -64,7 +64,7 @@ impl Dice {
                 Trust::SetAside(failing("why")),
                 Trust::SetAside(Failing { team: Some("main".to_owned()), ..failing("why else") }),
             ]),
-            kept_free_for: self.whom(),
+            reserved_for: self.whom(),
             labels: Arc::new(labels),
             capacity,
             ..worker(&format!("w{n}"))
@@ -74,17 +74,17 @@ impl Dice {
         worker
     }
 
-    /// One that may differ from one of the others in nothing but how much it has, what is on it, and for whom it is kept free.
+    /// One that may differ from one of the others in nothing but how much it has, what is on it, and for whom it is reserved.
     pub(crate) fn worker_like_some(&mut self, n: usize, others: &[Worker]) -> Worker {
         let worker = self.worker(n);
         if others.is_empty() || self.0.random_bool(0.4) {
             return worker;
         }
-        let Worker { id, name, capacity, load, kept_free_for, .. } = worker;
-        Worker { id, name, capacity, load, kept_free_for, ..self.some(others) }
+        let Worker { id, name, capacity, load, reserved_for, .. } = worker;
+        Worker { id, name, capacity, load, reserved_for, ..self.some(others) }
     }
 
-    /// For whom a worker is kept free.
+    /// For whom a worker is reserved.
     pub(crate) fn whom(&mut self) -> Option<Uuid> {
         self.some(&[None, None, None, None, Some(Uuid::from_u128(1)), Some(Uuid::from_u128(2))])
     }

@@ -119,8 +119,8 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
             against.for_now(is_meant, Refusal::SetAside(why.clone()));
         }
     }
-    let is_for_another = worker.kept_free_for.is_some() && worker.kept_free_for != Some(demand.waits_as);
-    against.for_now(is_for_another && demand.only.is_none(), Refusal::KeptFree);
+    let is_for_another = worker.reserved_for.is_some() && worker.reserved_for != Some(demand.waits_as);
+    against.for_now(is_for_another && demand.only.is_none(), Refusal::Reserved);
 
     // Each task has a container and a volume, besides those that are kept. Of one that is lost nobody knows.
     if is_lost {

@@ -46,8 +46,8 @@ impl Scene {
                 let mut worker = with_memory(&any.name, dice.some(&[0, 0, 1]), dice.some(&[0, 0, 0, 50]));
                 worker.capacity.max_tasks = dice.some(&[Some(1), Some(2), Some(4)]);
                 worker.capacity.memory_bytes = dice.some(&[Some(50), Some(100)]);
-                let kept_free_for = any.kept_free_for.filter(|_| dice.0.random_bool(0.3));
-                Worker { id: any.id, awaited: any.awaited, kept_free_for, ..worker }
+                let reserved_for = any.reserved_for.filter(|_| dice.0.random_bool(0.3));
+                Worker { id: any.id, awaited: any.awaited, reserved_for, ..worker }
             })
             .collect();
         let homes = [(); 2].map(|()| match workers.is_empty() || dice.0.random_bool(0.7) {
@@ -78,11 +78,11 @@ impl Scene {
     }
 
     /// As it is asked for. What one that waits is called is what all of them are called.
-    fn leases(&mut self) -> Leases {
+    fn leases(&mut self) -> LeaseGroup {
         let (answer, _) = oneshot::channel();
         let call = Call::new(self.members.len(), answer);
         let members = self.members.iter().enumerate().map(|(item, asked)| {
-            let ask = Ask {
+            let ask = LeaseRequest {
                 lease: asked.lease,
                 kind: asked.kind,
                 demand: Arc::new(asked.demand.clone()),
@@ -97,7 +97,7 @@ impl Scene {
             };
             Member::new(ask, call.clone(), item)
         });
-        let leases = Leases::new(members.collect(), Timestamp(0)).expect("some are asked for");
+        let leases = LeaseGroup::new(members.collect(), Timestamp(0)).expect("some are asked for");
         self.members.iter_mut().for_each(|asked| asked.demand.waits_as = leases.id());
         leases
     }
@@ -234,7 +234,7 @@ async fn a_group_is_decided_as_who_looks_at_every_worker_would() {
         let (dispatch, dispatcher) = Dispatcher::new(db.clone(), Arc::new(config));
         for worker in &scene.workers {
             let mut workers = dispatch.workers.lock();
-            workers.keep_free(worker.id, worker.kept_free_for);
+            workers.reserve(worker.id, worker.reserved_for);
             workers.put(worker.clone());
         }
         let (mut leases, mut plan) = (scene.leases(), Plan::default());

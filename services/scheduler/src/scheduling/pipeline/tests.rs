@@ -10,7 +10,7 @@ use super::*;
 use crate::config::Config;
 use crate::db::entity::lease::Kind;
 use crate::placement::{Process, Purpose, Resources, Shape, Tell};
-use crate::scheduling::{Ask, Dispatch, PlaceError, Placed, REQUESTS};
+use crate::scheduling::{Dispatch, LeaseRequest, PlaceError, PlaceResult, REQUESTS};
 use crate::workers;
 use crate::workers::test_support::hello;
 use crate::workloads::Submission;
@@ -47,7 +47,7 @@ async fn let_in(db: &Database, name: &str, max_tasks: Option<u32>) {
     gateway.capacity.max_tasks = max_tasks;
     gateway.capacity.cpu_millis = Some(8000);
     let let_in = db.write(async |txn| {
-        workers::hello(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await
+        workers::register(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await
     });
     let_in.await.expect("let in");
 }
@@ -68,7 +68,7 @@ impl Replica {
         &mut self,
         leases: &[LeaseId],
         nothing_is_before: bool,
-    ) -> (Vec<Request>, Vec<oneshot::Receiver<Vec<Placed>>>) {
+    ) -> (Vec<Request>, Vec<oneshot::Receiver<Vec<PlaceResult>>>) {
         let (mut requests, answers): (Vec<_>, Vec<_>) = leases.iter().map(|lease| place(*lease)).unzip();
         let (begun, over) = (Semaphore::new(0), Semaphore::new(0));
         let held_up = self.db.write(async |_| {
@@ -100,7 +100,7 @@ impl Replica {
     }
 }
 
-fn place(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<Placed>>) {
+fn place(lease: LeaseId) -> (Request, oneshot::Receiver<Vec<PlaceResult>>) {
     place_within(lease, Duration::ZERO)
 }
 
@@ -119,12 +119,12 @@ fn shape() -> Shape {
 pub(in crate::scheduling) fn place_within(
     lease: LeaseId,
     wait: Duration,
-) -> (Request, oneshot::Receiver<Vec<Placed>>) {
-    asking_for(Ask { wait, ..ask(lease) })
+) -> (Request, oneshot::Receiver<Vec<PlaceResult>>) {
+    asking_for(LeaseRequest { wait, ..ask(lease) })
 }
 
-fn ask(lease: LeaseId) -> Ask {
-    Ask {
+fn ask(lease: LeaseId) -> LeaseRequest {
+    LeaseRequest {
         lease,
         kind: Kind::Task,
         demand: Arc::new(shape().asked_by(lease.uuid())),
@@ -139,7 +139,7 @@ fn ask(lease: LeaseId) -> Ask {
     }
 }
 
-fn asking_for(ask: Ask) -> (Request, oneshot::Receiver<Vec<Placed>>) {
+fn asking_for(ask: LeaseRequest) -> (Request, oneshot::Receiver<Vec<PlaceResult>>) {
     let (answer, answered) = oneshot::channel();
     (Request::Place(vec![ask], answer), answered)
 }

@@ -88,7 +88,7 @@ async fn what_could_not_be_started_there_is_not_placed_there_again(database: Tes
     });
     let hellos: Vec<_> = gateways.iter().collect();
     let let_in =
-        db.write(async |txn| workers::hello(&txn, &hellos, &config, now, &mut Effects::default()).await);
+        db.write(async |txn| workers::register(&txn, &hellos, &config, now, &mut Effects::default()).await);
     let let_in = let_in.await.expect("a look").into_iter().map(|session| session.expect("let in").worker);
     let [there, elsewhere] = let_in.collect::<Vec<_>>()[..] else { panic!("both are let in") };
     let failure = Failure { reason: FailureReason::StartFailed, message: "no".to_owned() };
@@ -137,7 +137,7 @@ async fn what_is_under_way_during_a_look_is_found_by_the_next() {
     gateway.labels.image_kinds = vec!["host".to_owned()];
     let (written, looked) = (Semaphore::new(0), Semaphore::new(0));
     let comes = db.write(async |txn| {
-        workers::hello(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await?;
+        workers::register(&txn, &[&gateway], &config, Timestamp::now(), &mut Effects::default()).await?;
         written.add_permits(1);
         _ = looked.acquire().await;
         Ok::<_, DbErr>(())

@@ -43,7 +43,7 @@ impl Replica {
     }
 
     fn kept(&self, id: Uuid) -> Vec<String> {
-        let mut names = self.workers.kept_free_for(id);
+        let mut names = self.workers.reserved_for(id);
         names.sort();
         names
     }
@@ -51,8 +51,8 @@ impl Replica {
     /// As before [`Replica::turn`]s.
     fn look(&mut self, now: Timestamp) {
         self.reservations.begin_pass(now);
-        let kept: Vec<_> = self.workers.kept_free().collect();
-        kept.into_iter().for_each(|(worker, _)| self.workers.keep_free(worker, None));
+        let kept: Vec<_> = self.workers.reserved().collect();
+        kept.into_iter().for_each(|(worker, _)| self.workers.reserve(worker, None));
     }
 
     fn set_tasks(&mut self, name: &str, tasks: u32) {
@@ -114,7 +114,7 @@ fn one_pass_makes_few_reservations_and_one_in_ten_workers_has_one() {
     let more: Vec<_> = (100..110).map(Uuid::from_u128).collect();
     replica.look(FULL);
     waiting.iter().chain(&more).for_each(|id| _ = replica.turn(*id, FULL));
-    assert_eq!(replica.workers.kept_free().count(), 30, "of three hundred");
+    assert_eq!(replica.workers.reserved().count(), 30, "of three hundred");
 }
 
 /// Reads the table, and writes what it lacks.
@@ -188,7 +188,7 @@ async fn replicas_agree(database: TestDatabase) {
     assert_eq!(two.turn(third, later), [""; 0]);
     assert!(!two.reservations.own.contains_key(&third));
     let told = reservation::all(db.read(), later).await.expect("rows");
-    assert!(told.values().all(|whom| *whom != third), "no worker is kept free: {told:?}");
+    assert!(told.values().all(|whom| *whom != third), "no worker is reserved: {told:?}");
     one.reservations.own.remove(&third);
 
     // And what one lets go is so for all.
