@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Checks that keep the house in order. `make house` runs all of them.
 
-layers   modules of a crate depend on those that stand above them in layers.txt, and on nothing else
+layers   modules of a crate depend on those that stand below them in layers.txt, and on nothing else
+circles  modules of one folder do not depend on each other in a circle
+words    words that the style rules out: no more of each than limits.txt says
+width    comments wider than 100 columns: no more than limits.txt says
 sizes    how many lines of production code and of tests there are, and whether a budget is exceeded
 links    links of documents to files of this repository lead somewhere
 unused   dependencies that no file of their crate names
@@ -19,6 +22,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LAYERS = pathlib.Path(__file__).resolve().parent / "layers.txt"
 # What generated code names.
 GENERATED = {"tonic-prost", "prost", "tonic", "prost-types"}
+LIMITS = pathlib.Path(__file__).resolve().parent / "limits.txt"
 BUDGETS = pathlib.Path(__file__).resolve().parent / "budgets.txt"
 
 
@@ -86,6 +90,89 @@ def edges(directory):
             if name in modules and name != module:
                 found.setdefault((module, name), str(relative))
     return modules, found
+
+
+def sibling_edges(source):
+    """Per folder below the sources of a crate: which of its modules names which other one."""
+    folders = {}
+    for path in sorted(source.rglob("*.rs")):
+        if is_test(path, source):
+            continue
+        parts = path.relative_to(source).with_suffix("").parts
+        if parts[-1] == "mod":
+            parts = parts[:-1]
+        text = code(path.read_text())
+        for depth in range(1, len(parts)):
+            folder, module = parts[:depth], parts[depth]
+            names = re.findall(rf"\bcrate::{'::'.join(folder)}::(?:\{{([^;]*?)\}};|(\w+))", text)
+            up = "super::" * (len(parts) - depth)
+            names += re.findall(rf"(?<![:\w]){up}(?:\{{([^;]*?)\}};|(\w+))", text)
+            used = {word for braces, name in names for word in (re.findall(r"\w+", braces) if braces else [name])}
+            folders.setdefault(folder, {}).setdefault(module, set()).update(used - {module})
+    return folders
+
+
+def check_circles(root, limits):
+    problems = []
+    known = {folder for folder, _ in limits.get("circle", [])}
+    for name, directory in crates(root):
+        for folder, uses in sibling_edges(directory / "src").items():
+            rest = {module: {other for other in used if other in uses} for module, used in uses.items()}
+            # What uses nothing that is left is in no circle.
+            while free := [module for module, used in rest.items() if not used & rest.keys()]:
+                for module in free:
+                    del rest[module]
+            # Nor is what nothing uses that is left.
+            while free := [module for module in rest if not any(module in used for used in rest.values())]:
+                for module in free:
+                    del rest[module]
+            where = f"{name} {'::'.join(folder)}"
+            if rest and where not in known:
+                problems.append(f"{where} has a circle of {', '.join(sorted(rest))}")
+            elif where in known and not rest:
+                problems.append(f"{where} has no circle any more: limits.txt need not name it")
+    return problems
+
+
+def texts(root):
+    """What people read: (file, line) of documents, contracts, comments, errors, logs and help."""
+    for path in [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("proto/**/*.proto"), *root.glob("proto/*.md")]:
+        yield from ((path, line) for line in path.read_text().splitlines())
+    for _, directory in crates(root):
+        for path in directory.rglob("*.rs"):
+            for line in path.read_text().splitlines():
+                if re.match(r"\s*//|.*#\[error\(|.*tracing::\w+!|.*\bhelp\b", line):
+                    yield path, line
+
+
+def read_limits(path):
+    """Per check: (what is counted, how many there may be)."""
+    limits = {}
+    for line in path.read_text().splitlines():
+        line = line.split("#")[0].strip()
+        if line:
+            check, count, pattern = line.split(None, 2)
+            limits.setdefault(check, []).append((pattern, int(count)))
+    return limits
+
+
+def over(what, count, most):
+    return [f"{what}: there are {count}, and limits.txt allows {most}"] if count > most else []
+
+
+def check_words(root, limits):
+    lines = [line for _, line in texts(root)]
+    problems = []
+    for pattern, most in limits.get("words", []):
+        problems += over(pattern, sum(len(re.findall(pattern, line, flags=re.I)) for line in lines), most)
+    return problems
+
+
+def check_width(root, limits):
+    wide = 0
+    for path in [*root.glob("proto/**/*.proto"), *(file for _, directory in crates(root) for file in directory.rglob("*.rs"))]:
+        wide += sum(len(line) > 100 and line.lstrip().startswith("//") for line in path.read_text().splitlines())
+    return over("comments wider than 100 columns", wide, limits["width"][0][1])
 
 
 def read_layers(path):
@@ -240,6 +327,9 @@ def check_subjects(root):
 
 CHECKS = {
     "layers": lambda root: check_layers(root, read_layers(LAYERS)),
+    "circles": lambda root: check_circles(root, read_limits(LIMITS)),
+    "words": lambda root: check_words(root, read_limits(LIMITS)),
+    "width": lambda root: check_width(root, read_limits(LIMITS)),
     "sizes": check_sizes,
     "links": check_links,
     "unused": check_unused,

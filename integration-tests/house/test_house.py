@@ -44,6 +44,28 @@ class Layers(unittest.TestCase):
         self.assertEqual(self.problems("[one]\nhigh\n"), ["one: layers.txt has no place for the module low"])
         self.assertEqual(self.problems("[one]\nhigh low old\n"), ["one: layers.txt names old, which is no module"])
 
+    def test_circle_in_folder_is_named(self):
+        self.write("services/one/src/low/mod.rs", "mod a;\nmod b;\nmod c;\n")
+        self.write("services/one/src/low/a.rs", "use super::b::B;\n")
+        self.write("services/one/src/low/b.rs", "use crate::low::c;\n")
+        self.write("services/one/src/low/c.rs", "// use super::a;\n")
+        self.assertEqual(house.check_circles(self.root, {}), [])
+        self.write("services/one/src/low/c.rs", "use super::{Other, a::A};\n")
+        self.assertEqual(house.check_circles(self.root, {}), ["one low has a circle of a, b, c"])
+        self.assertEqual(house.check_circles(self.root, {"circle": [("one low", 1)]}), [])
+
+    def test_word_beyond_limit_is_named(self):
+        self.write("README.md", "It is made anew. Anew!\n")
+        limits = {"words": [(r"\banew\b", 1)]}
+        self.assertEqual(house.check_words(self.root, limits), ["\\banew\\b: there are 2, and limits.txt allows 1"])
+        self.write("README.md", "It is made anew.\n")
+        self.assertEqual(house.check_words(self.root, limits), [])
+
+    def test_wide_comment_beyond_limit_is_named(self):
+        self.write("services/one/src/high.rs", "// " + "x" * 98 + "\n")
+        self.assertEqual(len(house.check_width(self.root, {"width": [("comments", 0)]})), 1)
+        self.assertEqual(house.check_width(self.root, {"width": [("comments", 1)]}), [])
+
     def test_unused_dependency_is_named(self):
         self.write("integration-tests/Cargo.toml", "")
         self.assertEqual(house.check_unused(self.root), ["services/one/Cargo.toml: unused-name is named by no file"])
