@@ -50,9 +50,11 @@ mod notify;
 
 mod outbox;
 
-mod placement;
-
 mod db;
+
+mod outcome;
+
+mod placement;
 
 #[cfg(test)]
 #[path = "../testing/mod.rs"]

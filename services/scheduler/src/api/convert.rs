@@ -17,11 +17,11 @@ use crate::insight::capacity;
 use crate::insight::explain::{Explanation, Verdict};
 use crate::leases::{Lease, LeaseEnd, LeaseState};
 use crate::lifecycle::departure::OpenLeases;
+use crate::outcome::Ending;
 use crate::placement::{self, Group, Opinion, Outlook, Refusal, Resources, Says, Standing, Strategy, Tell};
 use crate::workers::Worker;
 use crate::workloads::Workload;
 use crate::workloads::events::{Event, InputProgress, Revision, Whereabouts};
-use crate::workloads::outcome::Ending;
 
 pub(super) fn whereabouts(whereabouts: Whereabouts) -> pb::Whereabouts {
     pb::Whereabouts {

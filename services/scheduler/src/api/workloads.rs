@@ -14,9 +14,9 @@ use tonic::{Request, Response, Status};
 
 use super::{Reasoned, SERVICE, convert, database, invalid_token, stopping, team_or_all};
 use crate::app::App;
+use crate::outcome::Report;
 use crate::workloads;
 use crate::workloads::events::{self, Event};
-use crate::workloads::outcome::Report;
 
 /// Between TERM and KILL, unless the caller says otherwise.
 const DEFAULT_GRACE: Duration = Duration::from_secs(10);

@@ -34,6 +34,7 @@ use crate::placement::{self, DecidedBy, Demand};
 use crate::workers;
 use crate::workers::cache::{self, TransactionId};
 use crate::workers::load_counters::{Changes, Locked, known_rows, signed};
+use crate::workloads;
 use crate::workloads::events::{Event, Whereabouts};
 
 /// What shall be done in one transaction.
@@ -344,7 +345,7 @@ async fn lock_waiting(
         let id = WorkloadId::from_uuid(id);
         let failed_on: String = row.try_get("", "failed_on")?;
         let is_as_decided = match placed.get(&id) {
-            Some(demand) => demand.has_failed_on(&failed_on)?,
+            Some(demand) => workloads::has_failed_on(demand, &failed_on)?,
             None => true,
         };
         if pinned.contains(&id) != (state == workload::State::Accepted) {
@@ -646,7 +647,7 @@ fn new_leases<'g>(held: &[&'g Grant], generations: &HashMap<Uuid, i64>) -> Vec<N
             id: grant.lease.uuid(),
             worker_id: grant.worker.uuid(),
             incarnation: signed(grant.incarnation.0),
-            kind: grant.kind.to_value(),
+            kind: grant.kind.text().to_owned(),
             team: &grant.demand.shape.team,
             generation: generations.get(&grant.worker.uuid()).copied().unwrap_or(0),
             workload_id,

@@ -170,9 +170,9 @@ async fn set(db: &Database) -> Result<(), DbErr> {
         .into_tuple()
         .all(db.read())
         .await?;
-    for state in worker::State::iter() {
+    for state in [worker::State::Running, worker::State::Stalled, worker::State::Lost] {
         let count = workers.iter().find(|(of, _)| *of == state).map_or(0, |(_, count)| *count);
-        metrics::gauge!("gantry_scheduler_workers", "state" => state.to_value()).set(count as f64);
+        metrics::gauge!("gantry_scheduler_workers", "state" => state.text()).set(count as f64);
     }
 
     let why = [
@@ -217,9 +217,9 @@ async fn set(db: &Database) -> Result<(), DbErr> {
             leases.insert(kind, row.try_get::<i64>("", "leases")?);
         }
     }
-    for kind in lease::Kind::iter() {
+    for kind in lease::Kind::ALL {
         let count = leases.get(&kind).copied().unwrap_or(0);
-        metrics::gauge!("gantry_scheduler_leases", "kind" => kind.to_value()).set(count as f64);
+        metrics::gauge!("gantry_scheduler_leases", "kind" => kind.text()).set(count as f64);
     }
     metrics::gauge!("gantry_scheduler_slots_in_use").set(slots as f64);
     metrics::gauge!("gantry_scheduler_outbox").set(owed as f64);

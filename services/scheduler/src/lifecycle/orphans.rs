@@ -9,9 +9,9 @@ use crate::db::entity::lease::EndedBy;
 use crate::leases;
 use crate::lifecycle::Lifecycle;
 use crate::notify::changes::Effects;
+use crate::outcome::AttemptEnd;
 use crate::workers::{self, revisions};
 use crate::workloads;
-use crate::workloads::outcome::AttemptEnd;
 
 impl Lifecycle {
     /// Ends the leases of workers that are lost, pruned or have begun anew; gives up those under which something may run still.

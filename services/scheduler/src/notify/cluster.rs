@@ -136,7 +136,10 @@ impl ClusterNotifier {
         let news = std::mem::take(&mut *self.news.lock().unwrap_or_else(PoisonError::into_inner));
         let from = self.replica.simple().to_string();
         let mut hints = Vec::new();
-        for word in news.into_iter().map(Notification::word) {
+        // Workers together: a replica that knew of some of them would give the others too much.
+        let (workers, rest): (Vec<_>, Vec<_>) =
+            news.into_iter().partition(|one| matches!(one, Notification::Worker(_)));
+        for word in workers.into_iter().chain(rest).map(Notification::word) {
             match hints.last_mut() {
                 Some(hint) if String::len(hint) + word.len() < LONGEST => {
                     hint.push(' ');

@@ -13,6 +13,7 @@ mod scoring;
 #[cfg(test)]
 pub(crate) mod tests;
 mod throughput;
+mod types;
 
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashSet};
@@ -21,13 +22,8 @@ use std::sync::Arc;
 use domain::WorkerId;
 use domain::worker::{Capacity, Incarnation, Labels};
 use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, WorkloadSpec};
-use sea_orm::DbErr;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-
-use crate::db::entity::from_json;
-use crate::db::entity::lease::Kind;
-use crate::db::entity::worker::{Desired, State};
 
 pub(crate) use feasibility::{CODES, Refusal, Refusals, Resource, Shortage};
 pub(crate) use index::explain::{Group, Opinion, Outlook, Says, Standing, Tell};
@@ -36,6 +32,7 @@ pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
 pub(crate) use scoring::Purpose;
 pub use scoring::{Chain, Chains, ParseChainError, Strategy};
 pub(crate) use throughput::Pace;
+pub(crate) use types::{Desired, Kind, State};
 
 /// A worker, as placement sees it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -337,13 +334,6 @@ impl Demand {
     /// The same, after attempts that could not be started.
     pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
         Self { failed_on, ..self }
-    }
-
-    /// Whether it could not be started there and nowhere else, as the row of its workload says.
-    pub(crate) fn has_failed_on(&self, said: &str) -> Result<bool, DbErr> {
-        // Of nearly all nothing is said.
-        let said: Vec<FailedThere> = if said == "[]" { Vec::new() } else { from_json(said)? };
-        Ok(self.failed_on == said)
     }
 }
 

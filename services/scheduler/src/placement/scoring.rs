@@ -9,7 +9,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::Load;
-use crate::db::entity::lease::Kind;
+use crate::placement::Kind;
 
 /// What makes one worker better than another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -216,8 +216,6 @@ impl Chain {
 
 #[cfg(test)]
 mod tests {
-    use sea_orm::Iterable;
-
     use super::*;
 
     #[test]
@@ -238,7 +236,7 @@ mod tests {
 
     #[test]
     fn checks_have_a_chain_of_their_own_and_all_else_is_told_apart_by_its_inputs() {
-        for kind in Kind::iter() {
+        for kind in Kind::ALL {
             let expected = match kind {
                 Kind::Check => [Purpose::Check, Purpose::Check],
                 _ => [Purpose::Build, Purpose::WithoutInputs],

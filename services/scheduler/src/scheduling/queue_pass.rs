@@ -245,7 +245,7 @@ impl Dispatcher {
                 let Some(row) = row.filter(|row| row.state == State::Pending) else {
                     return Ok((effects, true));
                 };
-                let is_known = waiting.demand.has_failed_on(&row.failed_on)?;
+                let is_known = workloads::has_failed_on(&waiting.demand, &row.failed_on)?;
                 if let Some(ending) = workloads::last_failure(&row)?
                     && is_known
                 {
@@ -356,7 +356,7 @@ impl Dispatcher {
             for workloads::Pending { id, failed_on, sequence: _ } in &pending {
                 found.insert(*id);
                 let is_known = match self.queue().get(*id) {
-                    Some(waiting) => waiting.demand.has_failed_on(failed_on)?,
+                    Some(waiting) => workloads::has_failed_on(&waiting.demand, failed_on)?,
                     None => false,
                 };
                 if !is_known {

@@ -17,8 +17,8 @@ use domain::worker::{Capacity, Incarnation, Labels, Marker, Session, SessionClai
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use sea_orm::sea_query::{Expr, OnConflict, Query};
 use sea_orm::{
-    ActiveEnum, ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait,
-    QueryFilter, QueryOrder, QuerySelect, Set, Statement,
+    ColumnTrait, Condition, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, ExprTrait, QueryFilter,
+    QueryOrder, QuerySelect, Set, Statement,
 };
 use serde::Serialize;
 use uuid::Uuid;
@@ -513,7 +513,7 @@ async fn silent(
            (SELECT worker_id FROM heartbeats WHERE last_contact_at < $1 AND patient_since < $2)
          SELECT workers.id FROM silent JOIN workers ON workers.id = silent.worker_id WHERE workers.state = $3 {limit}"
     );
-    let values = [(now - term).0.into(), (now - config.worker_ttl).0.into(), state.to_value().into()];
+    let values = [(now - term).0.into(), (now - config.worker_ttl).0.into(), state.into()];
     let rows =
         db.query_all_raw(Statement::from_sql_and_values(db.get_database_backend(), query, values)).await?;
     rows.iter().map(|row| row.try_get("", "id")).collect()

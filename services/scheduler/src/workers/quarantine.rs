@@ -5,7 +5,7 @@
 //!                                       ▲─────────fails, for twice as long────┘
 //! ```
 //!
-//! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::workloads::outcome::fault`]). One that
+//! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::outcome::fault`]). One that
 //! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
 //!
 //! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed. If an attempt of a

@@ -19,7 +19,7 @@ use crate::db::entity::lease::{self, StopReason};
 use crate::db::entity::workload::{self, State};
 use crate::leases;
 use crate::notify::changes::Effects;
-use crate::workloads::outcome::Ending;
+use crate::outcome::Ending;
 
 /// Workloads that are assigned and must start in time, each with its lease.
 const STARTING: &str = "FROM workloads JOIN leases ON leases.id = workloads.lease_id

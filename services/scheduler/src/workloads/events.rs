@@ -8,7 +8,7 @@ use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter, Que
 use serde::{Deserialize, Serialize};
 
 use crate::db::entity::{event, from_json, to_json};
-use crate::workloads::outcome::Ending;
+use crate::outcome::Ending;
 
 /// Something that happened to a workload.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

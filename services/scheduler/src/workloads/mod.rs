@@ -33,16 +33,15 @@ use crate::db::entity::{from_json, lease, to_json};
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message, Parcel, Settlement};
-use crate::placement::{Demand, Location};
+use crate::outcome::{self, Allowed, AttemptEnd, Ending, Next, Report};
+use crate::placement::{Demand, FailedThere, Location};
 use crate::workers;
 use crate::workers::quarantine;
 use crate::workloads::events::{Event, InputProgress, Whereabouts};
-use crate::workloads::outcome::{Allowed, AttemptEnd, Ending, Next, Report};
 
 mod deadlines;
 pub(crate) mod events;
 pub(crate) mod operations;
-pub(crate) mod outcome;
 mod pending;
 mod retry;
 #[cfg(test)]
@@ -175,6 +174,13 @@ pub(crate) struct OtherSpec(pub(crate) WorkloadId);
 /// The spec that was kept.
 pub(crate) fn spec(row: &Model) -> Result<WorkloadSpec, DbErr> {
     rpc::spec::decode(&row.spec).map_err(|error| DbErr::Type(error.message().to_owned()))
+}
+
+/// Whether `demand` could not be started there and nowhere else, as the row of its workload says.
+pub(crate) fn has_failed_on(demand: &Demand, said: &str) -> Result<bool, DbErr> {
+    // Of nearly all nothing is said.
+    let said: Vec<FailedThere> = if said == "[]" { Vec::new() } else { from_json(said)? };
+    Ok(demand.failed_on == said)
 }
 
 /// Where its inputs were when they were pinned.

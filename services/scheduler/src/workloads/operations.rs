@@ -9,9 +9,9 @@ use sea_orm::DbErr;
 use crate::context::Context;
 use crate::db::entity::lease;
 use crate::notify::changes::Effects;
+use crate::outcome::{AttemptEnd, Report};
 use crate::workers;
 use crate::workloads::events::InputProgress;
-use crate::workloads::outcome::{AttemptEnd, Report};
 use crate::workloads::{self, AttemptError, Phase, Workload, WorkloadError};
 
 /// The process of an attempt is about to start.

@@ -15,10 +15,10 @@ use crate::db::entity::{from_json, to_json};
 use crate::leases;
 use crate::notify::changes::Effects;
 use crate::outbox::{self, Message};
+use crate::outcome::{self, Ending, Report};
 use crate::placement::{Choice, FailedThere, Refusal};
 use crate::workers::cache;
 use crate::workers::quarantine;
-use crate::workloads::outcome::{self, Ending, Report};
 
 /// Lets the attempt under `lease`, which its gateway reports as `report`, end without ending its workload, if it ended through the fault of its
 /// worker, before the process had started, and another worker could take it. `false`: it did not.

@@ -14,8 +14,8 @@ use crate::db::entity::from_json;
 use crate::db::entity::lease::StopReason;
 use crate::db::entity::workload::{self, Model, Outcome, State};
 use crate::leases;
+use crate::outcome::Ending;
 use crate::workloads::events::Whereabouts;
-use crate::workloads::outcome::Ending;
 
 /// A workload as it is now.
 #[derive(Debug, Clone)]

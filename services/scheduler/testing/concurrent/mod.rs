@@ -25,12 +25,12 @@ use crate::db::entity::{lease, removed_worker, reservation, worker, workload};
 use crate::leases::{self, RenewError};
 use crate::lifecycle::departure::{self, RegistryError, Withdrawal};
 use crate::notify::changes::Effects;
+use crate::outcome::{AttemptEnd, Report};
 use crate::placement::{Process, Purpose, Resources, Shape};
 use crate::scheduling::{Caller, LeaseRequest, PlaceError, PlaceResult, Request, SubmitError};
 use crate::workers::lease_counts;
 use crate::workers::quarantine;
 use crate::workers::{self, Heartbeat, Registration, SessionError, Usage};
-use crate::workloads::outcome::{AttemptEnd, Report};
 use crate::workloads::test_support;
 use crate::workloads::{self, AttemptError, Phase, Submission, WorkloadError};
 

@@ -496,7 +496,7 @@ impl Replica {
 }
 
 /// What the gateway says of the attempt under `claims`.
-fn told(claims: &LeaseClaims, report: Report) -> crate::workloads::outcome::Report {
+fn told(claims: &LeaseClaims, report: Report) -> crate::outcome::Report {
     let output = claims.attempt.filter(|_| report.has_outputs).map(|(workload, attempt)| PublishedOutput {
         name: "out".to_owned(),
         artifact: workload.output_artifact("out"),
@@ -504,10 +504,10 @@ fn told(claims: &LeaseClaims, report: Report) -> crate::workloads::outcome::Repo
         digest: Digest(super::digest(attempt)),
         entries: 1,
     });
-    crate::workloads::outcome::Report {
+    crate::outcome::Report {
         exit: report.exit,
         failure: report.failure.map(|reason| Failure { reason, message: "no".to_owned() }),
         outputs: output.into_iter().collect(),
-        ..crate::workloads::outcome::Report::default()
+        ..crate::outcome::Report::default()
     }
 }

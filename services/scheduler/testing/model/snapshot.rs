@@ -13,9 +13,9 @@ use crate::db::entity::{
     event, from_json, heartbeat, lease, outbox, owner_affinity, removed_worker, worker, workload,
 };
 use crate::outbox::Message;
+use crate::outcome;
 use crate::placement::FailedThere;
 use crate::workloads::events::Event;
-use crate::workloads::outcome;
 
 /// When instants of the database are, for a run that began at one of them and has moved the clock since.
 #[derive(Debug, Clone, Copy)]

@@ -4,6 +4,9 @@ use sea_orm::FromQueryResult;
 use sea_orm::entity::prelude::*;
 use sea_orm::sea_query::Expr;
 
+pub(crate) use crate::outcome::StopReason;
+pub(crate) use crate::placement::Kind;
+
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
 #[sea_orm(table_name = "leases")]
 pub(crate) struct Model {
@@ -36,31 +39,6 @@ pub(crate) struct Model {
 pub(crate) enum Relation {}
 
 impl ActiveModelBehavior for ActiveModel {}
-
-/// What a lease is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
-#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
-pub(crate) enum Kind {
-    /// A task: as any but `Transfer`, it takes a slot.
-    Task,
-    /// Getting a version of a resource.
-    Get,
-    /// Making a version of a resource.
-    Put,
-    /// Looking for versions of a resource.
-    Check,
-    /// What others use while they run.
-    Service,
-    /// Moving bytes: takes no slot.
-    Transfer,
-}
-
-impl Kind {
-    /// Whether something runs under it.
-    pub(crate) fn takes_a_slot(self) -> bool {
-        self != Self::Transfer
-    }
-}
 
 impl Model {
     /// Whether its holder keeps it by renewals; others are kept by the contact of their worker.
@@ -121,22 +99,6 @@ pub(crate) enum State {
     Ending,
     /// Nothing of it runs any more.
     Ended,
-}
-
-/// Why an attempt shall stop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, EnumIter, DeriveActiveEnum)]
-#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "SCREAMING_SNAKE_CASE")]
-pub(crate) enum StopReason {
-    /// Its caller asked for it.
-    Cancelled,
-    /// Its process was not started in time.
-    StartTimeout,
-    /// It ran for too long.
-    RunTimeout,
-    /// Its worker lands or retires.
-    Interrupted,
-    /// Its worker was lost and may run it still. Its workload has ended without it, or will: nobody waits for this one.
-    WorkerLost,
 }
 
 /// Who ended a lease.

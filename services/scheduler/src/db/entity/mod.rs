@@ -10,6 +10,7 @@ pub(crate) mod peer_waiters;
 pub(crate) mod removed_worker;
 pub(crate) mod reservation;
 pub(crate) mod signing_key;
+mod text;
 pub(crate) mod worker;
 pub(crate) mod worker_revision;
 pub(crate) mod workload;

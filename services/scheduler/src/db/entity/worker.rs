@@ -3,6 +3,7 @@
 use sea_orm::entity::prelude::*;
 
 use super::removed_worker::WorkerEnd;
+pub(crate) use crate::placement::{Desired, State};
 
 #[derive(Clone, Debug, PartialEq, Eq, DeriveEntityModel)]
 #[sea_orm(table_name = "workers")]
@@ -61,27 +62,3 @@ impl Related<super::heartbeat::Entity> for Entity {
 }
 
 impl ActiveModelBehavior for ActiveModel {}
-
-/// What a worker shall do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
-#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
-pub(crate) enum Desired {
-    /// Take work.
-    Run,
-    /// Take no more work, and come back later.
-    Land,
-    /// Take no more work, for good.
-    Retire,
-}
-
-/// Whether a worker is in contact.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, EnumIter, DeriveActiveEnum)]
-#[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
-pub(crate) enum State {
-    /// Its gateway is in contact.
-    Running,
-    /// It has been silent for the TTL, or its gateway said goodbye.
-    Stalled,
-    /// It has been silent for so long that nothing of it can be running.
-    Lost,
-}

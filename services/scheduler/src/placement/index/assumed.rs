@@ -4,7 +4,7 @@
 use domain::WorkerId;
 
 use super::Index;
-use crate::db::entity::lease::Kind;
+use crate::placement::Kind;
 use crate::placement::{Load, Resources};
 
 impl Index {

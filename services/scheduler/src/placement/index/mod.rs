@@ -29,7 +29,7 @@ use super::{
     Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker, has_room,
     of_class, of_load, of_place,
 };
-use crate::db::entity::worker::{Desired, State};
+use crate::placement::{Desired, State};
 
 /// No worker has registered yet.
 const NOBODY: &str = "NOBODY";

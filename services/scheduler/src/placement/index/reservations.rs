@@ -11,7 +11,7 @@ use domain::WorkerId;
 use uuid::Uuid;
 
 use super::{Index, Worker, of_place};
-use crate::db::entity::lease::Kind;
+use crate::placement::Kind;
 use crate::placement::{Demand, Load, Resources, Shape, amounts, full_with, of_load_with};
 
 /// No further worker of a kind is reserved while one in so many are, but for the first. A kind: those that are alike in all that a demand can

@@ -4,7 +4,20 @@ use domain::Timestamp;
 use domain::workload::{Exit, Failure, FailureReason, Outcome, PublishedCache, PublishedOutput, Usage};
 use serde::{Deserialize, Serialize};
 
-use crate::db::entity::lease::StopReason;
+/// Why an attempt shall stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StopReason {
+    /// Its caller asked for it.
+    Cancelled,
+    /// Its process was not started in time.
+    StartTimeout,
+    /// It ran for too long.
+    RunTimeout,
+    /// Its worker lands or retires.
+    Interrupted,
+    /// Its worker was lost and may run it still. Its workload has ended without it, or will: nobody waits for this one.
+    WorkerLost,
+}
 
 /// How a workload ended. Kept with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
