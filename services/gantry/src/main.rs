@@ -8,54 +8,21 @@
 //!
 //! Answers go to standard output, everything else to standard error. Whatever fails is said once, here, in one sentence.
 
-mod addresses;
-mod args;
-mod attach;
-mod caches;
-mod cat;
-mod check;
-mod cluster;
-mod connect;
-mod delete;
-mod demand;
-mod directories;
-mod download;
-mod error;
-mod exit;
-mod explain;
+mod commands;
+
 mod follow;
-mod hint;
-mod imports;
-mod json;
-mod landing;
-mod lease;
-mod list;
-mod logs;
-mod names;
-mod narrate;
-mod outage;
-mod output;
-mod progress;
-mod queries;
-mod rules;
-mod run;
-mod screen;
-mod set_aside;
-mod signals;
-mod status;
-mod stdin;
-mod stdout;
-mod table;
-mod target;
-mod token;
-mod trace;
-mod tree;
-mod ui;
-mod upload;
-mod values;
-mod watch;
-mod why;
-mod words;
+
+mod transfer;
+
+mod client;
+
+mod cluster;
+
+mod cli;
+
+mod render;
+
+mod ending;
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -70,11 +37,19 @@ use server::telemetry::{self, RecentSpans, Telemetry};
 use tokio::runtime::{Builder, Runtime};
 use tracing::{Instrument, info_span};
 
-use crate::args::{Cli, Command, Global, RunArgs};
-use crate::connect::Connection;
-use crate::error::{Interrupted, Told};
-use crate::signals::Signals;
-use crate::ui::Ui;
+use crate::cli::args::{Cli, Command, Global, RunArgs};
+use crate::client::connect::Connection;
+use crate::commands::explain::{store, workload};
+use crate::commands::run::trace;
+use crate::commands::{
+    caches, capacity, cat, delete, imports, list, logs, orphans, run, status, validate, workers,
+};
+use crate::ending::error::{self, Interrupted, Told};
+use crate::ending::exit_code;
+use crate::ending::signals::Signals;
+use crate::render::stdout;
+use crate::render::ui::Ui;
+use crate::transfer::{download, upload};
 
 fn main() -> ExitCode {
     // Before any thread exists: a container is made by a process that has only one.
@@ -89,7 +64,7 @@ fn main() -> ExitCode {
         Err(error) => {
             // When that cannot be written, nobody reads it.
             _ = error.print();
-            return ExitCode::from(if error.use_stderr() { exit::OURS } else { 0 });
+            return ExitCode::from(if error.use_stderr() { exit_code::OURS } else { 0 });
         }
     };
     let not_set = match &cli.command {
@@ -138,10 +113,10 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
             let message = error::describe_told(Told { server, token_file }, error);
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
-            (exit::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit::OURS }))
+            (exit_code::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit_code::OURS }))
         }
     };
-    if global.json && ui.events().is_none() && code != exit::PIPE {
+    if global.json && ui.events().is_none() && code != exit_code::PIPE {
         // When that cannot be written, nobody reads it.
         _ = stdout::print_json(&ended);
     }
@@ -166,10 +141,10 @@ fn exports_spans() -> bool {
 
 async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
     match command {
-        Command::Up(_) => check::here("up", global, ui)?,
-        Command::Down(_) => check::here("down", global, ui)?,
-        Command::List(args) => check::list(args)?,
-        Command::Show(args) => check::id(args)?,
+        Command::Up(_) => validate::here("up", global, ui)?,
+        Command::Down(_) => validate::here("down", global, ui)?,
+        Command::List(args) => validate::list(args)?,
+        Command::Show(args) => validate::id(args)?,
         _ => {}
     }
     match command {
@@ -182,9 +157,9 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
     }
     match command {
         Command::Upload(args) => {
-            check::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
+            validate::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
         }
-        Command::Download(args) => check::target(&args.directory, args.replace, args.take.follow_links)
+        Command::Download(args) => validate::target(&args.directory, args.replace, args.take.follow_links)
             .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
     }
@@ -206,7 +181,7 @@ async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<
 /// Commands that may be interrupted at any point.
 async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
     match command {
-        Command::Explain(args) => explain::whatever(connection, args, as_json).await?,
+        Command::Explain(args) => workload::whatever(connection, args, as_json).await?,
         Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
         Command::Upload(args) => {
             let artifact = upload::command(connection, ui, args).await?;
@@ -234,15 +209,15 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Show(args) => list::show(connection, args, as_json).await?,
         Command::ClearCache(args) => caches::clear(connection, args, as_json).await?,
         Command::Gc(args) => delete::gc(connection, args, as_json).await?,
-        Command::Adopt(args) => set_aside::adopt(connection, args, as_json).await?,
-        Command::Purge(args) => set_aside::purge(connection, args, as_json).await?,
-        Command::Land(args) => landing::land(connection, ui, args, as_json).await?,
-        Command::Unland(args) => landing::unland(connection, args, as_json).await?,
-        Command::Retire(args) => landing::retire(connection, ui, args, as_json).await?,
-        Command::Prune(args) => landing::prune(connection, args, as_json).await?,
-        Command::Demand => demand::demand(connection, as_json).await?,
+        Command::Adopt(args) => orphans::adopt(connection, args, as_json).await?,
+        Command::Purge(args) => orphans::purge(connection, args, as_json).await?,
+        Command::Land(args) => workers::land(connection, ui, args, as_json).await?,
+        Command::Unland(args) => workers::unland(connection, args, as_json).await?,
+        Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
+        Command::Prune(args) => workers::prune(connection, args, as_json).await?,
+        Command::Demand => capacity::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
-        Command::Undelete(args) => why::undelete(connection, args, as_json).await?,
+        Command::Undelete(args) => store::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
         Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
     }
@@ -251,7 +226,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
 
 /// `gantry run`, traced when that is asked for.
 async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
-    check::run(args)?;
+    validate::run(args)?;
     let spans = args.trace.is_some().then(RecentSpans::default);
     let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
         .then(|| telemetry::init("gantry", "warn", spans.clone()))

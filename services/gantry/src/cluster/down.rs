@@ -13,11 +13,11 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 
 use super::{Paths, lock, start};
-use crate::args::DownArgs;
-use crate::error::refused;
-use crate::stdout::print_json;
-use crate::table::count;
-use crate::ui::Ui;
+use crate::cli::args::DownArgs;
+use crate::ending::error::refused;
+use crate::render::stdout::print_json;
+use crate::render::table::count;
+use crate::render::ui::Ui;
 
 /// How long the cluster may take to stop what runs.
 const DEADLINE: Duration = Duration::from_secs(60);

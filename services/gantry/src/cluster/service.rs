@@ -19,7 +19,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::idle::{containers, unfinished, unfinished_at};
-use crate::table::count;
+use crate::render::table::count;
 
 /// What a process has between TERM and KILL.
 const GRACE: Duration = Duration::from_secs(10);

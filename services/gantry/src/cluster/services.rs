@@ -10,7 +10,7 @@ use runtime_gateway::host::{HostConfig, HostRuntime, Permission};
 use server::Host;
 
 use super::Paths;
-use crate::args::UpArgs;
+use crate::cli::args::UpArgs;
 
 /// The worker on this machine. Not the machine's name, which may change while what the worker holds stays the same.
 const WORKER: &str = "local";

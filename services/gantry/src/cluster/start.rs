@@ -19,7 +19,7 @@ use rustix::net::sockopt::socket_peercred;
 use tokio::time::Instant;
 
 use super::{ANOTHER_RUNS, HOLDS_DESTRUCTION, Paths, lock, paths, paths::endpoint};
-use crate::ui::Ui;
+use crate::render::ui::Ui;
 
 /// How long a cluster may take until it answers.
 const PATIENCE: Duration = Duration::from_secs(30);

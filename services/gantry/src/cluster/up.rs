@@ -21,10 +21,10 @@ use tokio_util::sync::CancellationToken;
 use super::lock::{Lock, Record, holder};
 use super::service::{ClusterService, LocalCluster, stop_workloads};
 use super::{ANOTHER_RUNS, Paths, idle, reach, services, start};
-use crate::args::UpArgs;
-use crate::signals::Signals;
-use crate::stdout::{print, print_json};
-use crate::ui::Ui;
+use crate::cli::args::UpArgs;
+use crate::ending::signals::Signals;
+use crate::render::stdout::{print, print_json};
+use crate::render::ui::Ui;
 
 /// A detached cluster ends after this long without use, unless it is told otherwise.
 const IDLE_END: Duration = Duration::from_secs(10 * 60);

@@ -1,0 +1,5 @@
+//! The command line as a caller writes it: commands, options and their values.
+
+pub(crate) mod addresses;
+pub(crate) mod args;
+pub(crate) mod values;

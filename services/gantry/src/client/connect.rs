@@ -1,0 +1,333 @@
+//! How the command reaches a cluster: the one it was told, or the one on this machine, which it starts when none runs.
+
+use std::io::ErrorKind;
+use std::time::Duration;
+
+use anyhow::Context;
+use rpc::Peer;
+use rpc::client::{AddressError, Outgoing, listens, peer};
+use rpc::pb::artifacts::artifacts_client::ArtifactsClient;
+use rpc::pb::artifacts::caches_client::CachesClient;
+use rpc::pb::artifacts::collector_client::CollectorClient;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::owners_client::OwnersClient;
+use rpc::pb::local::GetStatusRequest;
+use rpc::pb::local::cluster_client::ClusterClient;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::scheduler::placements_client::PlacementsClient;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::pb::streamer::streamer_client::StreamerClient;
+use tokio::sync::{Mutex, OnceCell};
+use tokio::time::Instant;
+use tonic::{Code, Status};
+
+use crate::cli::addresses::Addresses;
+use crate::cli::args::Global;
+use crate::client::token::{default_token, read_token};
+use crate::cluster::{self, Paths};
+use crate::ending::error::{Refused, refused, without_number};
+use crate::render::ui::Ui;
+
+/// How often a transfer is tried when calls break. A restart of the cluster fits into the pauses.
+pub(crate) const TRANSFER_TRIES: usize = 12;
+/// How long a call that may be repeated is repeated.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long one try of a call may take.
+const DEADLINE: Duration = Duration::from_secs(10);
+/// How long a first connection may take before the caller is told.
+const TOLD_AFTER: Duration = Duration::from_millis(800);
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(2);
+
+/// A cluster, as the command reaches it.
+pub(crate) struct Connection {
+    addresses: Addresses,
+    outgoing: Outgoing,
+    scheduler: Peer,
+    artifacts: Peer,
+    streamer: Peer,
+    /// Where calls of containers and volumes go. `None`: to the gateway that attends the worker.
+    door: Option<Peer>,
+    /// Where the cluster is one of this machine that we may start.
+    local: Option<Paths>,
+    /// By which addresses the process is known that has all services in one place.
+    aliases: OnceCell<Vec<String>>,
+    /// Held while it is started again: calls that broke together start it once.
+    reviving: Mutex<()>,
+    /// On whose behalf.
+    pub(crate) team: String,
+}
+
+impl Connection {
+    /// Finds the cluster, and starts one where that is the one on this machine and it does not run.
+    pub(crate) async fn open(global: &Global, ui: &Ui) -> anyhow::Result<Self> {
+        let named = named_token(global)?;
+        let (addresses, local) = match &global.server {
+            Some(server) => {
+                let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
+                tell_unless_listens(&addresses.scheduler, ui).await;
+                (addresses, None)
+            }
+            None => {
+                let paths = Paths::find()?;
+                (Addresses::one(&cluster::ensure(&paths, ui).await?), Some(paths))
+            }
+        };
+        let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+        let token = match named {
+            Some(named) => Some(named),
+            None => default_token(&addresses)?.map(|(_, token)| token),
+        };
+        let outgoing = Outgoing::default().with_token(token.as_deref());
+        let connection = Self::new(addresses, outgoing, global.team.clone())?;
+        Ok(Self { local, ..connection })
+    }
+
+    fn new(addresses: Addresses, outgoing: Outgoing, team: String) -> Result<Self, AddressError> {
+        let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
+        // One connection for what is in one place.
+        let reach = |address: &str| {
+            if address == addresses.scheduler {
+                Ok(scheduler.clone())
+            } else {
+                peer(address, outgoing.clone())
+            }
+        };
+        Ok(Self {
+            artifacts: reach(&addresses.artifacts)?,
+            streamer: reach(&addresses.streamer)?,
+            door: addresses.door.as_deref().map(reach).transpose()?,
+            scheduler,
+            addresses,
+            outgoing,
+            local: None,
+            aliases: OnceCell::new(),
+            reviving: Mutex::new(()),
+            team,
+        })
+    }
+
+    /// The cluster at `address`.
+    #[cfg(test)]
+    pub(crate) fn to(address: &str) -> Self {
+        Self::new(Addresses::one(address), Outgoing::default(), "main".to_owned()).expect("an address")
+    }
+
+    /// The same, with a door at `address`.
+    #[cfg(test)]
+    pub(crate) fn through(self, address: &str) -> Self {
+        Self { door: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
+    }
+
+    /// What may help who cannot reach a worker, to be said behind that.
+    pub(crate) fn hint_at_doors(&self) -> &'static str {
+        match (&self.door, &self.local) {
+            (None, None) => {
+                "; where workers cannot be reached from here, name a door: --door, or door=… in --server"
+            }
+            _ => "",
+        }
+    }
+
+    /// The gateway at `endpoint`, or the door that stands before it.
+    ///
+    /// A cluster in one process is reached by its socket, by TCP, and through whatever leads there: its gateway is where the rest of it is,
+    /// whichever of its addresses it names.
+    pub(crate) async fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
+        if let Some(door) = &self.door {
+            return Ok(door.clone());
+        }
+        if let Some(address) = self.addresses.in_one_place()
+            && (endpoint == address || self.is_alias(endpoint).await)
+        {
+            return Ok(self.scheduler.clone());
+        }
+        // Over its socket a cluster asks for no token; gateways elsewhere do.
+        let token = self.local.as_ref().and_then(|paths| read_token(&paths.token()).ok());
+        let outgoing = match token {
+            Some(token) => self.outgoing.clone().with_token(Some(&token)),
+            None => self.outgoing.clone(),
+        };
+        peer(endpoint, outgoing).context("the worker's gateway has an address that we cannot use")
+    }
+
+    async fn is_alias(&self, endpoint: &str) -> bool {
+        let asked = self.aliases.get_or_try_init(|| aliases(&self.scheduler)).await;
+        // Who does not say may be another one.
+        asked.is_ok_and(|aliases| aliases.iter().any(|alias| alias == endpoint))
+    }
+
+    /// Starts the cluster on this machine again if it has gone.
+    pub(crate) async fn revive(&self, ui: &Ui) -> anyhow::Result<()> {
+        match &self.local {
+            Some(paths) => {
+                let _reviving = self.reviving.lock().await;
+                cluster::ensure(paths, ui).await.map(drop)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn workloads(&self) -> WorkloadsClient<Peer> {
+        WorkloadsClient::new(self.scheduler.clone())
+    }
+
+    pub(crate) fn placements(&self) -> PlacementsClient<Peer> {
+        PlacementsClient::new(self.scheduler.clone())
+    }
+
+    pub(crate) fn workers(&self) -> WorkersClient<Peer> {
+        WorkersClient::new(self.scheduler.clone())
+    }
+
+    pub(crate) fn artifacts(&self) -> ArtifactsClient<Peer> {
+        ArtifactsClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn owners(&self) -> OwnersClient<Peer> {
+        OwnersClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn caches(&self) -> CachesClient<Peer> {
+        CachesClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn inventory(&self) -> InventoryClient<Peer> {
+        InventoryClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn collector(&self) -> CollectorClient<Peer> {
+        CollectorClient::new(self.artifacts.clone())
+    }
+
+    pub(crate) fn streamer(&self) -> StreamerClient<Peer> {
+        StreamerClient::new(self.streamer.clone())
+    }
+
+    pub(crate) fn cluster(&self) -> ClusterClient<Peer> {
+        ClusterClient::new(self.scheduler.clone())
+    }
+
+    pub(crate) async fn containers_at(&self, endpoint: &str) -> anyhow::Result<ContainersClient<Peer>> {
+        Ok(ContainersClient::new(self.gateway(endpoint).await?))
+    }
+
+    pub(crate) async fn volumes_at(&self, endpoint: &str) -> anyhow::Result<VolumesClient<Peer>> {
+        Ok(VolumesClient::new(self.gateway(endpoint).await?))
+    }
+}
+
+/// Tells the caller within a second that nothing listens at `address`. The first call is repeated for [`PATIENCE`], and fails then.
+async fn tell_unless_listens(address: &str, ui: &Ui) {
+    let advice = "check the address (--server or GANTRY_SERVER) and that the cluster runs there";
+    let patience = PATIENCE.as_secs();
+    match tokio::time::timeout(TOLD_AFTER, listens(address)).await {
+        Ok(Ok(())) => {}
+        // The first call says it better.
+        Ok(Err(error)) if matches!(error.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => {}
+        Ok(Err(error)) => {
+            let cause = without_number(&error.to_string());
+            // A single replica is not named twice.
+            let replica =
+                format!("{}: ", address.trim_start_matches("http://").trim_start_matches("unix://"));
+            let cause = cause.strip_prefix(&replica).unwrap_or(&cause);
+            ui.warn(&format!("cannot reach {address}: {cause}; trying for {patience} s; {advice}"));
+        }
+        Err(_) => ui.warn(&format!("{address} does not answer yet; trying for {patience} s; {advice}")),
+    }
+}
+
+/// By which addresses the process behind `peer` is known, where it is a cluster in one process.
+pub(crate) async fn aliases(peer: &Peer) -> Result<Vec<String>, Status> {
+    let asked = ClusterClient::new(peer.clone());
+    let asked = async { asked.clone().get_status(GetStatusRequest {}).await };
+    match tokio::time::timeout(DEADLINE, asked).await {
+        Ok(Ok(status)) => Ok(status.into_inner().endpoints),
+        Ok(Err(status)) if status.code() == Code::Unimplemented => Ok(Vec::new()),
+        Ok(Err(status)) => Err(status),
+        Err(_) => Err(Status::deadline_exceeded("no answer in time")),
+    }
+}
+
+/// Makes a call that may be repeated, and repeats it for a while when nobody answers.
+pub(crate) async fn repeat<T>(
+    doing: &str,
+    mut call: impl AsyncFnMut() -> Result<tonic::Response<T>, Status>,
+) -> anyhow::Result<T> {
+    let mut give_up = None;
+    let mut pause = Pause::default();
+    loop {
+        let answer = tokio::time::timeout(DEADLINE, call()).await;
+        let status = match answer {
+            Ok(Ok(response)) => return Ok(response.into_inner()),
+            Ok(Err(status)) => status,
+            Err(_) => Status::deadline_exceeded("no answer in time"),
+        };
+        // A first call may take long before it fails: it has a second try all the same.
+        let give_up = *give_up.get_or_insert_with(|| Instant::now() + PATIENCE);
+        if !Refused::from(status.clone()).is_transient() || Instant::now() >= give_up {
+            return Err(refused(doing)(status));
+        }
+        pause.wait().await;
+    }
+}
+
+/// Pauses between tries, each longer than the one before.
+pub(crate) struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(FIRST_PAUSE)
+    }
+}
+
+impl Pause {
+    pub(crate) async fn wait(&mut self) {
+        tokio::time::sleep(self.0).await;
+        self.0 = (self.0 * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Reads the token of --token-file, if that was given.
+pub(crate) fn named_token(global: &Global) -> anyhow::Result<Option<String>> {
+    global.token_file.as_deref().map(read_token).transpose()
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc::pb::runtime::AttachRequest;
+    use tonic::service::RoutesBuilder;
+
+    use super::*;
+
+    /// Somebody who listens and serves nothing; what he answers says that he was asked.
+    async fn somebody(name: &str) -> (tempfile::TempDir, String, tokio::task::JoinSet<()>) {
+        let directory = tempfile::tempdir().expect("a directory");
+        let socket = directory.path().join(name);
+        let listener = tokio::net::UnixListener::bind(&socket).expect("bound");
+        let mut serving = tokio::task::JoinSet::new();
+        let server = tonic::transport::Server::builder().add_routes(RoutesBuilder::default().routes());
+        let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+        serving.spawn(async move { server.serve_with_incoming(incoming).await.expect("served") });
+        (directory, format!("unix://{}", socket.display()), serving)
+    }
+
+    #[tokio::test]
+    async fn with_a_door_no_gateway_is_called_itself() {
+        let (_kept, door, _serving) = somebody("door").await;
+        let connection = Connection::to("http://127.0.0.1:9");
+        let attach = async |connection: &Connection| {
+            let mut gateway = connection.containers_at("http://127.0.0.1:10").await.expect("an address");
+            let said = tokio_stream::iter([AttachRequest::default()]);
+            gateway.attach(said).await.expect_err("nobody serves it").code()
+        };
+        assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "nobody listens there");
+        assert_eq!(
+            attach(&connection.through(&door)).await,
+            tonic::Code::Unimplemented,
+            "the door was asked"
+        );
+    }
+}

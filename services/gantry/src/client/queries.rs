@@ -1,0 +1,233 @@
+//! What the services have, for commands: one by its id, or all, page by page.
+
+use anyhow::bail;
+use futures::stream::{self, Stream, TryStreamExt};
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    Artifact, CollectResponse, Container, GetArtifactRequest, GetContainerRequest, GetVolumeRequest,
+    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListVolumesRequest, Thing, Volume,
+};
+use rpc::pb::scheduler::{
+    GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker, WorkerDesire,
+    WorkerState, Workload, WorkloadState,
+};
+use serde_json::Value;
+
+use crate::client::connect::{Connection, repeat};
+use crate::ending::error::refusal;
+use crate::render::labels;
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{fields, render};
+
+pub(crate) async fn table<T>(
+    items: impl Stream<Item = anyhow::Result<T>>,
+    limit: usize,
+    as_json: bool,
+    json: fn(&T) -> Value,
+    headers: &[&str],
+    row: impl Fn(&T) -> Vec<String>,
+) -> anyhow::Result<()> {
+    use futures::StreamExt;
+    let items: Vec<T> = items.take(limit).try_collect().await?;
+    if as_json {
+        return items.iter().try_for_each(|item| print_json(&json(item)));
+    }
+    print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
+}
+
+pub(crate) fn one<T>(
+    item: &T,
+    as_json: bool,
+    json: fn(&T) -> Value,
+    shown: impl FnOnce(&T) -> Vec<(&'static str, String)>,
+) -> anyhow::Result<()> {
+    if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
+}
+
+pub(crate) fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
+    match item {
+        Some(item) => Ok(item),
+        None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
+    }
+}
+
+/// All items of a list, page after page.
+pub(crate) fn pages<T>(
+    next: impl AsyncFn(String) -> anyhow::Result<(Vec<T>, String)>,
+) -> impl Stream<Item = anyhow::Result<T>> {
+    stream::try_unfold((next, Some(String::new())), async |(next, token)| {
+        let Some(token) = token else { return Ok::<_, anyhow::Error>(None) };
+        let (items, token) = next(token).await?;
+        let page = stream::iter(items.into_iter().map(Ok::<_, anyhow::Error>));
+        Ok(Some((page, (next, (!token.is_empty()).then_some(token)))))
+    })
+    .try_flatten()
+}
+
+pub(crate) fn workers(connection: &Connection) -> impl Stream<Item = anyhow::Result<Worker>> {
+    pages(async |page_token| {
+        let request = ListWorkersRequest { page_size: 0, page_token };
+        let client = connection.workers();
+        let page = repeat("cannot list workers", async || client.clone().list_workers(request.clone()).await);
+        page.await.map(|page| (page.workers, page.next_page_token))
+    })
+}
+
+pub(crate) fn workloads(
+    connection: &Connection,
+    (state, outcome): (WorkloadState, Outcome),
+) -> impl Stream<Item = anyhow::Result<Workload>> {
+    pages(async move |page_token| {
+        let (team, state, outcome) = (connection.team.clone(), state.into(), outcome.into());
+        let request = ListRequest { team, state, outcome, page_size: 0, page_token };
+        let client = connection.workloads();
+        let page = repeat("cannot list workloads", async || client.clone().list(request.clone()).await);
+        page.await.map(|page| (page.workloads, page.next_page_token))
+    })
+}
+
+pub(crate) fn artifacts(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Artifact>> {
+    pages(async move |page_token| {
+        let request = ListArtifactsRequest { team: connection.team.clone(), state, page_size: 0, page_token };
+        let client = connection.artifacts();
+        let page =
+            repeat("cannot list artifacts", async || client.clone().list_artifacts(request.clone()).await);
+        page.await.map(|page| (page.artifacts, page.next_page_token))
+    })
+}
+
+/// Workers that cannot be read from now, or that somebody takes out of service.
+pub(crate) async fn not_to_count_on(connection: &Connection) -> anyhow::Result<Vec<String>> {
+    let stays =
+        |worker: &Worker| worker.state() == WorkerState::Running && worker.desired() == WorkerDesire::Run;
+    let others = workers(connection)
+        .try_filter(|worker| std::future::ready(!stays(worker)))
+        .map_ok(|worker| worker.worker_id);
+    others.try_collect().await
+}
+
+/// Artifacts that have no replica on any other worker than these.
+pub(crate) fn at_risk(
+    connection: &Connection,
+    workers: Vec<String>,
+) -> impl Stream<Item = anyhow::Result<Artifact>> {
+    pages(async move |page_token| {
+        let request = ListAtRiskRequest {
+            team: connection.team.clone(),
+            worker_ids: workers.clone(),
+            page_size: 0,
+            page_token,
+        };
+        let client = connection.inventory();
+        let doing = "cannot list what is at risk";
+        let page = repeat(doing, async || client.clone().list_at_risk(request.clone()).await);
+        page.await.map(|page| (page.artifacts, page.next_page_token))
+    })
+}
+
+pub(crate) fn volumes(connection: &Connection, state: i32) -> impl Stream<Item = anyhow::Result<Volume>> {
+    pages(async move |page_token| {
+        let request = ListVolumesRequest { state, page_token, ..ListVolumesRequest::default() };
+        let client = connection.inventory();
+        let page = repeat("cannot list volumes", async || client.clone().list_volumes(request.clone()).await);
+        page.await.map(|page| (page.volumes, page.next_page_token))
+    })
+}
+
+pub(crate) fn containers(
+    connection: &Connection,
+    state: i32,
+) -> impl Stream<Item = anyhow::Result<Container>> {
+    pages(async move |page_token| {
+        let request = ListContainersRequest { state, page_token, ..ListContainersRequest::default() };
+        let client = connection.inventory();
+        let page =
+            repeat("cannot list containers", async || client.clone().list_containers(request.clone()).await);
+        page.await.map(|page| (page.containers, page.next_page_token))
+    })
+}
+
+/// One worker, for a command that does `doing` with it.
+pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -> anyhow::Result<Worker> {
+    let request = GetWorkerRequest { worker: worker.to_owned() };
+    let client = connection.workers();
+    let doing = format!("cannot {doing} worker {worker}");
+    let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
+    known(response.worker, "worker", worker)
+}
+
+/// One workload, for a command that does `doing` with it.
+pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> anyhow::Result<Workload> {
+    let request = GetRequest { team: connection.team.clone(), workload_id: id.to_owned() };
+    let client = connection.workloads();
+    let doing = format!("cannot {doing} workload {id}");
+    let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
+    known(response.workload, "workload", id)
+}
+
+pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
+    let request = GetArtifactRequest { team: connection.team.clone(), artifact_id: id.to_owned() };
+    let client = connection.artifacts();
+    let doing = format!("cannot show artifact {id}");
+    let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
+    known(response.artifact, "artifact", id)
+}
+
+/// How it is with the worker that a workload is on. Empty: as it should be, or the workload is on none.
+pub(crate) async fn standing(connection: &Connection, of: &Workload) -> anyhow::Result<String> {
+    let Some(there) = of.whereabouts.as_ref().filter(|_| labels::holds_lease(of.state())) else {
+        return Ok(String::new());
+    };
+    let worker = match worker(connection, "show", &there.worker_id).await {
+        Ok(worker) => worker,
+        // It has gone just now, and the workload goes on elsewhere.
+        Err(error) if refusal(&error).is_some_and(|refusal| refusal.is(Reason::WorkerNotFound)) => {
+            return Ok(String::new());
+        }
+        Err(error) => return Err(error),
+    };
+    Ok(match worker.state() {
+        WorkerState::Running if worker.desired() == WorkerDesire::Run => String::new(),
+        WorkerState::Running => labels::standing(&worker),
+        _ => labels::silent(&worker),
+    })
+}
+
+pub(crate) async fn volume(connection: &Connection, handle: &str) -> anyhow::Result<Volume> {
+    let request = GetVolumeRequest { volume_handle: handle.to_owned() };
+    let client = connection.inventory();
+    let doing = format!("cannot show volume {handle}");
+    let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
+    known(response.volume, "volume", handle)
+}
+
+pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::Result<Container> {
+    let request = GetContainerRequest { container_handle: handle.to_owned() };
+    let client = connection.inventory();
+    let doing = format!("cannot show container {handle}");
+    let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
+    known(response.container, "container", handle)
+}
+
+/// How many bytes go on workers: an artifact has none beside those of its volumes.
+pub(crate) fn freed(response: &CollectResponse) -> u64 {
+    let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
+    volumes.map(|volume| volume.size_bytes).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn lists_go_on_from_page_to_page() {
+        let all = pages(async |token: String| {
+            Ok(match token.as_str() {
+                "" => (vec![1, 2], "more".to_owned()),
+                "more" => (vec![], "last".to_owned()),
+                _ => (vec![3], String::new()),
+            })
+        });
+        assert_eq!(all.try_collect::<Vec<i32>>().await.expect("listed"), [1, 2, 3]);
+    }
+}

@@ -1,0 +1,233 @@
+//! `gantry cat`: one file of an artifact, to standard output.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::path::{Component, Path};
+
+use anyhow::{Context, bail};
+use base64::engine::general_purpose::STANDARD;
+use base64::write::EncoderWriter;
+use rpc::pb::runtime::{ReadFileRequest, ReadFileResponse};
+use rpc::pb::streamer::{DownloadResponse, GoTo};
+use serde_json::json;
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::cli::args::CatArgs;
+use crate::client::connect::TRANSFER_TRIES;
+use crate::client::connect::{Connection, Pause};
+use crate::ending::error::{Interrupted, Refused, is_transient};
+use crate::ending::exit_code;
+use crate::render::stdout::write_all;
+use crate::transfer::download::locate;
+
+/// Prints the bytes; as JSON, one object with all of them in base64.
+pub(crate) async fn cat(args: &CatArgs, connection: &Connection, as_json: bool) -> anyhow::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let CatArgs { artifact, path } = args;
+    let path = Path::new(path);
+    let doing = || format!("cannot read {} of artifact {artifact}", path.display());
+    let within = within(path).with_context(doing)?;
+    let printed = print(*artifact, within.as_os_str().as_bytes(), connection, as_json).await;
+    printed.with_context(doing)
+}
+
+/// The path as the artifact knows it: no slash at its beginning, though people like to write one.
+fn within(path: &Path) -> anyhow::Result<&Path> {
+    if path.components().any(|component| component == Component::ParentDir) {
+        bail!("paths are seen from the root of the artifact, and there is no way out of it; leave out ..");
+    }
+    let root = path.components().find(|component| matches!(component, Component::Normal(_))).is_none();
+    if root {
+        bail!("that is the root of the artifact, which is a directory; name a file in it");
+    }
+    let mut components = path.components();
+    loop {
+        let rest = components.as_path();
+        match components.next() {
+            Some(Component::Normal(_)) | None => return Ok(rest),
+            Some(_) => {}
+        }
+    }
+}
+
+async fn print(
+    artifact: domain::ArtifactId,
+    path: &[u8],
+    connection: &Connection,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let mut reading =
+        Reading { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
+    let mut pause = Pause::default();
+    let mut read = reading.attempt().await;
+    for _ in 1..TRANSFER_TRIES {
+        if !read.as_ref().is_err_and(is_transient) {
+            break;
+        }
+        pause.wait().await;
+        read = reading.attempt().await;
+    }
+    // What nobody reads any more need not have come.
+    if let Some(out) = reading.out {
+        out.finish().await?;
+    }
+    read
+}
+
+/// A file on its way from wherever it can be read.
+struct Reading<'a> {
+    artifact: domain::ArtifactId,
+    path: &'a [u8],
+    connection: &'a Connection,
+    as_json: bool,
+    /// Gateways at which it was tried.
+    avoid: Vec<String>,
+    out: Option<Out>,
+    /// How much of it has come.
+    received: u64,
+}
+
+impl Reading<'_> {
+    /// Goes on where it broke off, at another gateway if there is one.
+    async fn attempt(&mut self) -> anyhow::Result<()> {
+        let DownloadResponse { go_to, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
+        let GoTo { gateway_endpoint, ticket, .. } = go_to.context("the streamer named no worker")?;
+        self.avoid.push(gateway_endpoint.clone());
+        let request = ReadFileRequest { ticket, path: bytes::Bytes::copy_from_slice(self.path) };
+        let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
+        let mut pieces = volumes.read_file(request).await.map_err(Refused::from)?.into_inner();
+        let first = pieces.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+        let size = first.size_bytes;
+        let out = match &mut self.out {
+            Some(out) => out,
+            none => none.insert(Out::start(self.artifact, self.path, size, self.as_json)?),
+        };
+        if out.size != size {
+            bail!("this worker has another file there than the one before");
+        }
+
+        // It is read from its beginning, and has been printed up to here.
+        let mut again = self.received;
+        let mut next = Some(first);
+        while let Some(ReadFileResponse { mut data, .. }) = next {
+            let known = usize::try_from(again).unwrap_or(usize::MAX).min(data.len());
+            again -= known as u64;
+            let new = data.split_off(known);
+            self.received += new.len() as u64;
+            if !new.is_empty() && out.pieces.send(new).await.is_err() {
+                // Writing has ended, and says why.
+                return Ok(());
+            }
+            next = pieces.message().await.map_err(Refused::from)?;
+        }
+        if self.received < size {
+            return Err(Refused::cut().into());
+        }
+        Ok(())
+    }
+}
+
+/// Standard output, and what goes there.
+struct Out {
+    size: u64,
+    pieces: mpsc::Sender<bytes::Bytes>,
+    writing: JoinHandle<io::Result<()>>,
+}
+
+impl Out {
+    fn start(artifact: domain::ArtifactId, path: &[u8], size: u64, as_json: bool) -> anyhow::Result<Self> {
+        let (pieces, queue) = mpsc::channel::<bytes::Bytes>(8);
+        let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
+        let about = as_json.then(|| {
+            let path = String::from_utf8_lossy(path);
+            json!({ "artifact_id": artifact.to_string(), "path": path, "size_bytes": size }).to_string()
+        });
+        let writing = tokio::task::spawn_blocking(move || match about {
+            Some(about) => write_document(file, &about, queue),
+            None => write_bytes(file, queue),
+        });
+        Ok(Self { size, pieces, writing })
+    }
+
+    /// Waits until everything that came is written.
+    async fn finish(self) -> anyhow::Result<()> {
+        drop(self.pieces);
+        match self.writing.await.context("writing ended unexpectedly")? {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {
+                Err(Interrupted(exit_code::PIPE).into())
+            }
+            result => result.context("cannot write to standard output"),
+        }
+    }
+}
+
+fn write_bytes(mut file: File, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::Result<()> {
+    while let Some(data) = pieces.blocking_recv() {
+        write_all(&mut file, &data)?;
+    }
+    Ok(())
+}
+
+/// `about` is an object; the content is put behind its last member.
+fn write_document(mut file: File, about: &str, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::Result<()> {
+    let about = about.strip_suffix('}').unwrap_or(about);
+    write_all(&mut file, format!("{about},\"data\":\"").as_bytes())?;
+    let mut encoded = EncoderWriter::new(Patient(&mut file), &STANDARD);
+    while let Some(data) = pieces.blocking_recv() {
+        io::Write::write_all(&mut encoded, &data)?;
+    }
+    encoded.finish()?;
+    drop(encoded);
+    write_all(&mut file, b"\"}\n")
+}
+
+/// Writes as [`write_all`] does.
+struct Patient<'a>(&'a mut File);
+
+impl io::Write for Patient<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        write_all(self.0, bytes).map(|()| bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Seek};
+
+    use super::*;
+
+    #[test]
+    fn paths_are_seen_from_the_root_of_the_artifact() {
+        let of = |path: &'static str| within(Path::new(path)).map(|path| path.display().to_string());
+        assert_eq!(of("a/b").expect("a path"), "a/b");
+        assert_eq!(of("/a/b").expect("a path"), "a/b");
+        assert_eq!(of("././/a").expect("a path"), "a");
+        for root in ["", "/", ".", "./."] {
+            assert!(of(root).expect_err("refused").to_string().contains("name a file"), "{root}");
+        }
+        for out in ["..", "../x", "a/../b"] {
+            assert!(of(out).expect_err("refused").to_string().contains("leave out .."), "{out}");
+        }
+    }
+
+    #[test]
+    fn a_document_has_all_bytes() {
+        let mut file = tempfile::tempfile().expect("a file");
+        let (sender, queue) = mpsc::channel(4);
+        for piece in [&b"\xff\x00"[..], b"\"x", b""] {
+            sender.try_send(bytes::Bytes::from_static(piece)).expect("room");
+        }
+        drop(sender);
+        write_document(file.try_clone().expect("another"), "{\"size_bytes\":4}", queue).expect("written");
+        let mut text = String::new();
+        file.rewind().expect("rewound");
+        file.read_to_string(&mut text).expect("text");
+        assert_eq!(text, "{\"size_bytes\":4,\"data\":\"/wAieA==\"}\n");
+    }
+}

@@ -1,0 +1,315 @@
+//! `gantry delete` and `gantry gc`: letting go of artifacts, and collecting what nothing keeps.
+
+use std::time::Duration;
+
+use anyhow::bail;
+use futures::TryStreamExt;
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    Artifact, ArtifactState, CollectRequest, CollectResponse, Collected, DeleteArtifactsRequest, DryRun,
+    Thing,
+};
+use rpc::pb::scheduler::{Worker, WorkloadState};
+use serde_json::json;
+
+use crate::cli::args::{DeleteArgs, GcArgs};
+use crate::client::connect::{Connection, repeat};
+use crate::client::queries;
+use crate::commands::explain::store;
+use crate::ending::error;
+use crate::render::json as shown;
+use crate::render::labels;
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{bytes, count, plain, render};
+use crate::render::ui::Ui;
+
+/// Most artifacts of one call.
+const AT_ONCE: usize = 1000;
+/// A disk with a smaller part free is full: one in so many.
+const FULL: u64 = 20;
+/// No disk with so many bytes free is full, however large it is: what fills it is then hardly ours, and work goes on.
+const NEVER_FULL: u64 = 1 << 30;
+/// How long a new worker may take to say how full its disk is.
+const FIRST_REPORT: Duration = Duration::from_secs(2);
+/// How much of a full disk is made free, as far as what is only kept for a time reaches: one in so many.
+const WANTED: u64 = 5;
+/// Most bytes of a full disk that are made free.
+const MOST_WANTED: u64 = 5 << 30;
+
+/// `gantry delete`
+pub(crate) async fn delete(
+    connection: &Connection,
+    ui: &Ui,
+    args: &DeleteArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let mut artifacts = Vec::new();
+    if args.all {
+        let mut all = Box::pin(queries::artifacts(connection, ArtifactState::Sealed.into()));
+        while let Some(artifact) = all.try_next().await? {
+            artifacts.push(artifact.artifact_id);
+        }
+    }
+    for id in &args.ids {
+        match queries::workload(connection, "delete", id).await {
+            Ok(workload) if workload.state() != WorkloadState::Finished => {
+                bail!("workload {id} has not ended; cancel it first with `gantry cancel {id}`")
+            }
+            Ok(workload) => {
+                let inputs = workload.spec.iter().flat_map(|spec| &spec.inputs);
+                let inputs = inputs.map(|input| input.artifact_id.clone());
+                let outputs = workload.outputs.iter().map(|output| output.artifact_id.clone());
+                let mut known = Vec::new();
+                for artifact in inputs.chain(outputs) {
+                    match queries::artifact(connection, &artifact).await {
+                        Ok(found) if found.state() == ArtifactState::Sealed => known.push(artifact),
+                        Ok(_) => {}
+                        Err(error) if is_for(&error, Reason::ArtifactNotFound) => {}
+                        Err(error) => return Err(error),
+                    }
+                }
+                if known.is_empty() {
+                    ui.note(&format!("workload {id} has no artifacts any more"));
+                }
+                artifacts.extend(known);
+            }
+            Err(error) if is_for(&error, Reason::WorkloadNotFound) => artifacts.push(id.clone()),
+            Err(error) => return Err(error),
+        }
+    }
+    artifacts.sort_unstable();
+    artifacts.dedup();
+    let collected = let_go(connection, &artifacts).await?;
+    let mut kept = Vec::new();
+    for id in &artifacts {
+        let explained = match store::ask(connection, id).await {
+            // The store has forgotten it already.
+            Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => continue,
+            explained => explained?,
+        };
+        if let Some(keeper) = explained.kept_by.first() {
+            ui.warn(&format!("artifact {id} is let go and stays until nothing uses it: {}", keeper.text));
+            kept.push(id);
+        }
+    }
+    let freed = queries::freed(&collected);
+    if as_json {
+        return print_json(
+            &json!({ "deleted": artifacts.len() - kept.len(), "kept": kept, "size_bytes": freed }),
+        );
+    }
+    let deleted = count((artifacts.len() - kept.len()) as u64, "artifact");
+    print(&format!("{deleted} deleted, {} on workers\n", bytes(freed)))
+}
+
+fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
+    error::refusal(error).is_some_and(|refusal| refusal.is(reason))
+}
+
+/// Lets go of artifacts and collects what nothing keeps then.
+async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result<CollectResponse> {
+    for ids in artifacts.chunks(AT_ONCE) {
+        let request = DeleteArtifactsRequest { team: connection.team.clone(), artifact_ids: ids.to_vec() };
+        let client = connection.artifacts();
+        repeat("cannot delete artifacts", async || client.clone().delete_artifacts(request.clone()).await)
+            .await?;
+    }
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: DryRun::Off.into() };
+    repeat("cannot collect garbage", async || collector.clone().collect(request).await).await
+}
+
+/// What was let go of because a disk is full.
+pub(crate) struct Freed {
+    /// The workers whose disks are full.
+    pub(crate) workers: Vec<String>,
+    /// The artifacts.
+    pub(crate) artifacts: Vec<Artifact>,
+    pub(crate) collected: CollectResponse,
+}
+
+impl Freed {
+    pub(crate) fn json(&self) -> serde_json::Value {
+        let artifacts: Vec<_> = self.artifacts.iter().map(shown::artifact).collect();
+        json!({ "workers": self.workers, "artifacts": artifacts })
+    }
+}
+
+/// Lets go of artifacts that are only kept for a time, the oldest first, where the disk of their worker is full. `None`: no disk is.
+/// `changes`: whether anything is changed.
+pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> anyhow::Result<Option<Freed>> {
+    let mut full = full_workers(connection).await?;
+    if full.is_empty() {
+        return Ok(None);
+    }
+    // A worker that was just registered has said nothing of its disk yet.
+    tokio::time::sleep(FIRST_REPORT).await;
+    let still: Vec<_> = full_workers(connection).await?;
+    full.retain(|(worker, _)| still.iter().any(|(other, _)| other.worker_id == worker.worker_id));
+    if full.is_empty() {
+        return Ok(None);
+    }
+    let all = queries::artifacts(connection, ArtifactState::Sealed.into());
+    let mut all: Vec<Artifact> = Box::pin(all).try_collect().await?;
+    all.sort_by_key(|artifact| artifact.created_at.map(|at| (at.seconds, at.nanos)));
+    let mut artifacts = Vec::new();
+    for artifact in all {
+        let on =
+            |worker: &Worker| artifact.replicas.iter().find(|replica| replica.worker_id == worker.worker_id);
+        if full.iter().any(|(worker, missing)| *missing > 0 && on(worker).is_some())
+            && is_kept_for_a_time(connection, &artifact.artifact_id).await?
+        {
+            for (worker, missing) in &mut full {
+                *missing = missing.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
+            }
+            artifacts.push(artifact);
+        }
+    }
+    let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id.clone()).collect();
+    let collected =
+        if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
+    let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
+    Ok(Some(Freed { workers, artifacts, collected }))
+}
+
+/// The workers whose disks are full, and how much is to be made free.
+async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u64)>> {
+    let mut full = Vec::new();
+    let mut workers = Box::pin(queries::workers(connection));
+    while let Some(worker) = workers.try_next().await? {
+        if let Some(missing) = missing(&worker) {
+            full.push((worker, missing));
+        }
+    }
+    Ok(full)
+}
+
+/// How many bytes are to be made free on a worker. `None`: its disk is not full, or nothing is known of it.
+fn missing(worker: &Worker) -> Option<u64> {
+    of_disk(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
+}
+
+fn of_disk(capacity: u64, free: u64) -> Option<u64> {
+    let is_full = capacity > 0 && free < (capacity / FULL).min(NEVER_FULL);
+    is_full.then(|| (capacity / WANTED).min(MOST_WANTED).saturating_sub(free))
+}
+
+/// Whether nothing keeps an artifact but builds that have ended and rules, until some time.
+async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
+    let explained = store::ask(connection, id).await?;
+    let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
+    Ok(explained.kept_by_total == explained.kept_by.len() as u64
+        && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))
+}
+
+/// `gantry gc`
+pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) -> anyhow::Result<()> {
+    let dry_run = if args.dry_run { DryRun::Only } else { DryRun::Off };
+    let collector = connection.collector();
+    let request = CollectRequest { dry_run: dry_run.into() };
+    let response =
+        repeat("cannot collect garbage", async || collector.clone().collect(request).await).await?;
+    let freed_for_room = free_full_disks(connection, !args.dry_run).await?;
+    let mut response = response;
+    if let Some(freed) = &freed_for_room {
+        response.collected.extend(freed.collected.collected.iter().cloned());
+    }
+    if as_json {
+        let collected: Vec<_> = response.collected.iter().map(shown::collected).collect();
+        return print_json(&serde_json::json!({
+            "dry_run": args.dry_run,
+            "collected": collected,
+            "truncated": response.truncated,
+            "size_bytes": queries::freed(&response),
+            "full_disks": freed_for_room.as_ref().map(Freed::json),
+        }));
+    }
+    let mut text = match response.collected.is_empty() {
+        true => "nothing is garbage\n".to_owned(),
+        false => {
+            let rows: Vec<_> = response.collected.iter().map(collected_row).collect();
+            let table = render(&["KIND", "ID", "SIZE", "WHY"], &rows);
+            format!("{table}\n{}\n", summary(&response, args.dry_run))
+        }
+    };
+    if let Some(freed) = freed_for_room {
+        let (workers, artifacts) =
+            (freed.workers.join(", "), count(freed.artifacts.len() as u64, "artifact"));
+        let size: u64 = freed.artifacts.iter().map(|artifact| artifact.size_bytes).sum();
+        let verb = if args.dry_run { "would go" } else { "went" };
+        text.push_str(&match freed.artifacts.len() {
+            0 => format!(
+                "the disk of {workers} is full, and nothing is there that is only kept for a time; see `gantry list artifacts` and \
+                 `gantry delete`\n"
+            ),
+            _ => format!(
+                "the disk of {workers} is full, so {artifacts} of {} {verb} that was only kept for a time\n",
+                bytes(size)
+            ),
+        });
+    }
+    print(&text)
+}
+
+fn summary(response: &CollectResponse, dry_run: bool) -> String {
+    let number = |thing: Thing| {
+        let number = response.collected.iter().filter(|collected| collected.thing() == thing).count();
+        let number = u64::try_from(number).unwrap_or(u64::MAX);
+        (number > 0).then(|| count(number, labels::thing(thing)))
+    };
+    let things: Vec<_> =
+        [Thing::Artifact, Thing::Volume, Thing::Container].into_iter().filter_map(number).collect();
+    let verb = if dry_run { "would be marked" } else { "marked" };
+    let mut text = format!("{} {verb}, {} on workers", things.join(", "), bytes(queries::freed(response)));
+    if response.truncated {
+        text.push_str("; there is more than is listed here");
+    }
+    text
+}
+
+fn collected_row(collected: &Collected) -> Vec<String> {
+    vec![
+        labels::thing(collected.thing()).to_owned(),
+        collected.id.clone(),
+        labels::size(collected.size_bytes),
+        plain(&collected.why, 100),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_large_disk_is_full_only_when_hardly_anything_is_left() {
+        let gib = 1 << 30;
+        for (capacity, free, missing) in [
+            // A Concourse worker says nothing of its disk.
+            (0, 0, None),
+            (60 << 20, 4 << 20, None),
+            (60 << 20, 2 << 20, Some(10 << 20)),
+            (250 * gib, 10 * gib, None),
+            (250 * gib, gib, None),
+            (250 * gib, gib / 2, Some(5 * gib - gib / 2)),
+        ] {
+            assert_eq!(of_disk(capacity, free), missing, "{free} of {capacity}");
+        }
+    }
+
+    #[test]
+    fn what_was_collected_is_summed_up() {
+        let collected =
+            |thing: Thing| Collected { thing: thing.into(), size_bytes: 512, ..Default::default() };
+        let mut response = CollectResponse {
+            collected: [Thing::Artifact, Thing::Volume, Thing::Volume].map(collected).to_vec(),
+            truncated: false,
+        };
+        assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
+        response.truncated = true;
+        let said = summary(&response, false);
+        assert_eq!(
+            said,
+            "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more than is listed here"
+        );
+    }
+}

@@ -1,0 +1,324 @@
+//! `gantry explain` of a lease: which worker it is for, for whom, until when, and why it ended.
+
+use prost_types::Timestamp;
+use rpc::Reason;
+use rpc::pb::artifacts::{Relation, Thing};
+use rpc::pb::scheduler::{
+    GetLeaseRequest, Lease, LeaseEnd, LeaseState, ListLeasesRequest, PlacementKind, ResourceRequests,
+    StopReason, WorkerState,
+};
+use serde_json::{Value, json};
+
+use crate::client::connect::{Connection, repeat};
+use crate::client::queries;
+use crate::commands::explain::store;
+use crate::ending::error::refusal;
+use crate::render::json::{relation, requests, some};
+use crate::render::labels;
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{bytes, duration, fields, plain};
+
+/// How wide a line is at most.
+const WIDTH: usize = 1000;
+
+/// Explains a lease, with what the artifact store holds for it. `false`: there is no lease with this id.
+pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<bool> {
+    let is_for = |error: &anyhow::Error, reason| refusal(error).is_some_and(|refused| refused.is(reason));
+    let lease = match get(connection, id).await {
+        Ok(lease) => lease,
+        Err(error) if is_for(&error, Reason::LeaseNotFound) => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    let held = match store::ask(connection, id).await {
+        // What it pins is held as what a workload pins is.
+        Ok(held) if held.thing() == Thing::Workload => held.relations,
+        Ok(_) => Vec::new(),
+        Err(error) if is_for(&error, Reason::UnknownId) => Vec::new(),
+        Err(error) => return Err(error),
+    };
+    // Said besides, where it can be had.
+    let worker = queries::worker(connection, "explain", &lease.worker_id).await.ok();
+    let contact = worker.map(|worker| worker.state());
+    if as_json {
+        print_json(&explained(&lease, &held))?
+    } else {
+        print(&text(&lease, &held, contact))?
+    }
+    Ok(true)
+}
+
+/// `gantry list leases`: those of all teams that have not ended, on one worker or any.
+pub(crate) async fn list(
+    connection: &Connection,
+    worker: Option<&str>,
+    limit: usize,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let leases = queries::pages(async |page_token| {
+        let worker = worker.unwrap_or_default().to_owned();
+        let request = ListLeasesRequest { worker, page_token, ..ListLeasesRequest::default() };
+        let placements = connection.placements();
+        let page =
+            repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
+        page.await.map(|page| (page.leases, page.next_page_token))
+    });
+    queries::table(leases, limit, as_json, document, LEASES, row).await
+}
+
+const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "RESERVES"];
+
+fn row(lease: &Lease) -> Vec<String> {
+    vec![
+        lease.lease_id.clone(),
+        kind(lease.kind()).to_owned(),
+        state(lease.state()).to_owned(),
+        lease.team.clone(),
+        match lease.workload_id.as_str() {
+            "" => plain(&lease.owner, 60),
+            workload => format!("workload {workload}"),
+        },
+        plain(&lease.worker_name, 40),
+        labels::ago(lease.granted_at.as_ref()),
+        lease.requests.as_ref().map(amounts).unwrap_or_default(),
+    ]
+}
+
+async fn get(connection: &Connection, id: &str) -> anyhow::Result<Lease> {
+    let request = GetLeaseRequest { team: connection.team.clone(), lease_id: id.to_owned() };
+    let placements = connection.placements();
+    let response =
+        repeat("cannot explain it", async || placements.clone().get_lease(request.clone()).await).await?;
+    Ok(response.lease.unwrap_or_default())
+}
+
+fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> String {
+    let worker = match plain(&lease.worker_name, WIDTH) {
+        name if name.is_empty() => lease.worker_id.clone(),
+        name => format!("{name} ({})", lease.worker_id),
+    };
+    let at = |at: &Option<Timestamp>| {
+        at.as_ref().map(|at| format!("{} ({} ago)", labels::instant(at), labels::ago(Some(at))))
+    };
+    let ended = at(&lease.ended_at).map(|at| match end(lease.end()) {
+        Some(end) => format!("{at}: {end}{}", stopped_for(lease)),
+        None => at,
+    });
+    let relations: Vec<_> = held.iter().map(store::related).collect();
+    let mut shown = vec![
+        ("lease", lease.lease_id.clone()),
+        ("kind", kind(lease.kind()).to_owned()),
+        ("state", standing(lease)),
+        ("team", lease.team.clone()),
+        ("owner", plain(&lease.owner, WIDTH)),
+        ("workload", lease.workload_id.clone()),
+        ("attempt", lease.attempt_id.clone()),
+        ("worker", worker),
+        ("reserves", lease.requests.as_ref().map(amounts).unwrap_or_default()),
+        ("granted", at(&lease.granted_at).unwrap_or_default()),
+        ("until", until(lease, contact)),
+        ("ended", ended.unwrap_or_default()),
+    ];
+    shown.extend(relations.iter().map(|(relation, ids)| (relation.as_str(), ids.clone())));
+    fields(&shown)
+}
+
+/// The state, with what it means where the word does not say it.
+fn standing(lease: &Lease) -> String {
+    let word = state(lease.state());
+    match lease.state() {
+        LeaseState::Ending => {
+            format!("{word} (it shall stop{}, and keeps its slot until it has)", stopped_for(lease))
+        }
+        _ => word.to_owned(),
+    }
+}
+
+/// Why it was to stop, if it was.
+fn stopped_for(lease: &Lease) -> String {
+    match labels::stop_reason(lease.stop_reason()) {
+        "" => String::new(),
+        why => format!(" for {why}"),
+    }
+}
+
+/// Until when it is held, if it is.
+fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
+    if lease.ended_at.is_some() {
+        return String::new();
+    }
+    match &lease.expires_at {
+        Some(at) => {
+            let left = labels::from_now(at).map(|left| format!(" (in {})", duration(left)));
+            format!("{}{}, unless its holder renews it", labels::instant(at), left.unwrap_or_default())
+        }
+        None if lease.stop_reason() == StopReason::WorkerLost => {
+            "it is seen to have stopped, or its worker begins anew or is pruned".to_owned()
+        }
+        None => {
+            let silent = contact.filter(|state| matches!(state, WorkerState::Stalled | WorkerState::Lost));
+            let silent = silent.map(|state| format!("; that is {} now", labels::worker_state(state)));
+            format!("its attempt ends, or its worker is lost{}", silent.unwrap_or_default())
+        }
+    }
+}
+
+/// What is reserved, in words. Empty: nothing.
+pub(crate) fn amounts(requests: &ResourceRequests) -> String {
+    let amounts = [
+        (
+            requests.cpu_millis,
+            format!(
+                "{} core{}",
+                labels::cores(requests.cpu_millis),
+                if requests.cpu_millis == 1000 { "" } else { "s" }
+            ),
+        ),
+        (requests.memory_bytes, bytes(requests.memory_bytes)),
+        (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
+    ];
+    let asked: Vec<_> = amounts.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, text)| text).collect();
+    asked.join(", ")
+}
+
+fn kind(kind: PlacementKind) -> &'static str {
+    match kind {
+        PlacementKind::Unspecified => "unknown",
+        PlacementKind::Transfer => "transfer",
+        PlacementKind::Task => "task",
+        PlacementKind::Get => "get",
+        PlacementKind::Put => "put",
+        PlacementKind::Check => "check",
+        PlacementKind::Service => "service",
+    }
+}
+
+fn state(state: LeaseState) -> &'static str {
+    match state {
+        LeaseState::Unspecified => "unknown",
+        LeaseState::Granted => "granted",
+        LeaseState::Ending => "ending",
+        LeaseState::Ended => "ended",
+    }
+}
+
+/// `None`: it has not ended.
+fn end(end: LeaseEnd) -> Option<&'static str> {
+    Some(match end {
+        LeaseEnd::Unspecified => return None,
+        LeaseEnd::Released => "its holder gave it back",
+        LeaseEnd::Reported => "its worker said that its attempt has ended",
+        LeaseEnd::Expired => "its holder did not renew it in time",
+        LeaseEnd::Stopped => "it was to stop, and nothing of it had started, or its worker was lost",
+        LeaseEnd::Lost => {
+            "its worker was silent for too long, has begun another life or was taken out of service, or does not know it"
+        }
+    })
+}
+
+fn explained(lease: &Lease, held: &[Relation]) -> Value {
+    let mut document = document(lease);
+    document["thing"] = "lease".into();
+    document["relations"] = held.iter().map(relation).collect();
+    document
+}
+
+fn document(lease: &Lease) -> Value {
+    let instant = |at: &Option<Timestamp>| at.as_ref().map(labels::instant);
+    json!({
+        "id": lease.lease_id,
+        "kind": kind(lease.kind()),
+        "state": state(lease.state()),
+        "team": lease.team,
+        "owner": some(&lease.owner),
+        "workload_id": some(&lease.workload_id),
+        "attempt_id": some(&lease.attempt_id),
+        "worker_id": lease.worker_id,
+        "worker_name": lease.worker_name,
+        "incarnation": lease.incarnation,
+        "requests": lease.requests.as_ref().map(requests),
+        "granted_at": instant(&lease.granted_at),
+        "expires_at": instant(&lease.expires_at),
+        "stop_reason": some(labels::stop_reason(lease.stop_reason())),
+        "ended_at": instant(&lease.ended_at),
+        "why": end(lease.end()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG_AGO: Option<Timestamp> = Some(Timestamp { seconds: 0, nanos: 0 });
+    const NEVER: Option<Timestamp> = Some(Timestamp { seconds: 253_370_764_800, nanos: 0 });
+
+    fn lines(lease: &Lease, contact: Option<WorkerState>) -> Vec<String> {
+        let text = text(lease, &[], contact);
+        text.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+    }
+
+    #[test]
+    fn a_lease_that_is_held_says_for_whom_and_until_when() {
+        let mut lease = Lease {
+            lease_id: "7".to_owned(),
+            team: "main".to_owned(),
+            kind: PlacementKind::Get.into(),
+            state: LeaseState::Granted.into(),
+            worker_id: "w".to_owned(),
+            worker_name: "big".to_owned(),
+            owner: "check \u{1b}8".to_owned(),
+            requests: Some(ResourceRequests { memory_bytes: 1 << 20, ..Default::default() }),
+            expires_at: NEVER,
+            ..Lease::default()
+        };
+        let said = lines(&lease, None);
+        assert_eq!(
+            said[..7],
+            [
+                "lease: 7",
+                "kind: get",
+                "state: granted",
+                "team: main",
+                "owner: check ?8",
+                "worker: big (w)",
+                "reserves: 1.0 MiB",
+            ]
+        );
+        assert!(
+            said[7].starts_with("until: 9999-01-01T00:00:00Z (in ")
+                && said[7].ends_with(", unless its holder renews it"),
+            "{said:?}"
+        );
+        let of_a_workload = Lease { expires_at: None, workload_id: "8".to_owned(), ..lease.clone() };
+        let said = lines(&of_a_workload, Some(WorkerState::Stalled));
+        assert!(said.contains(&"workload: 8".to_owned()), "{said:?}");
+        assert_eq!(
+            said.last().map(String::as_str),
+            Some("until: its attempt ends, or its worker is lost; that is stalled now")
+        );
+        lease.state = LeaseState::Ending.into();
+        lease.stop_reason = StopReason::Cancelled.into();
+        let said = lines(&lease, None);
+        assert!(said[2].starts_with("state: ending (it shall stop for CANCELLED, "), "{said:?}");
+    }
+
+    #[test]
+    fn a_lease_that_has_ended_says_when_and_why() {
+        let ended = |end: LeaseEnd| {
+            let lease = Lease {
+                lease_id: "7".to_owned(),
+                state: LeaseState::Ended.into(),
+                expires_at: LONG_AGO,
+                ended_at: LONG_AGO,
+                end: end.into(),
+                ..Lease::default()
+            };
+            lines(&lease, None).pop().expect("a line")
+        };
+        let said = ended(LeaseEnd::Released);
+        assert!(
+            said.starts_with("ended: 1970-01-01T00:00:00Z (")
+                && said.ends_with(" ago): its holder gave it back")
+        );
+        assert!(ended(LeaseEnd::Expired).ends_with("ago): its holder did not renew it in time"));
+    }
+}

@@ -1,0 +1,464 @@
+//! `gantry explain` of what the artifact store knows, and `gantry undelete`: why something is there, or went, and how it comes back. Also what
+//! it knows of that which another command was refused for.
+
+use prost_types::Timestamp;
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    Artifact, ExplainRequest, ExplainResponse, ExplainedState, Keeper, Relation, Thing, UndeleteRequest,
+    undelete_request,
+};
+use rpc::pb::scheduler::Worker;
+
+use crate::cli::args::UndeleteArgs;
+use crate::client::connect::{Connection, repeat};
+use crate::client::queries;
+use crate::ending::error::{advised, refusal};
+use crate::render::json;
+use crate::render::labels;
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{bytes, count, duration, fields, plain};
+
+/// How long a line is at most.
+const WIDTH: usize = 1000;
+
+/// Explains whatever the store knows; of a worker, what the scheduler does, too.
+pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
+    let explained = match ask(connection, id).await {
+        Ok(explained) => explained,
+        Err(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::UnknownId)) => {
+            // One that never held anything, or was forgotten by the store.
+            if queries::worker(connection, "explain", id).await.is_err() {
+                return Err(error);
+            }
+            ExplainResponse { thing: Thing::Worker.into(), id: id.to_owned(), ..Default::default() }
+        }
+        Err(error) => return Err(error),
+    };
+    if explained.thing() != Thing::Worker {
+        return if as_json { print_json(&json::explained(&explained)) } else { print(&text(&explained)) };
+    }
+    let worker = queries::worker(connection, "explain", id).await.ok();
+    if as_json {
+        let mut document = json::explained(&explained);
+        document["worker"] = worker.as_ref().map(json::worker).unwrap_or_default();
+        return print_json(&document);
+    }
+    print(&of_worker(&explained, worker.as_ref()))
+}
+
+/// What the store knows of an id.
+pub(crate) async fn ask(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
+    let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
+    let client = connection.artifacts();
+    repeat("cannot explain it", async || client.clone().explain(request.clone()).await).await
+}
+
+/// What was answered about something, and of a refusal for which the store may know why, that.
+pub(crate) async fn or_why<T>(
+    connection: &Connection,
+    id: &str,
+    answered: anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    const KNOWS: [Reason; 6] = [
+        Reason::ArtifactNotFound,
+        Reason::VolumeNotFound,
+        Reason::ContainerNotFound,
+        Reason::InputUnavailable,
+        Reason::NoReplica,
+        Reason::UnknownId,
+    ];
+    match answered {
+        Err(error)
+            if refusal(&error).is_some_and(|refused| KNOWS.iter().any(|reason| refused.is(*reason))) =>
+        {
+            match ask(connection, id).await {
+                Ok(explained) => Err(advised(error, advice(&explained))),
+                Err(_) => Err(error),
+            }
+        }
+        answered => answered,
+    }
+}
+
+/// What to do about what is set aside and has this id, or was this artifact. `None`: nothing.
+pub(crate) async fn set_aside(connection: &Connection, id: &str) -> Option<String> {
+    let explained = ask(connection, id).await.ok()?;
+    (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))
+}
+
+/// What to do about something that is not there as it should be.
+fn advice(explained: &ExplainResponse) -> String {
+    let id = &explained.id;
+    match (explained.thing(), explained.state()) {
+        (_, ExplainedState::Orphaned) => decide(explained),
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
+            format!("it was deleted: `gantry undelete {id}` brings it back")
+        }
+        (Thing::Artifact, ExplainedState::Deleting) => {
+            format!("it was deleted, `gantry explain {id}` says why; make it again")
+        }
+        _ if explained.bytes_lost => format!("its bytes are lost: {AGAIN}"),
+        (Thing::Artifact, ExplainedState::Sealed) => format!(
+            "its bytes may just have been lost there, or be on a worker that is away; see `gantry explain {id}`"
+        ),
+        _ => format!("see `gantry explain {id}`"),
+    }
+}
+
+/// What to do about what is set aside.
+fn decide(explained: &ExplainResponse) -> String {
+    let id = &explained.id;
+    match (explained.thing(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
+        (Thing::Artifact, Some(volumes)) => {
+            let volume = volumes.ids.first().map(String::as_str).unwrap_or_default();
+            if explained.can_be_adopted {
+                format!("volume {volume} is set aside, which held it: `gantry adopt {volume}` brings it back")
+            } else {
+                format!("volume {volume} is set aside, which was to hold it: see `gantry explain {volume}`")
+            }
+        }
+        _ if explained.can_be_adopted => format!(
+            "it is set aside: `gantry adopt {id}` makes it a replica of its artifact again, `gantry purge {id}` makes it garbage"
+        ),
+        _ => format!("it is set aside, and cannot be adopted: `gantry purge {id}` makes it garbage"),
+    }
+}
+
+fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
+    let state = worker.map(labels::standing);
+    let certs = explained.relations.iter().map(related).map(|(_, ids)| ids).collect::<Vec<_>>();
+    let contact = worker.and_then(|worker| worker.last_contact_at.as_ref());
+    let holds = match explained.label.as_str() {
+        "" => "nothing that the artifact store knows".to_owned(),
+        holds => format!("{}, {}", plain(holds, WIDTH), bytes(explained.size_bytes)),
+    };
+    fields(&[
+        ("worker", explained.id.clone()),
+        ("name", worker.map(|worker| plain(&worker.name, WIDTH)).unwrap_or_default()),
+        ("state", state.unwrap_or_else(|| "unknown to the scheduler".to_owned())),
+        ("gets no work", worker.map(|worker| plain(&labels::no_work(worker), WIDTH)).unwrap_or_default()),
+        ("contact", past(contact)),
+        ("holds", holds),
+        ("certs", certs.join("\n")),
+    ])
+}
+
+fn text(explained: &ExplainResponse) -> String {
+    let thing = labels::thing(explained.thing());
+    let mut shown = vec![
+        (thing, explained.id.clone()),
+        (if explained.thing() == Thing::Volume { "for" } else { "label" }, plain(&explained.label, WIDTH)),
+        ("state", state(explained)),
+        ("team", explained.team.clone()),
+        ("size", labels::size(explained.size_bytes)),
+        ("made", past(explained.created_at.as_ref())),
+        ("kept by", kept_by(explained)),
+    ];
+    let because = |when: String| match explained.why.as_str() {
+        _ if when.is_empty() => when,
+        "" => when,
+        why => format!("{when}: {}", plain(why, WIDTH)),
+    };
+    shown.push(("marked", because(past(explained.marked_at.as_ref()))));
+    // A cache goes at once.
+    let gone = past(explained.gone_at.as_ref());
+    shown.push(("gone", if explained.marked_at.is_none() { because(gone) } else { gone }));
+    shown.push(match (explained.thing(), &explained.goes_at) {
+        (Thing::Build, Some(at)) if labels::from_now(at).is_none() => ("let go", because(past(Some(at)))),
+        (Thing::Build, Some(at)) => ("lets go", because(due(at))),
+        (_, Some(at)) => ("goes", because(due(at))),
+        (_, None) => ("goes", endless(explained)),
+    });
+    shown.push(("remembered", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
+    shown.push(("bytes", whereabouts(explained)));
+    if !explained.bytes_lost {
+        shown.push(("lost", past(explained.lost_at.as_ref())));
+    }
+    if explained.state() == ExplainedState::Orphaned {
+        shown.push(("adoptable", labels::yes_or_no(explained.can_be_adopted).to_owned()));
+    }
+    let relations: Vec<_> = explained.relations.iter().map(related).collect();
+    shown.extend(relations.iter().map(|(relation, ids)| (relation.as_str(), ids.clone())));
+    let mut text = fields(&shown);
+    if explained.can_be_undeleted {
+        text.push_str(&format!("\n`gantry undelete {}` brings it back.\n", explained.id));
+    }
+    if explained.state() == ExplainedState::Orphaned {
+        text.push_str(&format!("\n{}.\n", decide(explained)));
+    }
+    text
+}
+
+/// What to do about bytes that are lost.
+const AGAIN: &str = "no worker has them any more, nor the artifact store; make it again";
+
+/// Where the bytes of an artifact are, as far as its replicas do not say it.
+fn whereabouts(explained: &ExplainResponse) -> String {
+    match (explained.in_store, explained.bytes_lost, &explained.lost_at) {
+        (true, ..) => labels::IN_STORE.to_owned(),
+        (_, true, Some(at)) => {
+            format!("lost since {} ({} ago): {AGAIN}", labels::instant(at), labels::ago(Some(at)))
+        }
+        (_, true, None) => format!("lost: {AGAIN}"),
+        _ => String::new(),
+    }
+}
+
+/// The state, with what it means where the word does not say it.
+fn state(explained: &ExplainResponse) -> String {
+    let word = labels::explained_state(explained.state());
+    let means = match (explained.thing(), explained.state()) {
+        (_, ExplainedState::Destroying) => "garbage; its worker's gateway was not told to destroy it yet",
+        (_, ExplainedState::Sweeping) => "garbage; its worker's gateway was told to destroy it",
+        (_, ExplainedState::Unconfirmed) => {
+            "its worker has begun another life, and has not said yet what is left"
+        }
+        (_, ExplainedState::Lost) => "its worker does not have it any more",
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted && explained.in_store => {
+            "garbage; the artifact store still has its bytes"
+        }
+        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
+            "garbage; its bytes are still on a worker"
+        }
+        (Thing::Artifact, ExplainedState::Deleting)
+            if explained.relations.iter().any(|one| one.relation == "replicas") =>
+        {
+            "garbage; its bytes are being destroyed, or cannot be had any more"
+        }
+        (Thing::Artifact, ExplainedState::Deleting) => "garbage; nothing is left of its bytes",
+        (Thing::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
+        (Thing::Artifact, ExplainedState::Orphaned) => "the store came out of a backup and does not know it",
+        _ => return word.to_owned(),
+    };
+    format!("{word} ({means})")
+}
+
+fn kept_by(explained: &ExplainResponse) -> String {
+    let line = |keeper: &Keeper| match &keeper.until {
+        Some(at) => format!("{}, {}", plain(&keeper.text, WIDTH), until(at)),
+        None => plain(&keeper.text, WIDTH),
+    };
+    let mut lines: Vec<_> = explained.kept_by.iter().map(line).collect();
+    let named = u64::try_from(lines.len()).unwrap_or(u64::MAX);
+    if explained.kept_by_total > named {
+        lines.push(format!("and {} more", explained.kept_by_total - named));
+    }
+    lines.join("\n")
+}
+
+/// What stays until something happens to what keeps it.
+fn endless(explained: &ExplainResponse) -> String {
+    if explained.kept_by.is_empty()
+        || explained.marked_at.is_some()
+        || explained.state() == ExplainedState::Orphaned
+    {
+        return String::new();
+    }
+    "not before something happens to what keeps it".to_owned()
+}
+
+/// Things that it has to do with: what they are to it, and which.
+pub(crate) fn related(relation: &Relation) -> (String, String) {
+    let thing = labels::thing(relation.thing());
+    // `children` and `made from` do not say what they are; `worker` does.
+    let named = relation.relation.starts_with(thing);
+    let line = |id: &String| if named { id.clone() } else { format!("{thing} {id}") };
+    let mut lines: Vec<_> = relation.ids.iter().map(line).collect();
+    let named = u64::try_from(lines.len()).unwrap_or(u64::MAX);
+    if relation.total > named {
+        lines.push(format!("and {} more", relation.total - named));
+    }
+    (relation.relation.clone(), lines.join("\n"))
+}
+
+fn past(at: Option<&Timestamp>) -> String {
+    at.map(|at| format!("{} ({} ago)", labels::instant(at), labels::ago(Some(at)))).unwrap_or_default()
+}
+
+fn due(at: &Timestamp) -> String {
+    match labels::from_now(at) {
+        Some(left) => format!("{} (in {})", labels::instant(at), duration(left)),
+        None => "with the next collection".to_owned(),
+    }
+}
+
+fn until(at: &Timestamp) -> String {
+    match labels::from_now(at) {
+        Some(left) => format!("until {} ({} left)", labels::instant(at), duration(left)),
+        None => "until the next collection".to_owned(),
+    }
+}
+
+/// `gantry undelete`
+pub(crate) async fn undelete(
+    connection: &Connection,
+    args: &UndeleteArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let request = UndeleteRequest {
+        team: connection.team.clone(),
+        artifact_id: args.artifact.to_string(),
+        kept_by: Some(undelete_request::KeptBy::Keep(rpc::duration(args.keep))),
+    };
+    let client = connection.artifacts();
+    let doing = format!("cannot bring artifact {} back", args.artifact);
+    let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
+    let artifact = response.artifact.unwrap_or_default();
+    if as_json {
+        return print_json(&json::artifact(&artifact));
+    }
+    print(&back(&artifact, args))
+}
+
+fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
+    let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
+    let whereabouts = match (artifact.in_store, replicas) {
+        (true, 0) => labels::IN_STORE.to_owned(),
+        (true, replicas) => format!("{} and on {}", labels::IN_STORE, count(replicas, "worker")),
+        (false, replicas) => format!("on {}", count(replicas, "worker")),
+    };
+    format!(
+        "artifact {} is there: {} {whereabouts}, kept for {} at least\n",
+        artifact.artifact_id,
+        bytes(artifact.size_bytes),
+        duration(args.keep)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG_AGO: Option<Timestamp> = Some(Timestamp { seconds: 0, nanos: 0 });
+    const NEVER: Option<Timestamp> = Some(Timestamp { seconds: 253_370_764_800, nanos: 0 });
+
+    fn lines(explained: &ExplainResponse) -> Vec<String> {
+        text(explained).lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).collect()
+    }
+
+    #[test]
+    fn what_is_kept_says_by_what_and_until_when() {
+        let keeper = |text: &str, until| Keeper { text: text.to_owned(), until, ..Default::default() };
+        let mut explained = ExplainResponse {
+            thing: Thing::Artifact.into(),
+            id: "7".to_owned(),
+            state: ExplainedState::Sealed.into(),
+            kept_by: vec![keeper("build 8, which goes on", None), keeper("\u{1b}nobody", LONG_AGO)],
+            kept_by_total: 5,
+            in_store: true,
+            relations: vec![Relation {
+                relation: "replicas".to_owned(),
+                thing: Thing::Volume.into(),
+                ids: vec!["9".to_owned()],
+                total: 3,
+            }],
+            ..Default::default()
+        };
+        assert_eq!(
+            lines(&explained),
+            [
+                "artifact: 7",
+                "state: sealed",
+                "kept by: build 8, which goes on",
+                "?nobody, until the next collection",
+                "and 3 more",
+                "goes: not before something happens to what keeps it",
+                "bytes: in the artifact store itself",
+                "replicas: volume 9",
+                "and 2 more",
+            ]
+        );
+        explained.goes_at = NEVER;
+        explained.why = "it is old".to_owned();
+        let goes = lines(&explained).swap_remove(5);
+        assert!(
+            goes.starts_with("goes: 9999-01-01T00:00:00Z (in ") && goes.ends_with(" d): it is old"),
+            "{goes}"
+        );
+    }
+
+    #[test]
+    fn what_went_says_when_and_why_and_how_it_comes_back() {
+        let explained = ExplainResponse {
+            thing: Thing::Artifact.into(),
+            id: "7".to_owned(),
+            state: ExplainedState::Deleting.into(),
+            marked_at: LONG_AGO,
+            why: "it was old".to_owned(),
+            can_be_undeleted: true,
+            ..Default::default()
+        };
+        let lines = lines(&explained);
+        assert_eq!(lines[1], "state: deleting (garbage; its bytes are still on a worker)");
+        assert!(
+            lines[2].starts_with("marked: 1970-01-01T00:00:00Z (") && lines[2].ends_with(" ago): it was old")
+        );
+        assert_eq!(lines[3..], ["", "`gantry undelete 7` brings it back."]);
+
+        let mut explained = ExplainResponse { in_store: true, ..explained };
+        let state = |explained: &ExplainResponse| {
+            text(explained).lines().nth(1).map(str::to_owned).unwrap_or_default()
+        };
+        assert!(state(&explained).ends_with("(garbage; the artifact store still has its bytes)"));
+        (explained.in_store, explained.can_be_undeleted) = (false, false);
+        assert!(state(&explained).ends_with("(garbage; nothing is left of its bytes)"));
+        let relation = "replicas".to_owned();
+        explained.relations = vec![Relation { relation, total: 1, ..Relation::default() }];
+        assert!(state(&explained).contains("being destroyed"), "{}", state(&explained));
+    }
+
+    #[test]
+    fn lost_bytes_are_said_to_be_lost_and_since_when() {
+        let explained = ExplainResponse {
+            thing: Thing::Artifact.into(),
+            id: "7".to_owned(),
+            state: ExplainedState::Sealed.into(),
+            bytes_lost: true,
+            lost_at: LONG_AGO,
+            ..Default::default()
+        };
+        let lines = lines(&explained);
+        assert_eq!(lines[1], "state: sealed (its bytes are lost)");
+        assert!(
+            lines[2].starts_with("bytes: lost since 1970-01-01T00:00:00Z (") && lines[2].ends_with(AGAIN)
+        );
+        assert_eq!(lines.len(), 3, "{lines:?}");
+    }
+
+    #[test]
+    fn what_is_set_aside_says_what_can_be_done() {
+        let keeper = Keeper { text: "nobody has decided".to_owned(), ..Default::default() };
+        let mut explained = ExplainResponse {
+            thing: Thing::Volume.into(),
+            id: "7".to_owned(),
+            state: ExplainedState::Orphaned.into(),
+            team: "main".to_owned(),
+            size_bytes: 10,
+            kept_by: vec![keeper],
+            kept_by_total: 1,
+            can_be_adopted: true,
+            ..Default::default()
+        };
+        let said = lines(&explained);
+        for line in ["team: main", "size: 10 B", "adoptable: yes"] {
+            assert!(said.iter().any(|said| said == line), "{said:?}");
+        }
+        assert!(
+            said.last()
+                .is_some_and(|hint| hint.contains("`gantry adopt 7`") && hint.contains("`gantry purge 7`"))
+        );
+        explained.can_be_adopted = false;
+        let said = lines(&explained);
+        assert!(
+            said.last()
+                .is_some_and(|hint| !hint.contains("gantry adopt") && hint.contains("`gantry purge 7`"))
+        );
+        assert!(!said.iter().any(|line| line.starts_with("goes")), "{said:?}");
+
+        explained.thing = Thing::Artifact.into();
+        explained.can_be_adopted = true;
+        let (relation, ids) = ("volumes".to_owned(), vec!["8".to_owned()]);
+        explained.relations = vec![Relation { relation, ids, total: 1, ..Default::default() }];
+        assert!(advice(&explained).ends_with("`gantry adopt 8` brings it back"), "{}", advice(&explained));
+    }
+}

@@ -1,0 +1,201 @@
+//! `gantry list … --set-aside`, `gantry adopt` and `gantry purge`: what becomes of what a store out of a backup does not know.
+
+use anyhow::bail;
+use futures::TryStreamExt;
+use rpc::Reason;
+use rpc::pb::artifacts::{
+    AdoptRequest, Artifact, ListOrphansRequest, Orphan, PurgeRequest, PurgeResponse, adopt_request::KeptBy,
+};
+
+use crate::cli::args::{AdoptArgs, Kind, PurgeArgs};
+use crate::client::connect::{Connection, repeat};
+use crate::client::queries::{pages, table, worker};
+use crate::commands::explain::store;
+use crate::commands::list::names::Names;
+use crate::ending::error::{advised, refusal};
+use crate::render::json;
+use crate::render::labels;
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{bytes, count, duration, plain};
+
+/// How many handles one call names.
+const AT_ONCE: usize = 1000;
+
+/// `gantry list volumes --set-aside`, and of containers.
+pub(crate) async fn list(
+    connection: &Connection,
+    kind: Kind,
+    limit: usize,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
+    let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
+    let names = Names::ask(connection, as_json).await;
+    let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
+        Kind::Containers => (CONTAINERS, container_row),
+        _ => (VOLUMES, volume_row),
+    };
+    table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
+}
+
+fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<Orphan>> {
+    pages(async move |page_token| {
+        let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
+        let client = connection.inventory();
+        let doing = "cannot list what is set aside";
+        let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
+        page.await.map(|page| (page.orphans, page.next_page_token))
+    })
+}
+
+const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
+
+fn container_row(one: &Orphan, names: &Names) -> Vec<String> {
+    vec![handle(one).to_owned(), names.of(&one.worker_id), labels::ago(one.first_seen_at.as_ref())]
+}
+
+const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+
+fn volume_row(one: &Orphan, names: &Names) -> Vec<String> {
+    let known = one.description.clone().unwrap_or_default();
+    vec![
+        handle(one).to_owned(),
+        names.of(&one.worker_id),
+        labels::ago(one.first_seen_at.as_ref()),
+        labels::size(known.size_bytes),
+        plain(&known.team, 30),
+        known.artifact_id,
+        labels::yes_or_no(!known.digest.is_empty()).to_owned(),
+    ]
+}
+
+fn handle(one: &Orphan) -> &str {
+    if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
+}
+
+/// `gantry adopt`
+pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
+    let request = AdoptRequest {
+        team: connection.team.clone(),
+        volume_handle: args.volume.to_string(),
+        worker_id: String::new(),
+        artifact_id: args.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
+        kept_by: Some(match args.build {
+            Some(build) => KeptBy::BuildId(build.to_string()),
+            None => KeptBy::Keep(rpc::duration(args.keep)),
+        }),
+    };
+    let client = connection.inventory();
+    let doing = format!("cannot adopt volume {}", args.volume);
+    let answered = repeat(&doing, async || client.clone().adopt(request.clone()).await).await;
+    let response = listed(connection, &args.volume.to_string(), Reason::VolumeNotFound, answered).await?;
+    let artifact = response.artifact.unwrap_or_default();
+    if as_json {
+        return print_json(&json::artifact(&artifact));
+    }
+    print(&adopted(&artifact, args))
+}
+
+fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
+    let kept = match args.build {
+        Some(build) => format!("kept by build {build}"),
+        None => format!("kept for {} at least", duration(args.keep)),
+    };
+    let id = &artifact.artifact_id;
+    format!("volume {} holds artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
+}
+
+/// What was answered about something that should be set aside. Of what is not, the list says what is.
+async fn listed<T>(
+    connection: &Connection,
+    id: &str,
+    unknown: Reason,
+    answered: anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    match answered {
+        Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
+            let list = "see `gantry list volumes --set-aside`, and `gantry list containers --set-aside`";
+            let known = store::set_aside(connection, id).await;
+            Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
+        }
+        answered => answered,
+    }
+}
+
+/// `gantry purge`
+pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bool) -> anyhow::Result<()> {
+    let worker_id = match &args.worker {
+        Some(name) => worker(connection, "purge what is set aside on", name).await?.worker_id,
+        None => String::new(),
+    };
+    let handles = if args.all {
+        let all = all(connection, worker_id.clone()).map_ok(|one| handle(&one).to_owned());
+        all.try_collect().await?
+    } else {
+        args.handles.clone()
+    };
+    if handles.is_empty() && !args.all {
+        bail!("name what to purge, or say --all; see `gantry list volumes --set-aside`");
+    }
+    let mut purged = PurgeResponse::default();
+    for some in handles.chunks(AT_ONCE) {
+        let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
+        let client = connection.inventory();
+        let doing = "cannot purge what is set aside";
+        let answered = repeat(doing, async || client.clone().purge(request.clone()).await).await;
+        let named = |error: &anyhow::Error| {
+            refusal(error).and_then(|refused| some.iter().find(|handle| refused.names(handle)).cloned())
+        };
+        let id = answered.as_ref().err().and_then(named).unwrap_or_default();
+        let response = listed(connection, &id, Reason::UnknownId, answered).await?;
+        purged.volumes += response.volumes;
+        purged.containers += response.containers;
+    }
+    if as_json {
+        return print_json(
+            &serde_json::json!({ "volumes": purged.volumes, "containers": purged.containers }),
+        );
+    }
+    print(&format!("{}\n", summary(&purged)))
+}
+
+fn summary(purged: &PurgeResponse) -> String {
+    let PurgeResponse { volumes, containers } = *purged;
+    format!("{} and {} are garbage now", count(volumes, "volume"), count(containers, "container"))
+}
+
+#[cfg(test)]
+mod tests {
+    use domain::{ArtifactId, VolumeHandle};
+    use rpc::pb::artifacts::VolumeDescription;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_row_says_whether_a_volume_can_be_adopted() {
+        let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
+        let mut one = Orphan { container_handle: "7".to_owned(), worker_id, ..Orphan::default() };
+        let row = container_row(&one, &names);
+        assert_eq!((row.len(), &row[..2]), (CONTAINERS.len(), &["7".to_owned(), "one".to_owned()][..]));
+        let row = volume_row(&one, &names);
+        assert_eq!((row.len(), &*row[1], row.last().map(String::as_str)), (VOLUMES.len(), "one", Some("no")));
+        one.volume_handle = "8".to_owned();
+        let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
+        one.description = Some(description);
+        let row = volume_row(&one, &names);
+        assert_eq!((row[0].as_str(), row.last().map(String::as_str)), ("8", Some("yes")));
+    }
+
+    #[test]
+    fn what_was_done_is_said() {
+        let purged = PurgeResponse { volumes: 1, containers: 2 };
+        assert_eq!(summary(&purged), "1 volume and 2 containers are garbage now");
+        let volume = VolumeHandle::new();
+        let artifact = Artifact { artifact_id: ArtifactId::new().to_string(), ..Artifact::default() };
+        let args = AdoptArgs { volume, artifact: None, build: None, keep: Duration::from_secs(5400) };
+        let id = &artifact.artifact_id;
+        let said = format!("volume {volume} holds artifact {id}: 0 B, kept for 90 min at least\n");
+        assert_eq!(adopted(&artifact, &args), said);
+    }
+}

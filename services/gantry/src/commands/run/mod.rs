@@ -1,0 +1,529 @@
+//! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
+
+pub(crate) mod hint;
+pub(crate) mod trace;
+
+use std::collections::HashMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use bytes::Bytes;
+use domain::{ArtifactId, BuildId, WorkloadId};
+use futures::future::try_join_all;
+use rpc::pb::artifacts::PutBuildRequest;
+use rpc::pb::scheduler::{
+    Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Outcome, Output,
+    OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
+    WorkloadSpec, image::Source as ImageSource,
+};
+use serde_json::json;
+use tracing::{Instrument, info_span};
+use transfer::Manifest;
+
+use crate::cli::args::{NetworkArg, RunArgs};
+use crate::cli::values::{Copied, InputArg, Source};
+use crate::client::connect::{Connection, repeat};
+use crate::commands::caches;
+use crate::commands::explain::store;
+use crate::commands::explain::workload;
+use crate::ending::error::{Interrupted, Refused, refusal};
+use crate::ending::exit_code;
+use crate::ending::signals::Signals;
+use crate::follow::stdin;
+use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
+use crate::render::json as shown;
+use crate::render::stdout;
+use crate::render::ui::Ui;
+use crate::transfer::directories::{inside, is_in_place};
+use crate::transfer::download::Downloader;
+use crate::transfer::upload::{Directory, Uploader, renew};
+
+/// Runs. Answers the exit code.
+pub(crate) async fn run(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    as_json: bool,
+) -> anyhow::Result<u8> {
+    let mut signals = Signals::catch()?;
+    if args.privileged {
+        ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
+    }
+    let spec = spec(args, &connection.team, ui)?;
+    if args.explain {
+        let known = caches::known(connection, &args.caches).await?;
+        let spec = WorkloadSpec { caches: known, ..spec };
+        // A directory is uploaded before it is known where it is, and makes no difference to who could run it.
+        let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
+        let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
+        return workload::spec(connection, spec, as_json).await.map(|()| 0);
+    }
+    let workload = WorkloadId::new();
+
+    // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
+    let Prepared { inputs, sent, build, caches } = tokio::select! {
+        prepared = prepare(args, connection, ui, workload) => prepared?,
+        code = signals.next() => return Err(Interrupted(code).into()),
+    };
+    let spec = WorkloadSpec {
+        inputs: spec_inputs(args, &inputs),
+        build_id: build.map(|build| build.to_string()).unwrap_or_default(),
+        caches,
+        ..spec
+    };
+    tokio::select! {
+        submitted = submit(connection, workload, spec) => submitted?,
+        code = signals.next() => {
+            // It may have been accepted.
+            _ = tokio::time::timeout(Duration::from_secs(2), cancel(connection, workload.to_string(), GRACE)).await;
+            return Err(Interrupted(code).into());
+        }
+    }
+    ui.event("submitted", json!({ "workload_id": workload.to_string() }));
+    if args.detach {
+        if !as_json {
+            stdout::print(&format!("{workload}\n"))?;
+        }
+        return Ok(0);
+    }
+
+    let follow = Follow {
+        connection,
+        ui,
+        workload: workload.to_string(),
+        on_signal: OnSignal::Cancel,
+        narrate: true,
+        stdin: forwards_stdin(args),
+        acknowledge: true,
+    };
+    let mut followed = follow.run(&mut signals).await?;
+    if let Some(failure) = &mut followed.finished.failure
+        && failure.reason.starts_with("PROGRAM_NOT_")
+        && let Some(program) = args.command.first()
+    {
+        failure.message = format!("{}: {}", program.display(), failure.message);
+    }
+    let downloaded = tokio::select! {
+        downloaded = download(args, connection, ui, &followed, &sent) => downloaded,
+        code = signals.next() => {
+            let outputs = followed.finished.outputs.iter();
+            let kept: Vec<_> =
+                outputs.map(|output| format!("{} as artifact {}", output.name, output.artifact_id)).collect();
+            ui.note(&format!("interrupted while results were brought back; they are kept: {}", kept.join(", ")));
+            return Err(Interrupted(code).into());
+        }
+    };
+    let code = end(ui, &followed, &downloaded);
+    if let Some(hint) = hint::hint(args, &followed.finished, Path::exists) {
+        ui.note(&hint);
+    }
+    ui.event("finished", shown::finished(&followed.finished, code));
+    Ok(code)
+}
+
+/// Says how it ended, and answers the exit code. What the command itself says by its exit code goes before what is wrong with its outputs.
+pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brought>) -> u8 {
+    let mut end = exit_code::end(&followed.finished, followed.asked);
+    // A command that was interrupted may end well, and has not done all that it was to do.
+    if let (0, Some(asked)) = (end.code, followed.asked.or(followed.unread)) {
+        end.code = asked;
+    }
+    if let Some(said) = &end.said {
+        ui.warn(said);
+    }
+    match downloaded {
+        Err(error) => {
+            ui.error(&crate::ending::error::describe(error));
+            if followed.finished.exit.is_some() {
+                ui.warn(&format!("the command itself ended with exit code {}", end.code));
+            }
+            return exit_code::OURS;
+        }
+        Ok(Brought::WithConflicts) if end.code == 0 => {
+            ui.warn(
+                "the command succeeded, but some of its results conflict with changes made here meanwhile",
+            );
+            return exit_code::OURS;
+        }
+        Ok(Brought::WithConflicts | Brought::Whole) => {}
+    }
+    if followed.output_lost && end.code == 0 {
+        ui.warn("the command succeeded, but some of its output is missing");
+        return exit_code::OURS;
+    }
+    end.code
+}
+
+fn forwards_stdin(args: &RunArgs) -> bool {
+    !args.no_stdin && !args.detach && stdin::is_readable()
+}
+
+/// What a workload needs before it is submitted.
+struct Prepared {
+    /// What is uploaded or taken, for each input.
+    inputs: Vec<ArtifactId>,
+    /// The trees of directories to which outputs come back, by the names of these.
+    sent: HashMap<String, Arc<Manifest>>,
+    /// The build that owns it, where there is anything to own.
+    build: Option<BuildId>,
+    /// Asked for just now.
+    caches: Vec<CacheMount>,
+}
+
+async fn prepare(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    workload: WorkloadId,
+) -> anyhow::Result<Prepared> {
+    let (inputs, sent, build) = prepare_inputs(args, connection, ui, workload).await?;
+    let caches = caches::mounts(connection, &args.caches).await?;
+    Ok(Prepared { inputs, sent, build, caches })
+}
+
+async fn prepare_inputs(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    workload: WorkloadId,
+) -> anyhow::Result<(Vec<ArtifactId>, HashMap<String, Arc<Manifest>>, Option<BuildId>)> {
+    let uploads = args.inputs.iter().any(|input| matches!(input.source, Source::Directory(_)));
+    if !uploads && args.outputs.is_empty() {
+        let taken = args.inputs.iter().filter_map(|input| taken(&input.source)).collect();
+        return Ok((taken, HashMap::new(), None));
+    }
+    let build = BuildId::new();
+    let put = PutBuildRequest {
+        build_id: build.to_string(),
+        team: connection.team.clone(),
+        ends_with_workload: workload.to_string(),
+        keep: Some(rpc::duration(args.keep)),
+        term: Some(rpc::duration(args.abandoned_after)),
+        ..Default::default()
+    };
+    let owners = connection.owners();
+    repeat("cannot prepare the run", async || owners.clone().put_build(put.clone()).await)
+        .instrument(info_span!(target: "gantry", "put build", service = "gantry"))
+        .await?;
+    let inputs = tokio::select! {
+        inputs = upload(args, connection, ui, build) => inputs?,
+        error = renew(connection, put, args.abandoned_after / 3) => return Err(error),
+    };
+    let mut sent = HashMap::new();
+    for (input, (_, manifest)) in args.inputs.iter().zip(&inputs) {
+        if let Some(manifest) = manifest
+            && args.outputs.iter().any(|output| is_in_place(input, output))
+        {
+            sent.insert(input.name.clone(), manifest.clone());
+        }
+    }
+    Ok((inputs.into_iter().map(|(artifact, _)| artifact).collect(), sent, Some(build)))
+}
+
+async fn upload(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    build: BuildId,
+) -> anyhow::Result<Vec<(ArtifactId, Option<Arc<Manifest>>)>> {
+    let uploader =
+        Uploader { connection, ui, scan: &args.scan, build: Some(build), progress: ui.progress("uploading") };
+    let targets: Vec<&Path> = args.outputs.iter().filter_map(|output| output.directory.as_deref()).collect();
+    try_join_all(args.inputs.iter().map(async |input| {
+        let path = match &input.source {
+            Source::Artifact(artifact) => return Ok((*artifact, None)),
+            Source::Directory(path) => path,
+        };
+        let left_out = inside(path, targets.iter().copied());
+        for target in &left_out {
+            ui.note(&format!("{}: {} is left out, an output goes there", input.name, target.display()));
+        }
+        let (artifact, manifest) = uploader
+            .upload(&Directory { name: &input.name, path, left_out })
+            .instrument(info_span!(target: "gantry", "upload", service = "gantry", input.name = input.name))
+            .await?;
+        Ok((artifact, Some(manifest)))
+    }))
+    .await
+}
+
+fn taken(source: &Source) -> Option<ArtifactId> {
+    match source {
+        Source::Artifact(artifact) => Some(*artifact),
+        Source::Directory(_) => None,
+    }
+}
+
+async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {
+    let request = SubmitRequest { workload_id: workload.to_string(), spec: Some(spec) };
+    let workloads = connection.workloads();
+    let submitted =
+        repeat("cannot submit the workload", async || workloads.clone().submit(request.clone()).await)
+            .instrument(info_span!(target: "gantry", "submit", service = "gantry"))
+            .await
+            .map(drop);
+    let inputs = request.spec.iter().flat_map(|spec| &spec.inputs).map(|input| &input.artifact_id);
+    let named = |refused: &Refused| inputs.clone().find(|id| refused.names(id)).cloned();
+    match submitted.as_ref().err().and_then(refusal).and_then(named) {
+        Some(input) => store::or_why(connection, &input, submitted).await,
+        None => submitted,
+    }
+}
+
+/// Brings back the outputs that have a directory. Answers whether each has all of its output.
+async fn download(
+    args: &RunArgs,
+    connection: &Connection,
+    ui: &Ui,
+    followed: &Followed,
+    sent: &HashMap<String, Arc<Manifest>>,
+) -> anyhow::Result<Brought> {
+    let Followed { finished, asked, .. } = followed;
+    let mut brought = Brought::Whole;
+    let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
+    if finished.outputs.is_empty() {
+        if wanted.count() > 0 && finished.failure.is_none() && finished.exit.is_none() {
+            ui.warn("nothing is brought back: the command was stopped, and its outputs are not kept");
+        }
+        return Ok(brought);
+    }
+    let downloader = Downloader {
+        connection,
+        ui,
+        replace: args.replace,
+        take: args.take,
+        progress: ui.progress("downloading"),
+    };
+    for output in &args.outputs {
+        let Some(published) = finished.outputs.iter().find(|published| published.name == output.name) else {
+            continue;
+        };
+        let PublishedOutput { name, artifact_id, entries, .. } = published;
+        if *entries == 0 {
+            ui.note(&format!("{name}: the command left it empty"));
+        }
+        let Some(directory) = &output.directory else {
+            ui.note(&format!("{name}: kept as artifact {artifact_id}"));
+            continue;
+        };
+        // The process may have ended in the midst of its work.
+        if asked.is_some() {
+            let how = bring(name, artifact_id, directory, sent);
+            ui.note(&format!("{name}: the command was interrupted, so nothing is brought back; {how}"));
+            continue;
+        }
+        if args.replace
+            && !sent.contains_key(name)
+            && finished.outcome() != Outcome::Succeeded
+            && directory.exists()
+        {
+            let how = bring(name, artifact_id, directory, sent);
+            let directory = directory.display();
+            ui.warn(&format!("{name}: the command failed, so {directory} is not replaced; {how}"));
+            continue;
+        }
+        let artifact = artifact_id.parse().context("the scheduler named an output that is no artifact")?;
+        let downloaded = downloader
+            .download(artifact, name, directory, sent.get(name))
+            .instrument(info_span!(target: "gantry", "download", service = "gantry", output.name = name))
+            .await
+            .inspect_err(|_| {
+                ui.warn(&format!(
+                    "{name}: kept as artifact {artifact_id}; {}",
+                    bring(name, artifact_id, directory, sent)
+                ));
+            })?;
+        if downloaded.has_conflicts {
+            brought = Brought::WithConflicts;
+        }
+    }
+    Ok(brought)
+}
+
+/// How an output is brought that was not. In place it goes into another directory: a download writes over what was changed since.
+fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Arc<Manifest>>) -> String {
+    let target = match directory.file_name() {
+        _ if !sent.contains_key(name) => directory.display().to_string(),
+        Some(_) => format!("{}.gantry-result", directory.display()),
+        None => format!("{name}.gantry-result"),
+    };
+    format!("bring it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
+}
+
+/// How outputs came into their directories.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Brought {
+    /// As the command left them.
+    Whole,
+    /// Some of them beside what was changed there meanwhile.
+    WithConflicts,
+}
+
+/// The spec, but for its inputs and its build.
+fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
+    let attached = !args.detach;
+    Ok(WorkloadSpec {
+        team: team.to_owned(),
+        kind: WorkloadKind::Task.into(),
+        image: Some(Image {
+            source: Some(match &args.image {
+                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
+                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+                domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
+            }),
+        }),
+        command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
+        environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
+        directory: Bytes::copy_from_slice(args.directory.as_bytes()),
+        user: args.user.clone().unwrap_or_default(),
+        stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
+        output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
+        inputs: Vec::new(),
+        outputs: args
+            .outputs
+            .iter()
+            .map(|output| Output { name: output.name.clone(), ..Output::default() })
+            .collect(),
+        limits: Some(Limits {
+            cpu_millis: args.cpu.unwrap_or(0),
+            memory_bytes: args.memory.unwrap_or(0),
+            pids: 0,
+        }),
+        privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
+        network: match args.network {
+            _ if args.hermetic => Network::None,
+            NetworkArg::Private => Network::Private,
+            NetworkArg::None => Network::None,
+            NetworkArg::Host => Network::Host,
+        }
+        .into(),
+        tags: args.tags.clone(),
+        capabilities: args.capabilities.clone(),
+        platform: String::new(),
+        queue_timeout: args.queue_timeout.map(rpc::duration),
+        run_timeout: args.timeout.map(rpc::duration),
+        build_id: String::new(),
+        caches: Vec::new(),
+        interruptible: args.interruptible,
+        priority: args.priority,
+        requests: Some(ResourceRequests {
+            cpu_millis: args.reserve_cpu.unwrap_or(0),
+            memory_bytes: args.reserve_memory.unwrap_or(0),
+            disk_bytes: args.reserve_disk.unwrap_or(0),
+        }),
+        start_timeout: args.start_timeout.map(rpc::duration),
+        retries: args.retries,
+    })
+}
+
+fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {
+    args.inputs.iter().zip(artifacts.iter().copied()).map(spec_input).collect()
+}
+
+fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
+    Input {
+        name: input.name.clone(),
+        artifact_id: artifact.to_string(),
+        path: Bytes::new(),
+        access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
+    }
+}
+
+/// The last one of a name counts. What shall be copied and is not there is left out, and said.
+fn environment(
+    variables: &[Copied],
+    ours: impl Fn(&OsString) -> Option<OsString>,
+    ui: &Ui,
+) -> anyhow::Result<Vec<EnvironmentVariable>> {
+    let mut set: Vec<(OsString, OsString)> = Vec::new();
+    for Copied { name, value } in variables {
+        let value = match value {
+            Some(value) => value.clone(),
+            None => match ours(name) {
+                Some(value) => value,
+                None => {
+                    ui.note(&format!("--env {}: not set here, so not there", name.display()));
+                    continue;
+                }
+            },
+        };
+        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
+            bail!("--env {}: cannot contain a NUL byte", name.display());
+        }
+        set.retain(|(other, _)| other != name);
+        set.push((name.clone(), value));
+    }
+    let bytes = |text: OsString| Bytes::from(text.into_vec());
+    Ok(set
+        .into_iter()
+        .map(|(name, value)| EnvironmentVariable { name: bytes(name), value: bytes(value) })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::args::{Cli, Command};
+
+    fn parse(arguments: &[&str]) -> RunArgs {
+        let arguments = ["gantry", "run"].iter().chain(arguments);
+        match Cli::try_parse_from(arguments).expect("parses").command {
+            Command::Run(args) => *args,
+            _ => panic!("it is a run"),
+        }
+    }
+
+    fn quiet() -> Ui {
+        let cli = Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses");
+        Ui::new(&cli.global)
+    }
+
+    #[test]
+    fn what_follows_the_command_belongs_to_it() {
+        let args =
+            parse(&["-i", "src=.", "-o", "out", "--memory", "1G", "sh", "-c", "true", "--memory", "2G"]);
+        assert_eq!(args.command, ["sh", "-c", "true", "--memory", "2G"].map(OsString::from));
+        assert_eq!(args.memory, Some(1 << 30));
+        assert_eq!(parse(&["--", "-x"]).command, [OsString::from("-x")]);
+        assert!(Cli::try_parse_from(["gantry", "run"]).is_err());
+        assert!(Cli::try_parse_from(["gantry", "run", "--no-such-flag", "true"]).is_err());
+    }
+
+    #[test]
+    fn the_spec_says_what_the_flags_say() {
+        let args = parse(&[
+            "--privileged",
+            "--network",
+            "none",
+            "--cpu",
+            "1.5",
+            "--timeout",
+            "2m",
+            "-d",
+            "--",
+            "true",
+        ]);
+        let spec = spec(&args, "main", &quiet()).expect("valid");
+        assert_eq!(spec.privilege(), Privilege::Privileged);
+        assert_eq!(spec.network(), Network::None);
+        assert_eq!((spec.stdin(), spec.output()), (StdinMode::None, OutputMode::Spooled));
+        assert_eq!(spec.limits.map(|limits| limits.cpu_millis), Some(1500));
+        assert_eq!(spec.run_timeout, Some(rpc::duration(Duration::from_secs(120))));
+        assert!(rpc::spec::parse(spec).is_ok());
+    }
+
+    #[test]
+    fn the_last_variable_of_a_name_counts_and_copies_are_ours() {
+        let given = parse(&["--env", "A=1", "--env", "B", "--env", "A=2", "--env", "C", "--", "true"]);
+        let ours = |name: &OsString| (name == "B").then(|| OsString::from("ours"));
+        let set = environment(&given.environment, ours, &quiet()).expect("valid");
+        let set: Vec<_> = set.iter().map(|v| (v.name.as_ref(), v.value.as_ref())).collect();
+        assert_eq!(set, [(&b"B"[..], &b"ours"[..]), (b"A", b"2")]);
+    }
+}

@@ -1,0 +1,215 @@
+//! `gantry status`: whether a cluster runs on this machine, and what it does.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use anyhow::bail;
+use rpc::Peer;
+use rpc::client::{Outgoing, peer};
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::{ListVolumesRequest, Volume, VolumePurpose};
+use rpc::pb::local::cluster_client::ClusterClient;
+use rpc::pb::local::{GetStatusRequest, GetStatusResponse};
+use rpc::pb::scheduler::{Workload, WorkloadState};
+use serde_json::json;
+use tokio::time::Instant;
+use tonic::Status;
+
+use super::{Glance, Seen};
+use crate::cli::addresses::Addresses;
+use crate::client::token::read_token;
+use crate::cluster::{Paths, lock, start};
+use crate::ending::error::refused;
+use crate::render::labels;
+use crate::render::table::{bytes, duration, fields};
+
+/// How long a cluster that starts or ends is waited for, and how often it is looked for.
+const PATIENCE: Duration = Duration::from_secs(2);
+const LOOK_AGAIN: Duration = Duration::from_millis(20);
+
+/// How long a cluster may take to say how it is.
+const DEADLINE: Duration = Duration::from_secs(5);
+
+/// The age of a cluster up to which the first report of its worker may be missing.
+const YOUNG: Duration = Duration::from_secs(10);
+
+/// The exit code when none runs.
+const NONE_RUNS: u8 = 1;
+
+/// Looks at the cluster on this machine.
+pub(crate) async fn status() -> anyhow::Result<Seen> {
+    let paths = Paths::find()?;
+    let Some(endpoint) = found(&paths).await else {
+        if let Some(holder) = lock::holder(&paths.lock()) {
+            bail!(
+                "a cluster runs as process {} and does not answer on {}; if it does not end by itself, kill it, the next one adopts \
+                 what it left",
+                holder.process_id,
+                holder.socket.display()
+            );
+        }
+        let text = "no cluster runs on this machine; `gantry run` starts one, `gantry up` keeps one in the foreground\n";
+        return Ok(Seen { text: text.to_owned(), document: json!({ "running": false }), code: NONE_RUNS });
+    };
+    let peer = peer(&endpoint, Outgoing::internal())?;
+    let mut cluster = ClusterClient::new(peer.clone());
+    let Ok(response) = tokio::time::timeout(DEADLINE, cluster.get_status(GetStatusRequest {})).await else {
+        let process = lock::holder(&paths.lock());
+        let process = process.map_or_else(String::new, |holder| format!(", process {},", holder.process_id));
+        bail!(
+            "the cluster{process} does not answer; its log is {}; `gantry down --force` kills it, and the next one adopts what it left",
+            paths.log().display()
+        );
+    };
+    let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
+    let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
+    let used = Used::of(&volumes);
+    // Gateways that joined it over TCP ask for its token.
+    let token = read_token(&paths.token()).ok();
+    let outgoing = Outgoing::internal().with_token(token.as_deref());
+    let age = local.started_at.as_ref().map_or(Duration::MAX, labels::since);
+    let give_up = Instant::now() + PATIENCE;
+    let glance = loop {
+        let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
+        // The first report of a new worker is listed a second after its registration.
+        if age > YOUNG || !glance.awaits_report() || Instant::now() >= give_up {
+            break glance;
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    };
+    let mut document = as_document(&local, &used);
+    glance.fill(&mut document);
+    let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
+    Ok(Seen { text, document, code: 0 })
+}
+
+/// The address of the cluster. Waits a moment for one that starts or ends: it holds the lock and does not listen.
+async fn found(paths: &Paths) -> Option<String> {
+    let give_up = Instant::now() + PATIENCE;
+    loop {
+        let running = start::running(paths);
+        if running.is_some() || lock::holder(&paths.lock()).is_none() || Instant::now() >= give_up {
+            return running;
+        }
+        tokio::time::sleep(LOOK_AGAIN).await;
+    }
+}
+
+/// How many workloads that have not ended are in which state, in the order in which they pass through them.
+pub(crate) fn states(workloads: &[Workload]) -> Vec<(&'static str, u64)> {
+    let mut states = BTreeMap::new();
+    for workload in workloads {
+        *states.entry(workload.state).or_insert(0) += 1;
+    }
+    let word = |state| labels::workload_state(WorkloadState::try_from(state).unwrap_or_default());
+    states.into_iter().map(|(state, count)| (word(state), count)).collect()
+}
+
+async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
+    let mut inventory = InventoryClient::new(peer.clone());
+    let (mut volumes, mut page_token) = (Vec::new(), String::new());
+    loop {
+        let request = ListVolumesRequest { page_size: 1000, page_token, ..ListVolumesRequest::default() };
+        let page = inventory.list_volumes(request).await?.into_inner();
+        volumes.extend(page.volumes);
+        page_token = page.next_page_token;
+        if page_token.is_empty() {
+            return Ok(volumes);
+        }
+    }
+}
+
+/// What fills the disk. Blocks that volumes share count for each of them.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Used {
+    artifacts: u64,
+    artifact_bytes: u64,
+    volumes: u64,
+    volume_bytes: u64,
+}
+
+impl Used {
+    fn of(volumes: &[Volume]) -> Self {
+        let replicas = volumes.iter().filter(|volume| volume.purpose() == VolumePurpose::Replica);
+        let artifacts: BTreeMap<_, _> =
+            replicas.map(|replica| (&replica.artifact_id, replica.size_bytes)).collect();
+        Self {
+            artifacts: artifacts.len() as u64,
+            artifact_bytes: artifacts.values().sum(),
+            volumes: volumes.len() as u64,
+            volume_bytes: volumes.iter().map(|volume| volume.size_bytes).sum(),
+        }
+    }
+}
+
+fn as_document(status: &GetStatusResponse, used: &Used) -> serde_json::Value {
+    let seconds = |duration: &prost_types::Duration| duration.seconds;
+    json!({
+        "running": true,
+        "version": status.version,
+        "process_id": status.process_id,
+        "started_at": status.started_at.as_ref().map(labels::instant),
+        "state_directory": status.state_directory,
+        "endpoints": status.endpoints,
+        "idle_for_seconds": status.idle_for.as_ref().map(seconds),
+        "idle_end_seconds": status.idle_end.as_ref().map(seconds),
+        "recovered": status.recovered,
+        "artifacts": { "count": used.artifacts, "size_bytes": used.artifact_bytes },
+        "volumes": { "count": used.volumes, "size_bytes": used.volume_bytes },
+        "holds_destruction": status.holds_destruction,
+    })
+}
+
+fn as_fields(status: &GetStatusResponse, used: &Used) -> Vec<(&'static str, String)> {
+    let time = |time: &Option<prost_types::Duration>| {
+        time.and_then(|time| Duration::try_from(time).ok()).map(duration)
+    };
+    let idle = match (time(&status.idle_for), time(&status.idle_end)) {
+        (Some(idle), Some(end)) => format!("{idle}, ends after {end} if nothing is kept"),
+        (Some(idle), None) => idle,
+        (None, _) => String::new(),
+    };
+    vec![
+        ("version", status.version.clone()),
+        ("process", status.process_id.to_string()),
+        ("running for", labels::ago(status.started_at.as_ref())),
+        ("listens on", status.endpoints.join("\n")),
+        ("state in", status.state_directory.clone()),
+        ("artifacts", format!("{}, {}", used.artifacts, bytes(used.artifact_bytes))),
+        ("volumes", format!("{}, {}", used.volumes, bytes(used.volume_bytes))),
+        ("idle for", idle),
+        ("recovered", status.recovered.join("\n")),
+        ("destruction", if status.holds_destruction { "held: what should go stays" } else { "" }.to_owned()),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_artifact_counts_once_however_many_replicas_it_has() {
+        let volume = |purpose: VolumePurpose, artifact: &str, size_bytes| Volume {
+            purpose: purpose.into(),
+            artifact_id: artifact.to_owned(),
+            size_bytes,
+            ..Volume::default()
+        };
+        let volumes = [
+            volume(VolumePurpose::Replica, "a", 5),
+            volume(VolumePurpose::Replica, "a", 5),
+            volume(VolumePurpose::Replica, "b", 2),
+            volume(VolumePurpose::Scratch, "", 1),
+        ];
+        let used = Used { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 13 };
+        assert_eq!(Used::of(&volumes), used);
+    }
+
+    #[test]
+    fn states_are_counted_in_their_order() {
+        let workload = |state: WorkloadState| Workload { state: state.into(), ..Workload::default() };
+        let running = || workload(WorkloadState::Running);
+        let workloads = [running(), workload(WorkloadState::Pending), running()];
+        assert_eq!(states(&workloads), [("pending", 1), ("running", 2)]);
+    }
+}

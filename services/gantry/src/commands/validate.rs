@@ -1,0 +1,367 @@
+//! What cannot work is said before anything is done: no cluster was started, and nothing uploaded, submitted or made.
+//!
+//! Whatever changes between this and the work itself is met there, too.
+
+use std::collections::HashSet;
+use std::ffi::OsString;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, bail};
+use domain::{ArtifactId, ContainerHandle, VolumeHandle, WorkloadId};
+use rustix::fs::Access;
+
+use crate::cli::args::{Global, Kind, ListArgs, RunArgs, ScanArgs, ShowArgs, UploadArgs};
+use crate::cli::values::{InputArg, Source};
+use crate::render::ui::Ui;
+use crate::transfer::directories::{is_in_place, refuse_links, refuse_links_here, resolve};
+use crate::transfer::ignore;
+
+/// For commands that are about the cluster on this machine, and no other.
+pub(crate) fn here(command: &str, global: &Global, ui: &Ui) -> anyhow::Result<()> {
+    if global.server_given {
+        bail!("`gantry {command}` is about the cluster on this machine; leave out --server");
+    }
+    if global.server.is_some() {
+        ui.note(&format!(
+            "`gantry {command}` is about the cluster on this machine, not the one of GANTRY_SERVER"
+        ));
+    }
+    Ok(())
+}
+
+/// For `gantry list`.
+pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
+    if args.at_risk && args.kind != Kind::Artifacts {
+        bail!("--at-risk is about artifacts; see `gantry list artifacts --at-risk`");
+    }
+    if args.worker.is_some() && args.kind != Kind::Leases {
+        bail!("--worker is about leases; see `gantry list leases --worker NAME`");
+    }
+    if args.set_aside && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
+        bail!("--set-aside is about volumes and containers; see `gantry list volumes --set-aside`");
+    }
+    if args.set_aside && args.state.is_some() {
+        bail!("what is set aside has no other state; leave out --state");
+    }
+    Ok(())
+}
+
+/// For `gantry show`.
+pub(crate) fn id(args: &ShowArgs) -> anyhow::Result<()> {
+    let id = &args.id;
+    match args.kind {
+        Kind::Workloads if id.parse::<WorkloadId>().is_err() => {
+            bail!("{id:?} is not the id of a workload; see `gantry list workloads`")
+        }
+        Kind::Artifacts if id.parse::<ArtifactId>().is_err() => {
+            bail!("{id:?} is not the id of an artifact; see `gantry list artifacts`")
+        }
+        Kind::Volumes if id.parse::<VolumeHandle>().is_err() => {
+            bail!("{id:?} is not the handle of a volume; see `gantry list volumes`")
+        }
+        Kind::Containers if id.parse::<ContainerHandle>().is_err() => {
+            bail!("{id:?} is not the handle of a container; see `gantry list containers`")
+        }
+        _ => Ok(()),
+    }
+}
+
+/// For `gantry run`.
+pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
+    let mut names = HashSet::new();
+    for input in &args.inputs {
+        if !names.insert(input.name.as_str()) {
+            bail!("two inputs are called {:?}; give each a name of its own", input.name);
+        }
+        check_input(input, args)?;
+    }
+    let mut names = HashSet::new();
+    let mut targets: Vec<(&str, &Path, PathBuf)> = Vec::new();
+    for output in &args.outputs {
+        let name = output.name.as_str();
+        if !names.insert(name) {
+            bail!("two outputs are called {name:?}; give each a name of its own");
+        }
+        if args.inputs.iter().any(|input| input.name == name && input.read_only) {
+            bail!(
+                "output {name:?} starts with the contents of the input of that name, which is read-only; leave out :ro"
+            );
+        }
+        let Some(directory) = output.directory.as_deref() else { continue };
+        if args.detach {
+            bail!(
+                "nothing is brought back into {directory:?} with --detach; write -o {name}, and fetch it afterwards with \
+                 `gantry download`"
+            );
+        }
+        let replaces = args.replace && !args.inputs.iter().any(|input| is_in_place(input, output));
+        target(directory, replaces, args.take.follow_links)
+            .with_context(|| format!("output {name:?} cannot be brought into {directory:?}"))?;
+        let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
+        for (other, other_directory, other_resolved) in &targets {
+            if resolved == *other_resolved {
+                bail!("outputs {other:?} and {name:?} go into the same directory; give each its own");
+            }
+            let nested = |(outer, outer_at): (&str, &Path), (inner, inner_at): (&str, &Path)| {
+                format!(
+                    "output {inner:?} goes into {inner_at:?}, which lies in {outer_at:?}, where output {outer:?} goes; give each a directory of its own"
+                )
+            };
+            if resolved.starts_with(other_resolved) {
+                bail!(nested((*other, *other_directory), (name, directory)));
+            }
+            if other_resolved.starts_with(&resolved) {
+                bail!(nested((name, directory), (*other, *other_directory)));
+            }
+        }
+        targets.push((name, directory, resolved));
+    }
+    let mut names = HashSet::new();
+    for cache in &args.caches {
+        if !names.insert(cache.name.as_str()) {
+            bail!("two caches are called {:?}; give each a name of its own", cache.name);
+        }
+    }
+    if let Some(trace) = &args.trace {
+        let links = if args.take.follow_links { Ok(()) } else { refuse_links_here(trace) };
+        links
+            .and_then(|()| file(trace))
+            .with_context(|| format!("the trace cannot be written into {trace:?}"))?;
+        let resolved = resolve(trace);
+        if let Some((name, ..)) = targets.iter().find(|(.., target)| Some(target) == resolved.as_ref()) {
+            bail!("the trace cannot be written into {trace:?}: output {name:?} goes there");
+        }
+    }
+    Ok(())
+}
+
+/// `:ro` at the end always means read-only. Where a directory's own name ends so, it is said how to name it.
+fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
+    let Source::Directory(path) = &input.source else { return Ok(()) };
+    if !args.take.follow_links {
+        refuse_links_here(path).with_context(|| format!("cannot upload {path:?}"))?;
+    }
+    let mut literal = OsString::from(path);
+    literal.push(":ro");
+    let literal = PathBuf::from(literal);
+    if input.read_only && literal.is_dir() {
+        let (path, literal) = (path.display(), literal.display());
+        bail!(
+            "-i {name}={literal} could mean two things; write {name}={literal}/ for the directory {literal}, and {name}={path}/:ro for \
+             {path}, read-only",
+            name = input.name
+        );
+    }
+    directory(path, &args.scan).with_context(|| format!("cannot upload {path:?}"))
+}
+
+/// Whether a directory, and the ignore files for it, can be read.
+fn directory(path: &Path, scan: &ScanArgs) -> anyhow::Result<()> {
+    if !path.metadata()?.is_dir() {
+        bail!("it is no directory; only directories can be uploaded");
+    }
+    std::fs::read_dir(path)?;
+    ignore::check(path, scan.gitignore)
+}
+
+/// For `gantry upload`.
+pub(crate) fn upload(args: &UploadArgs) -> anyhow::Result<()> {
+    directory(&args.directory, &args.scan)?;
+    if args.resource_type.is_some() && !args.directory.join("rootfs").is_dir() {
+        bail!("it has no directory rootfs/, so it is the image of no resource type");
+    }
+    Ok(())
+}
+
+/// Whether results can be brought into a directory, which need not exist.
+pub(crate) fn target(directory: &Path, replace: bool, follow_links: bool) -> anyhow::Result<()> {
+    if !follow_links {
+        refuse_links(directory)?;
+    }
+    match directory.metadata() {
+        Ok(metadata) if !metadata.is_dir() => bail!("it is no directory"),
+        Ok(metadata) => {
+            let path = directory.canonicalize()?;
+            writable(&path).with_context(|| format!("{path:?}"))?;
+            if replace {
+                crate::transfer::staging::check_replace(&path, &metadata)?;
+                ignore::refuse_unsent(&path)?;
+            }
+            Ok(())
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound && directory.is_symlink() => {
+            bail!("it is a symbolic link that leads nowhere")
+        }
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            let path = std::path::absolute(directory)?;
+            if path.file_name().is_none() || path.ends_with("..") {
+                return Err(error.into());
+            }
+            let there = path.ancestors().skip(1).find(|ancestor| ancestor.symlink_metadata().is_ok());
+            let there = there.unwrap_or(Path::new("/"));
+            if !there.is_dir() {
+                bail!("{there:?} is no directory");
+            }
+            writable(there).with_context(|| format!("nothing can be made in {there:?}"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether a file can be written, which need not exist. Its directory must.
+fn file(path: &Path) -> anyhow::Result<()> {
+    match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => bail!("it is a directory"),
+        Ok(_) => Ok(rustix::fs::access(path, Access::WRITE_OK).map_err(std::io::Error::from)?),
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            let path = std::path::absolute(path)?;
+            let parent = path.parent().unwrap_or(Path::new("/"));
+            if !parent.is_dir() {
+                bail!("there is no directory {parent:?}");
+            }
+            writable(parent).with_context(|| format!("nothing can be made in {parent:?}"))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn writable(directory: &Path) -> anyhow::Result<()> {
+    Ok(rustix::fs::access(directory, Access::WRITE_OK | Access::EXEC_OK).map_err(std::io::Error::from)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::cli::args::{Cli, Command};
+
+    /// What is said of a command line in which `@` is a directory that has the directories `d`, `e` and `e:ro`, the directory
+    /// `bad` with a malformed ignore file, the file `f` and the link `nowhere`. Nothing is left in it.
+    fn said(arguments: &[&str]) -> String {
+        let root = tempfile::tempdir().expect("a directory");
+        for name in ["d", "e", "e:ro", "bad"] {
+            fs::create_dir(root.path().join(name)).expect("made");
+        }
+        fs::write(root.path().join("bad/.gantryignore"), "*.o\n[a\n").expect("written");
+        fs::write(root.path().join("f"), "").expect("written");
+        symlink("gone", root.path().join("nowhere")).expect("linked");
+        symlink("d", root.path().join("link")).expect("linked");
+        let here = root.path().display().to_string();
+        let arguments: Vec<_> = arguments.iter().map(|argument| argument.replace('@', &here)).collect();
+        let line = ["gantry", "run"].map(str::to_owned).into_iter().chain(arguments);
+        let Command::Run(args) =
+            Cli::try_parse_from(line.chain(["true".to_owned()])).expect("parses").command
+        else {
+            panic!("it is a run")
+        };
+        let checked = run(&args);
+        assert_eq!(fs::read_dir(root.path()).expect("listed").count(), 7, "nothing was made");
+        checked.map_or_else(
+            |error| crate::ending::error::describe(&error).replace(&here, "@"),
+            |()| String::new(),
+        )
+    }
+
+    #[test]
+    fn lists_are_narrowed_by_what_is_said_of_their_kind() {
+        let said = |line: &str| {
+            let line = ["gantry", "list"].into_iter().chain(line.split(' '));
+            let Command::List(args) = Cli::try_parse_from(line).expect("parses").command else {
+                panic!("it is a list")
+            };
+            list(&args).map_or_else(|error| error.to_string(), |()| String::new())
+        };
+        assert_eq!(said("artifacts --at-risk"), "");
+        let refused = "--at-risk is about artifacts; see `gantry list artifacts --at-risk`";
+        assert_eq!(said("workers --at-risk"), refused);
+        assert_eq!(said("volumes --at-risk"), refused);
+        assert_eq!(said("leases --worker w"), "");
+        let refused = "--worker is about leases; see `gantry list leases --worker NAME`";
+        assert_eq!(said("containers --worker w"), refused);
+    }
+
+    #[test]
+    fn inputs_are_directories_with_names_of_their_own() {
+        assert_eq!(said(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
+        assert_eq!(said(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
+        assert_eq!(
+            said(&["-i", "a=@/f"]),
+            "cannot upload \"@/f\": it is no directory; only directories can be uploaded"
+        );
+        assert_eq!(
+            said(&["-i", "a=@/d", "-i", "a=@/e"]),
+            "two inputs are called \"a\"; give each a name of its own"
+        );
+    }
+
+    #[test]
+    fn malformed_ignore_file_is_named() {
+        assert_eq!(
+            said(&["-i", "a=@/bad"]),
+            "cannot upload \"@/bad\": cannot understand \"@/bad/.gantryignore:2\": the bracket `[` is not closed; write `\\[` for a \
+             bracket in a name"
+        );
+    }
+
+    #[test]
+    fn a_directory_whose_name_ends_as_read_only_does_is_never_taken_by_mistake() {
+        assert_eq!(
+            said(&["-i", "a=@/e:ro"]),
+            "-i a=@/e:ro could mean two things; write a=@/e:ro/ for the directory @/e:ro, and a=@/e/:ro for @/e, read-only"
+        );
+        assert_eq!(said(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
+    }
+
+    #[test]
+    fn outputs_go_into_directories_of_their_own() {
+        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
+        assert_eq!(
+            said(&["-o", "a", "-o", "a"]),
+            "two outputs are called \"a\"; give each a name of its own"
+        );
+        assert_eq!(
+            said(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
+            "outputs \"a\" and \"b\" go into the same directory; give each its own"
+        );
+        let nested = "output \"b\" goes into \"@/d/x/y\", which lies in \"@/d\", where output \"a\" goes; give each a directory of its own";
+        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
+        assert_eq!(said(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
+        assert_eq!(said(&["-o", "a=@/f"]), "output \"a\" cannot be brought into \"@/f\": it is no directory");
+        assert_eq!(
+            said(&["-o", "a=@/f/x/y"]),
+            "output \"a\" cannot be brought into \"@/f/x/y\": \"@/f\" is no directory"
+        );
+        for path in ["@/link", "@/link/x", "@/link/x/y", "@/d/../link"] {
+            let refused = said(&["-o", &format!("a={path}")]);
+            let expected = "link\" is a symbolic link to \"d\", which an earlier result may have made; name the directory that it \
+                            leads to, or allow it with --follow-links";
+            assert!(refused.ends_with(expected), "{refused}");
+        }
+        assert_eq!(said(&["-o", "a=@/link/x", "--follow-links"]), "");
+        assert_eq!(
+            said(&["-o", "a=@/nowhere", "--follow-links"]),
+            "output \"a\" cannot be brought into \"@/nowhere\": it is a symbolic link that leads nowhere"
+        );
+        assert!(said(&["-o", "a=/proc/self/x"]).starts_with("output \"a\" cannot be brought into"));
+        assert!(said(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
+        assert!(said(&["-d", "-o", "a=@/d"]).contains("--detach"));
+        assert!(said(&["-o", "a=.", "--replace"]).contains("we are in it"));
+    }
+
+    #[test]
+    fn a_trace_can_be_written() {
+        assert_eq!(said(&["--trace", "@/f"]), "");
+        assert_eq!(said(&["--trace", "@/new", "-o", "a=@/d"]), "");
+        assert_eq!(said(&["--trace", "@/d"]), "the trace cannot be written into \"@/d\": it is a directory");
+        assert_eq!(
+            said(&["--trace", "@/x/y"]),
+            "the trace cannot be written into \"@/x/y\": there is no directory \"@/x\""
+        );
+        assert!(said(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("output \"a\" goes there"));
+    }
+}

@@ -1,0 +1,748 @@
+//! Attached to a process: its output comes, our standard input goes, and a broken call is taken up where it broke.
+//!
+//! Both directions are counted in bytes: output that has been written is acknowledged, input that was taken is forgotten. What lies between
+//! is bounded, so that a slow reader holds the process back, and a slow process its input.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rpc::pb::runtime::{
+    Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, Signal, StdinData, Stream,
+    attach_request::Message as Ask, attach_response::Message as Say,
+};
+use rpc::pb::scheduler::{
+    GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
+};
+use rpc::{Peer, Reason, pb::runtime::containers_client::ContainersClient};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::Instant;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::client::connect::Connection;
+use crate::ending::error::Refused;
+use crate::follow::outage::{Outage, PATIENCE};
+use crate::follow::stdin::Stdin;
+use crate::render::labels;
+use crate::render::output::{CLOSED, Closed, Sink, Which};
+use crate::render::table::duration;
+use crate::render::ui::Ui;
+
+/// The number of the signal that Ctrl-C sends.
+const SIGINT: u32 = 2;
+
+/// How much input may be on its way; the gateway asks for no more.
+const INPUT_IN_FLIGHT: u64 = 1 << 20;
+/// Output is acknowledged when this much more was written, or everything.
+const ACK_EVERY: u64 = 512 << 10;
+/// After how long without an answer of a gateway the scheduler is asked whether there is any to wait for.
+const DOUBTED_AFTER: Duration = Duration::from_millis(500);
+
+/// How much longer the worker of what has ended may take to answer that is lost, as the scheduler knows.
+const LOST_AFTER: Duration = Duration::from_secs(3);
+
+/// The ends of a process's output and input on our side.
+pub(crate) struct Streams {
+    pub(crate) stdout: Sink,
+    pub(crate) stderr: Sink,
+    pub(crate) stdin: Option<Stdin>,
+    /// Whether what was written is acknowledged: the process waits for us, and nobody else needs what we have had.
+    pub(crate) acknowledge: bool,
+    /// The process that speaks.
+    pub(crate) process: Option<String>,
+    /// Asks for the process to be interrupted (SIGINT).
+    pub(crate) interrupt: Arc<Notify>,
+    /// When the gateway accepted the call that is open or broke last.
+    pub(crate) opened: Option<Instant>,
+}
+
+/// How an attachment ended.
+#[derive(Debug)]
+pub(crate) enum Attached {
+    /// All output came and was written.
+    Done,
+    /// Our standard output was closed.
+    StdoutClosed,
+    /// The worker cannot interrupt the process.
+    InterruptRefused,
+    /// The worker cannot take our standard input. It gets no more of it when it is attached to again.
+    InputRefused(Refused),
+    /// The rest of the output cannot be had.
+    Lost(Refused),
+    /// The same: the workload has ended, and its worker is not there.
+    Away(Away),
+}
+
+/// A worker that does not answer, and why nobody waits for it.
+#[derive(Debug)]
+pub(crate) enum Away {
+    /// It has gone: this was its name.
+    Gone(String),
+    /// It is lost, and may come back.
+    Lost(Box<Worker>),
+}
+
+impl fmt::Display for Away {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gone(name) => write!(f, "its worker, {name}, has gone with what it kept"),
+            Self::Lost(worker) => {
+                let (name, how) = (&worker.name, labels::silent(worker));
+                write!(f, "its worker, {name}, is {how}; if it comes back with what it kept, ask again")
+            }
+        }
+    }
+}
+
+impl Away {
+    /// What the scheduler says of the worker of a workload that has ended. `None`: that it may answer, or nothing.
+    async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
+        let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
+        let request = GetWorkerRequest { worker: there.worker_id.clone() };
+        match connection.workers().get_worker(request).await {
+            Ok(response) => {
+                let is_lost = |worker: &Worker| worker.state() == WorkerState::Lost;
+                let lost = response.into_inner().worker.filter(is_lost);
+                lost.map(|worker| Self::Lost(Box::new(worker)))
+            }
+            Err(status) => {
+                let is_gone = Refused::from(status).is(Reason::WorkerNotFound);
+                is_gone.then(|| Self::Gone(there.worker_name.clone()))
+            }
+        }
+    }
+}
+
+/// Copies until the process has ended and all its output was written.
+pub(crate) async fn attach(
+    connection: &Connection,
+    ui: &Ui,
+    workload: &str,
+    mut whereabouts: Whereabouts,
+    streams: &mut Streams,
+) -> Attached {
+    let mut outage = Outage::default();
+    let interrupted = AtomicBool::new(false);
+    loop {
+        if streams.process.as_ref() != Some(&whereabouts.attempt_id) {
+            if streams.process.is_some() {
+                // Another attempt is another process, with output of its own.
+                match restart(streams).await {
+                    Ok(()) => {}
+                    Err(Closed) => return Attached::StdoutClosed,
+                }
+            }
+            streams.process = Some(whereabouts.attempt_id.clone());
+        }
+        let before = progress(streams);
+        let refused = match once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
+            Ok(end) => return end,
+            Err(refused) => refused,
+        };
+        if refused.is(Reason::Unsupported) && interrupted.load(Ordering::Relaxed) {
+            return Attached::InterruptRefused;
+        }
+        if refused.is(Reason::Unsupported) && streams.stdin.take().is_some() {
+            return Attached::InputRefused(refused);
+        }
+        let elsewhere = refused.is(Reason::NotAttended);
+        if !refused.is_transient() && !elsewhere {
+            return Attached::Lost(refused);
+        }
+        if progress(streams) != before {
+            outage.over();
+        }
+        if !outage.goes_on(streams.opened.take()) {
+            return Attached::Lost(refused);
+        }
+        if outage.is_news() {
+            let (worker, why, patience) = (&whereabouts.worker_name, refused.why(), duration(PATIENCE));
+            let hint = connection.hint_at_doors();
+            ui.note(&format!(
+                "worker {worker} does not answer ({why}); its output is asked for again, for {patience}{hint}"
+            ));
+        }
+        outage.pause().await;
+        // Whether that helps shows in the next try.
+        _ = connection.revive(ui).await;
+        let Some(now) = current(connection, workload).await else { continue };
+        if let Some(away) = Away::of(connection, &now).await {
+            return Attached::Away(away);
+        }
+        whereabouts = now.whereabouts.unwrap_or(whereabouts);
+    }
+}
+
+/// The workload as it is now. `None`: nobody says.
+async fn current(connection: &Connection, workload: &str) -> Option<Workload> {
+    let request = GetRequest { team: connection.team.clone(), workload_id: workload.to_owned() };
+    connection.workloads().get(request).await.ok()?.into_inner().workload
+}
+
+async fn restart(streams: &mut Streams) -> Result<(), Closed> {
+    streams.stdout.restart().await?;
+    streams.stderr.restart().await
+}
+
+fn progress(streams: &Streams) -> (u64, u64) {
+    (streams.stdout.received(), streams.stderr.received())
+}
+
+/// One call. An error means that it broke.
+async fn once(
+    connection: &Connection,
+    ui: &Ui,
+    workload: &str,
+    whereabouts: &Whereabouts,
+    streams: &mut Streams,
+    interrupted: &AtomicBool,
+) -> Result<Attached, Refused> {
+    let unusable = |error: anyhow::Error| {
+        Refused::from(Reason::WorkerUnreachable.status("gantry", crate::ending::error::describe(&error)))
+    };
+    let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
+    // Who connects to a machine that is off hears nothing for some seconds.
+    let doubt = async {
+        tokio::time::sleep(DOUBTED_AFTER).await;
+        match current(connection, workload).await {
+            Some(now) => match Away::of(connection, &now).await {
+                // It may answer all the same, later than others.
+                Some(lost @ Away::Lost(_)) => {
+                    tokio::time::sleep(LOST_AFTER).await;
+                    Some(lost)
+                }
+                away => away,
+            },
+            None => None,
+        }
+    };
+    let (asks, responses) = tokio::select! {
+        opened = open(containers, &connection.team, whereabouts, streams) => opened?,
+        Some(away) = doubt => return Ok(Attached::Away(away)),
+    };
+
+    let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
+    let (taken, taken_by_process) = watch::channel(None);
+    let sender = Sender {
+        written: acknowledge.then(|| [stdout.written(), stderr.written()]),
+        closed: stdout.written(),
+        taken: taken_by_process,
+        asks: asks.clone(),
+    };
+    let interrupting = async {
+        loop {
+            interrupt.notified().await;
+            interrupted.store(true, Ordering::Relaxed);
+            if asks.send(ask(Ask::Signal(Signal { number: SIGINT }))).await.is_err() {
+                // The next call sends it.
+                interrupt.notify_one();
+                return std::future::pending::<Infallible>().await;
+            }
+        }
+    };
+    tokio::select! {
+        never = interrupting => match never {},
+        end = receive(responses, ui, [stdout, stderr], &taken, opened) => end,
+        Closed = sender.run(stdin.as_mut()) => Ok(Attached::StdoutClosed),
+    }
+}
+
+async fn open(
+    mut containers: ContainersClient<Peer>,
+    team: &str,
+    whereabouts: &Whereabouts,
+    streams: &Streams,
+) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
+    let (asks, queue) = mpsc::channel(4);
+    let resume = Resume {
+        team: team.to_owned(),
+        process_id: whereabouts.attempt_id.clone(),
+        stdout_offset: streams.stdout.received(),
+        stderr_offset: streams.stderr.received(),
+        worker_id: whereabouts.worker_id.clone(),
+        observes: !streams.acknowledge,
+    };
+    // The queue is empty and its other end is there.
+    _ = asks.send(ask(Ask::Resume(resume))).await;
+    let responses = containers.attach(ReceiverStream::new(queue)).await?.into_inner();
+    Ok((asks, responses))
+}
+
+/// Says to a process that nobody is meant to be attached from now on, so that it is not held back.
+pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, streams: &Streams) {
+    let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint).await else { return };
+    let said = async {
+        let (asks, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
+        _ = asks.send(ask(Ask::Detach(Detach {}))).await;
+        drop(asks);
+        while responses.message().await?.is_some() {}
+        Ok::<_, Refused>(())
+    };
+    // Nothing says that it arrived. We are leaving, and give it a moment.
+    _ = tokio::time::timeout(Duration::from_millis(300), said).await;
+}
+
+async fn receive(
+    mut responses: Streaming<AttachResponse>,
+    ui: &Ui,
+    [stdout, stderr]: [&mut Sink; 2],
+    taken: &watch::Sender<Option<Taken>>,
+    opened: &mut Option<Instant>,
+) -> Result<Attached, Refused> {
+    while let Some(AttachResponse { message }) = responses.message().await? {
+        let written = match message {
+            Some(Say::Started(started)) => {
+                *opened = Some(Instant::now());
+                taken.send_replace(Some(Taken { offset: started.stdin_offset, ended: false }));
+                Ok(())
+            }
+            Some(Say::StdinAck(ack)) => {
+                taken.send_replace(Some(Taken { offset: ack.offset, ended: false }));
+                Ok(())
+            }
+            Some(Say::Exited(_)) => {
+                taken.send_modify(|taken| taken.get_or_insert_default().ended = true);
+                Ok(())
+            }
+            Some(Say::Output(output)) => match Stream::try_from(output.stream) {
+                Ok(Stream::Stderr) => write(ui, stderr, Which::Stderr, output).await,
+                _ => write(ui, stdout, Which::Stdout, output).await,
+            },
+            // The worker was not watched for a while.
+            Some(Say::Truncated(truncated)) if truncated.from == truncated.to => {
+                let (which, sink) = match Stream::try_from(truncated.stream) {
+                    Ok(Stream::Stderr) => (Which::Stderr, &mut *stderr),
+                    _ => (Which::Stdout, &mut *stdout),
+                };
+                let name = which.name();
+                ui.warn(&format!(
+                    "some of {name} may be missing here: the connection to its worker was down"
+                ));
+                ui.event("truncated", serde_json::json!({ "stream": name }));
+                // Another gateway watches it now, and counts from elsewhere.
+                sink.skip(truncated.from).await.map(|_| ())
+            }
+            Some(Say::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
+                Ok(Stream::Stderr) => skip(ui, stderr, Which::Stderr, truncated.to).await,
+                _ => skip(ui, stdout, Which::Stdout, truncated.to).await,
+            },
+            Some(Say::Done(_)) => {
+                let flushed = match stdout.flush().await {
+                    Ok(()) => stderr.flush().await,
+                    closed => closed,
+                };
+                return Ok(if flushed.is_ok() { Attached::Done } else { Attached::StdoutClosed });
+            }
+            None => Ok(()),
+        };
+        if let Err(Closed) = written {
+            return Ok(Attached::StdoutClosed);
+        }
+    }
+    Err(Refused::cut())
+}
+
+async fn write(ui: &Ui, sink: &mut Sink, which: Which, output: Output) -> Result<(), Closed> {
+    let missed = sink.push(output.offset, output.data).await?;
+    missing(ui, sink, which, missed);
+    Ok(())
+}
+
+async fn skip(ui: &Ui, sink: &mut Sink, which: Which, to: u64) -> Result<(), Closed> {
+    let missed = sink.skip(to).await?;
+    missing(ui, sink, which, missed);
+    Ok(())
+}
+
+fn missing(ui: &Ui, sink: &mut Sink, which: Which, bytes: u64) {
+    if bytes > 0 {
+        sink.miss(bytes);
+        ui.warn(&format!(
+            "{bytes} bytes of {} are lost: they were not read in time, or the worker's disk is full",
+            which.name()
+        ));
+        ui.event("truncated", serde_json::json!({ "stream": which.name(), "bytes": bytes }));
+    }
+}
+
+/// How much input the process has taken.
+#[derive(Debug, Clone, Copy, Default)]
+struct Taken {
+    offset: u64,
+    /// It takes no more.
+    ended: bool,
+}
+
+/// What goes to the process: input, and acknowledgements.
+struct Sender {
+    /// Up to where output was written, unless it is not acknowledged.
+    written: Option<[watch::Receiver<u64>; 2]>,
+    closed: watch::Receiver<u64>,
+    taken: watch::Receiver<Option<Taken>>,
+    asks: mpsc::Sender<AttachRequest>,
+}
+
+impl Sender {
+    /// Sends for as long as the call lives. Resolves only when standard output was closed.
+    async fn run(self, stdin: Option<&mut Stdin>) -> Closed {
+        let Self { written, mut closed, taken, asks } = self;
+        let input = async {
+            if let Some(stdin) = stdin {
+                send_input(stdin, taken, &asks).await;
+            }
+            std::future::pending::<()>().await
+        };
+        let acks = async {
+            if let Some([stdout, stderr]) = written {
+                send_acks(stdout, stderr, &asks).await;
+            }
+            std::future::pending::<()>().await
+        };
+        tokio::select! {
+            _ = closed.wait_for(|&written| written == CLOSED) => Closed,
+            () = input => Closed,
+            () = acks => Closed,
+        }
+    }
+}
+
+/// Returns when all input was sent, the process takes no more, or the call broke.
+async fn send_input(
+    stdin: &mut Stdin,
+    mut taken: watch::Receiver<Option<Taken>>,
+    asks: &mpsc::Sender<AttachRequest>,
+) {
+    let Ok(first) = taken.wait_for(Option::is_some).await.map(|taken| taken.unwrap_or_default()) else {
+        return;
+    };
+    stdin.taken(first.offset);
+    for (offset, data) in stdin.kept().collect::<Vec<_>>() {
+        if asks.send(input(offset, data)).await.is_err() {
+            return;
+        }
+    }
+    while !stdin.ended() {
+        let now = taken.borrow_and_update().unwrap_or_default();
+        stdin.taken(now.offset);
+        if now.ended {
+            return;
+        }
+        let room = stdin.position().saturating_sub(now.offset) < INPUT_IN_FLIGHT;
+        tokio::select! {
+            changed = taken.changed() => if changed.is_err() { return },
+            piece = stdin.next(), if room => if let Some((offset, data)) = piece
+                && asks.send(input(offset, data)).await.is_err()
+            {
+                return;
+            },
+        }
+    }
+    // When that fails the call broke, and the next one says it again.
+    _ = asks.send(ask(Ask::CloseStdin(CloseStdin {}))).await;
+    while taken.changed().await.is_ok() {
+        stdin.taken(taken.borrow_and_update().unwrap_or_default().offset);
+    }
+}
+
+/// Returns when the call broke.
+async fn send_acks(
+    mut stdout: watch::Receiver<u64>,
+    mut stderr: watch::Receiver<u64>,
+    asks: &mpsc::Sender<AttachRequest>,
+) {
+    let mut said = (0, 0);
+    loop {
+        let now = (*stdout.borrow_and_update(), *stderr.borrow_and_update());
+        if now.0 == CLOSED || now.1 == CLOSED {
+            return;
+        }
+        if now.0 >= said.0 + ACK_EVERY || now.1 >= said.1 + ACK_EVERY {
+            let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
+            if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+                return;
+            }
+            said = now;
+        }
+        // A little output is acknowledged a little later, together with what follows it.
+        let pause = if now == said { Duration::MAX } else { Duration::from_millis(20) };
+        tokio::select! {
+            changed = stdout.changed() => if changed.is_err() { return },
+            changed = stderr.changed() => if changed.is_err() { return },
+            () = tokio::time::sleep(pause) => {
+                let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
+                if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+                    return;
+                }
+                said = now;
+            }
+        }
+    }
+}
+
+fn ask(message: Ask) -> AttachRequest {
+    AttachRequest { message: Some(message) }
+}
+
+fn input(offset: u64, data: bytes::Bytes) -> AttachRequest {
+    ask(Ask::Stdin(StdinData { offset, data }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::fd::OwnedFd;
+    use std::pin::Pin;
+    use std::sync::Mutex;
+
+    use bytes::Bytes;
+    use clap::Parser;
+    use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
+    use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
+    use tokio::net::UnixListener;
+    use tokio::task::JoinSet;
+    use tokio_util::sync::CancellationToken;
+    use tonic::{Request, Response, Status};
+
+    use super::*;
+    use crate::cli::args::Cli;
+
+    const PIECE: usize = 10_000;
+    const PIECES: usize = 100;
+
+    /// A process that says `output`, takes all input, and whose calls break after some pieces.
+    #[derive(Clone)]
+    struct Gateway {
+        output: Bytes,
+        /// What is still to come of calls that break: after how many pieces.
+        breaks: Arc<Mutex<Vec<usize>>>,
+        /// Output before this is gone.
+        kept_from: usize,
+        input: Arc<Mutex<Vec<u8>>>,
+        input_closed: CancellationToken,
+        acknowledged: Arc<Mutex<u64>>,
+    }
+
+    type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
+
+    fn say(message: Say) -> Result<AttachResponse, Status> {
+        Ok(AttachResponse { message: Some(message) })
+    }
+
+    #[tonic::async_trait]
+    impl Containers for Gateway {
+        type AttachStream = Answers;
+
+        async fn get_attendance(
+            &self,
+            _: Request<GetAttendanceRequest>,
+        ) -> Result<Response<GetAttendanceResponse>, Status> {
+            Err(Status::unimplemented("no test asks"))
+        }
+
+        async fn attach(
+            &self,
+            request: Request<Streaming<AttachRequest>>,
+        ) -> Result<Response<Answers>, Status> {
+            let (answers, queue) = mpsc::channel(4);
+            let gateway = self.clone();
+            let mut asks = request.into_inner();
+            let mut tasks = JoinSet::new();
+            tasks.spawn(async move {
+                let Ok(Some(AttachRequest { message: Some(Ask::Resume(resume)) })) = asks.message().await
+                else {
+                    return;
+                };
+                let breaks_after = gateway.breaks.lock().expect("held").pop();
+                let taken = gateway.input.lock().expect("held").len() as u64;
+                _ = answers.send(say(Say::Started(Started { stdin_offset: taken }))).await;
+                tokio::join!(
+                    gateway.speak(resume, breaks_after, &answers),
+                    gateway.listen(&mut asks, breaks_after, &answers)
+                );
+            });
+            let answers = futures::stream::unfold((queue, tasks), async |(mut queue, tasks)| {
+                queue.recv().await.map(|answer| (answer, (queue, tasks)))
+            });
+            Ok(Response::new(Box::pin(answers)))
+        }
+    }
+
+    impl Gateway {
+        async fn speak(
+            &self,
+            resume: Resume,
+            breaks_after: Option<usize>,
+            answers: &mpsc::Sender<Result<AttachResponse, Status>>,
+        ) {
+            let mut at = usize::try_from(resume.stdout_offset).expect("small");
+            if at < self.kept_from {
+                let truncated =
+                    Truncated { stream: Stream::Stdout.into(), from: at as u64, to: self.kept_from as u64 };
+                _ = answers.send(say(Say::Truncated(truncated))).await;
+                at = self.kept_from;
+            }
+            for _ in 0..breaks_after.unwrap_or(usize::MAX) {
+                if at == self.output.len() {
+                    break;
+                }
+                let end = self.output.len().min(at + PIECE);
+                let data = self.output.slice(at..end);
+                let output = Output { stream: Stream::Stdout.into(), offset: at as u64, data };
+                _ = answers.send(say(Say::Output(output))).await;
+                at = end;
+            }
+            if breaks_after.is_none() {
+                self.input_closed.cancelled().await;
+                let done = Done { stdout_offset: at as u64, stderr_offset: 0 };
+                _ = answers.send(say(Say::Done(done))).await;
+            }
+        }
+
+        async fn listen(
+            &self,
+            asks: &mut Streaming<AttachRequest>,
+            breaks_after: Option<usize>,
+            answers: &mpsc::Sender<Result<AttachResponse, Status>>,
+        ) {
+            let mut pieces = 0;
+            while breaks_after.is_none_or(|breaks_after| pieces < breaks_after) {
+                match asks.message().await {
+                    Ok(Some(AttachRequest { message: Some(Ask::Stdin(stdin)) })) => {
+                        pieces += 1;
+                        let taken = {
+                            let mut input = self.input.lock().expect("held");
+                            let known = input.len() - usize::try_from(stdin.offset).expect("small");
+                            input.extend_from_slice(stdin.data.get(known..).unwrap_or_default());
+                            input.len() as u64
+                        };
+                        _ = answers.send(say(Say::StdinAck(StdinAck { offset: taken }))).await;
+                    }
+                    Ok(Some(AttachRequest { message: Some(Ask::CloseStdin(_)) })) => {
+                        self.input_closed.cancel();
+                        if breaks_after.is_some() {
+                            return;
+                        }
+                    }
+                    Ok(Some(AttachRequest { message: Some(Ask::Ack(ack)) })) => {
+                        *self.acknowledged.lock().expect("held") = ack.stdout_offset;
+                    }
+                    Ok(Some(_)) => {}
+                    Ok(None) | Err(_) => return,
+                }
+            }
+        }
+    }
+
+    /// How it ended, how many bytes came, and how many were missing.
+    async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Attached, u64, u64) {
+        let directory = tempfile::tempdir().expect("a directory");
+        let socket = directory.path().join("s");
+        let listener = server::Listener::Unix(UnixListener::bind(&socket).expect("bound"));
+        let mut host = server::Host::new();
+        host.add_service(ContainersServer::new(gateway.clone()));
+        let mut serving = JoinSet::new();
+        serving.spawn(host.serve([listener], std::future::pending()));
+
+        let address = format!("unix://{}", socket.display());
+        let connection = Connection::to(&address);
+        let ui = Ui::new(&Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses").global);
+        let mut streams = Streams {
+            stdout: Sink::to_file(stdout, Which::Stdout, None),
+            stderr: Sink::to_file(
+                std::fs::File::create("/dev/null").expect("there").into(),
+                Which::Stderr,
+                None,
+            ),
+            stdin,
+            acknowledge: true,
+            process: None,
+            interrupt: Arc::default(),
+            opened: None,
+        };
+        let whereabouts =
+            Whereabouts { gateway_endpoint: address, attempt_id: "it".to_owned(), ..Whereabouts::default() };
+        let end = attach(&connection, &ui, "it", whereabouts, &mut streams).await;
+        (end, streams.stdout.received(), streams.stdout.missing())
+    }
+
+    fn gateway(breaks: &[usize]) -> Gateway {
+        let output: Vec<u8> = (0..PIECE * PIECES).map(|at| u8::try_from(at % 251).expect("small")).collect();
+        Gateway {
+            output: output.into(),
+            breaks: Arc::new(Mutex::new(breaks.to_vec())),
+            kept_from: 0,
+            input: Arc::default(),
+            input_closed: CancellationToken::new(),
+            acknowledged: Arc::default(),
+        }
+    }
+
+    fn drain(mut reader: std::io::PipeReader) -> std::thread::JoinHandle<Vec<u8>> {
+        std::thread::spawn(move || {
+            let mut all = Vec::new();
+            reader.read_to_end(&mut all).expect("read");
+            all
+        })
+    }
+
+    #[tokio::test]
+    async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
+        let gateway = gateway(&[0, 7, 1, 40]);
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let output = drain(reader);
+        let (input, pieces) = mpsc::channel(2);
+        let said: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
+        let all: Vec<u8> = said.concat();
+        let mut typing = JoinSet::new();
+        typing.spawn(async move {
+            for piece in said {
+                _ = input.send(piece).await;
+            }
+        });
+
+        let (end, received, missing) = copy(&gateway, Some(Stdin::from(pieces)), writer.into()).await;
+
+        assert!(matches!(end, Attached::Done), "{end:?}");
+        assert_eq!((received, missing), (gateway.output.len() as u64, 0));
+        assert!(output.join().expect("ended") == gateway.output, "the output arrived as it was");
+        assert!(*gateway.input.lock().expect("held") == all, "the input arrived as it was");
+        assert_eq!(*gateway.breaks.lock().expect("held"), Vec::<usize>::new());
+    }
+
+    #[tokio::test]
+    async fn what_is_gone_is_skipped() {
+        let gateway = Gateway { kept_from: 2 * PIECE, ..gateway(&[]) };
+        gateway.input_closed.cancel();
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let output = drain(reader);
+        let (end, received, missing) = copy(&gateway, None, writer.into()).await;
+        assert!(matches!(end, Attached::Done), "{end:?}");
+        assert_eq!((received, missing), (gateway.output.len() as u64, 2 * PIECE as u64));
+        assert!(output.join().expect("ended") == gateway.output[2 * PIECE..]);
+    }
+
+    #[tokio::test]
+    async fn only_output_that_was_written_is_acknowledged() {
+        let gateway = gateway(&[]);
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        let mut copying = std::pin::pin!(copy(&gateway, None, writer.into()));
+        // Nobody reads: what the pipe holds is all that can have been written.
+        assert!(tokio::time::timeout(Duration::from_millis(300), &mut copying).await.is_err());
+        assert!(*gateway.acknowledged.lock().expect("held") <= 64 << 10);
+        let output = drain(reader);
+        gateway.input_closed.cancel();
+        assert!(matches!(copying.await.0, Attached::Done));
+        assert_eq!(output.join().expect("ended").len(), gateway.output.len());
+    }
+
+    #[tokio::test]
+    async fn a_closed_standard_output_ends_it() {
+        let gateway = gateway(&[]);
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        assert!(matches!(copy(&gateway, None, writer.into()).await.0, Attached::StdoutClosed));
+    }
+}

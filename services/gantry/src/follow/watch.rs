@@ -1,0 +1,89 @@
+//! The events of a workload, without gaps: a stream that broke is resumed after the last revision seen.
+
+use anyhow::Context;
+use prost_types::Timestamp;
+use rpc::pb::scheduler::{WatchRequest, WatchResponse, watch_response::Event};
+use tokio::time::Instant;
+use tonic::Streaming;
+
+use crate::client::connect::Connection;
+use crate::ending::error::{Refused, advised};
+use crate::follow::outage::{Outage, PATIENCE};
+use crate::render::table::duration;
+use crate::render::ui::Ui;
+
+/// Watches one workload.
+pub(crate) struct Watch<'a> {
+    connection: &'a Connection,
+    ui: &'a Ui,
+    workload: String,
+    revision: u64,
+    stream: Option<(Instant, Streaming<WatchResponse>)>,
+    outage: Outage,
+}
+
+impl<'a> Watch<'a> {
+    /// From its first event on.
+    pub(crate) fn new(connection: &'a Connection, ui: &'a Ui, workload: String) -> Self {
+        Self { connection, ui, workload, revision: 0, stream: None, outage: Outage::default() }
+    }
+
+    /// The next event. Cancel safe.
+    pub(crate) async fn next(&mut self) -> anyhow::Result<Event> {
+        Ok(self.next_at().await?.1)
+    }
+
+    /// The next event, and when it happened. Cancel safe.
+    pub(crate) async fn next_at(&mut self) -> anyhow::Result<(Timestamp, Event)> {
+        loop {
+            let refused = match self.try_next().await {
+                Ok(event) => {
+                    self.outage.over();
+                    return Ok(event);
+                }
+                Err(refused) => refused,
+            };
+            let opened = self.stream.take().map(|(opened, _)| opened);
+            let workload = &self.workload;
+            if !refused.is_transient() {
+                return Err(refused).with_context(|| format!("cannot watch workload {workload}"));
+            }
+            if !self.outage.goes_on(opened) {
+                let advice = format!("`gantry attach {workload}` follows it once the cluster answers");
+                return Err(advised(refused.into(), advice))
+                    .with_context(|| format!("cannot watch workload {workload}, which may go on"));
+            }
+            if self.outage.is_news() {
+                let (why, patience) = (refused.why(), duration(PATIENCE));
+                self.ui.note(&format!(
+                    "the scheduler does not answer ({why}); it is asked again for {patience}"
+                ));
+            }
+            self.outage.pause().await;
+            // Whether that helps shows in the next try.
+            _ = self.connection.revive(self.ui).await;
+        }
+    }
+
+    async fn try_next(&mut self) -> Result<(Timestamp, Event), Refused> {
+        loop {
+            let stream = match &mut self.stream {
+                Some((_, stream)) => stream,
+                None => {
+                    let request = WatchRequest {
+                        team: self.connection.team.clone(),
+                        workload_id: self.workload.clone(),
+                        after_revision: self.revision,
+                    };
+                    let response = self.connection.workloads().watch(request).await?;
+                    &mut self.stream.insert((Instant::now(), response.into_inner())).1
+                }
+            };
+            let WatchResponse { revision, event, at } = stream.message().await?.ok_or_else(Refused::cut)?;
+            self.revision = revision;
+            if let Some(event) = event {
+                return Ok((at.unwrap_or_default(), event));
+            }
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! Words for what the protos say in numbers.
+
+use std::fmt::Write as _;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use prost_types::Timestamp;
+use rpc::pb::artifacts::{ArtifactState, ExplainedState, ImportState, InventoryState, Thing, VolumePurpose};
+use rpc::pb::scheduler::{
+    ExplainResponse, Outcome, StopReason, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec,
+    WorkloadState, exit::How,
+};
+
+use crate::render::table::{bytes, duration};
+
+/// Where the bytes are of what was made from a small tree.
+pub(crate) const IN_STORE: &str = "in the artifact store itself";
+
+pub(crate) fn worker_state(state: WorkerState) -> &'static str {
+    match state {
+        WorkerState::Unspecified => "unknown",
+        WorkerState::Running => "running",
+        WorkerState::Stalled => "stalled",
+        WorkerState::Lost => "lost",
+    }
+}
+
+/// Whether a worker is in contact, and everything else that decides whether it gets work.
+pub(crate) fn standing(worker: &Worker) -> String {
+    let mut words = vec![worker_state(worker.state())];
+    match (worker.desired(), &worker.drained_at) {
+        (WorkerDesire::Cordon, Some(_)) if worker.leases == 0 => words.extend(["cordoned", "drained"]),
+        (WorkerDesire::Cordon, _) => words.push("cordoned"),
+        (WorkerDesire::Retire, _) => words.push("retiring"),
+        (WorkerDesire::Run | WorkerDesire::Unspecified, _) => {}
+    }
+    if !worker.unsupported_versions.is_empty() {
+        words.push("incompatible");
+    }
+    let mut standing = words.join(", ");
+    if worker.quarantined_until.is_some() {
+        standing += ", quarantined";
+        if !worker.failed_team.is_empty() {
+            standing += &format!(" for team {}", worker.failed_team);
+        }
+    }
+    standing
+}
+
+/// The same of one that is not in contact.
+pub(crate) fn silent(worker: &Worker) -> String {
+    format!("{}, silent for {}", standing(worker), ago(worker.last_contact_at.as_ref()))
+}
+
+/// Thousandths of a core as cores: `4`, `0.5`.
+pub(crate) fn cores(millis: u64) -> String {
+    format!("{}.{:03}", millis / 1000, millis % 1000).trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+/// What a worker shall do.
+pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
+    match desire {
+        WorkerDesire::Unspecified => "unknown",
+        WorkerDesire::Run => "run",
+        WorkerDesire::Cordon => "cordon",
+        WorkerDesire::Retire => "retire",
+    }
+}
+
+/// Whether a workload in this state holds a lease of its worker.
+pub(crate) fn holds_lease(state: WorkloadState) -> bool {
+    matches!(state, WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running)
+}
+
+pub(crate) fn verdict(verdict: Verdict) -> &'static str {
+    match verdict {
+        Verdict::Unspecified => "unknown",
+        Verdict::Placed => "placed",
+        Verdict::NotNow => "not now",
+        Verdict::Never => "never",
+    }
+}
+
+pub(crate) fn workload_state(state: WorkloadState) -> &'static str {
+    match state {
+        WorkloadState::Unspecified => "unknown",
+        WorkloadState::Accepted => "accepted",
+        WorkloadState::Pending => "pending",
+        WorkloadState::Assigned => "assigned",
+        WorkloadState::Starting => "starting",
+        WorkloadState::Running => "running",
+        WorkloadState::Settling => "settling",
+        WorkloadState::Finished => "finished",
+    }
+}
+
+/// `None`: it has not ended.
+pub(crate) fn outcome(outcome: Outcome) -> Option<&'static str> {
+    match outcome {
+        Outcome::Unspecified => None,
+        Outcome::Succeeded => Some("succeeded"),
+        Outcome::Failed => Some("failed"),
+        Outcome::Errored => Some("errored"),
+        Outcome::Aborted => Some("aborted"),
+    }
+}
+
+/// What is to be said of how a workload ended: `exit 3`, `signal 9`, `RUN_TIMEOUT`.
+pub(crate) fn end(workload: &Workload) -> String {
+    if let Some(failure) = &workload.failure {
+        return failure.reason.clone();
+    }
+    match workload.exit.as_ref().and_then(|exit| exit.how.as_ref()) {
+        Some(How::Code(code)) => format!("exit {code}"),
+        Some(How::Signal(signal)) => format!("signal {signal}"),
+        Some(How::OutOfMemory(_)) => "out of memory".to_owned(),
+        None => String::new(),
+    }
+}
+
+pub(crate) fn artifact_state(state: ArtifactState) -> &'static str {
+    match state {
+        ArtifactState::Unspecified => "unknown",
+        ArtifactState::Open => "open",
+        ArtifactState::Sealed => "sealed",
+        ArtifactState::Deleting => "deleting",
+    }
+}
+
+pub(crate) fn inventory_state(state: InventoryState) -> &'static str {
+    match state {
+        InventoryState::Unspecified => "unknown",
+        InventoryState::Creating => "creating",
+        InventoryState::Created => "created",
+        InventoryState::Unconfirmed => "unconfirmed",
+        InventoryState::Lost => "lost",
+        InventoryState::Destroying => "destroying",
+        InventoryState::Sweeping => "sweeping",
+    }
+}
+
+pub(crate) fn import_state(state: ImportState) -> &'static str {
+    match state {
+        ImportState::Unspecified => "unknown",
+        ImportState::Importing => "importing",
+        ImportState::Imported => "imported",
+        ImportState::Failed => "failed",
+    }
+}
+
+pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
+    match purpose {
+        VolumePurpose::Unspecified => "unknown",
+        VolumePurpose::Replica => "replica",
+        VolumePurpose::Input => "input",
+        VolumePurpose::Output => "output",
+        VolumePurpose::Scratch => "scratch",
+    }
+}
+
+/// Where something of the artifact store is in its life.
+pub(crate) fn explained_state(state: ExplainedState) -> &'static str {
+    match state {
+        ExplainedState::Unspecified => "unknown",
+        ExplainedState::Open => "open",
+        ExplainedState::Sealed => "sealed",
+        ExplainedState::Deleting => "deleting",
+        ExplainedState::Creating => "creating",
+        ExplainedState::Created => "created",
+        ExplainedState::Unconfirmed => "unconfirmed",
+        ExplainedState::Lost => "lost",
+        ExplainedState::Destroying => "destroying",
+        ExplainedState::Sweeping => "sweeping",
+        ExplainedState::Gone => "gone",
+        ExplainedState::GoingOn => "going on",
+        ExplainedState::Succeeded => "succeeded",
+        ExplainedState::Failed => "failed",
+        ExplainedState::Errored => "errored",
+        ExplainedState::Aborted => "aborted",
+        ExplainedState::Settled => "settled",
+        ExplainedState::Ended => "ended",
+        ExplainedState::Known => "known",
+        ExplainedState::BeingMade => "being made",
+        ExplainedState::Ready => "ready",
+        ExplainedState::Empty => "empty",
+        ExplainedState::Published => "published",
+        ExplainedState::InPlace => "in place",
+        ExplainedState::Orphaned => "orphaned",
+    }
+}
+
+/// Why an attempt or a lease shall stop, as `docs/errors.md` has it. Empty: it need not.
+pub(crate) fn stop_reason(reason: StopReason) -> &'static str {
+    match reason {
+        StopReason::Unspecified => "",
+        StopReason::Cancelled => "CANCELLED",
+        StopReason::StartTimeout => "START_TIMEOUT",
+        StopReason::RunTimeout => "RUN_TIMEOUT",
+        StopReason::Interrupted => "INTERRUPTED",
+        StopReason::WorkerLost => "WORKER_LOST",
+    }
+}
+
+/// What an id of the artifact store is the id of.
+pub(crate) fn thing(thing: Thing) -> &'static str {
+    match thing {
+        Thing::Unspecified => "unknown",
+        Thing::Artifact => "artifact",
+        Thing::Volume => "volume",
+        Thing::Container => "container",
+        Thing::Build => "build",
+        Thing::Workload => "workload",
+        Thing::Attempt => "attempt",
+        Thing::Worker => "worker",
+        Thing::Transfer => "transfer",
+        Thing::ResourceCache => "resource cache",
+        Thing::TaskCache => "task cache",
+        Thing::BaseResourceType => "base resource type",
+    }
+}
+
+pub(crate) fn yes_or_no(it_is: bool) -> &'static str {
+    if it_is { "yes" } else { "no" }
+}
+
+/// Bytes as hex digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len() * 2);
+    for byte in bytes {
+        // Writing to a string cannot fail.
+        _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// An instant as RFC 3339 writes it, in UTC. The dates of prost are those of the proleptic Gregorian calendar.
+pub(crate) fn instant(at: &Timestamp) -> String {
+    at.to_string()
+}
+
+/// How long ago it was, by our clock.
+pub(crate) fn ago(at: Option<&Timestamp>) -> String {
+    let Some(at) = at else { return String::new() };
+    duration(since(at))
+}
+
+/// How long ago it was, by our clock.
+pub(crate) fn since(at: &Timestamp) -> Duration {
+    passed().saturating_sub(since_1970(at))
+}
+
+/// How long it is until then, by our clock. `None`: that is over.
+pub(crate) fn from_now(at: &Timestamp) -> Option<Duration> {
+    since_1970(at).checked_sub(passed()).filter(|left| !left.is_zero())
+}
+
+/// The present, by our clock.
+pub(crate) fn now() -> Timestamp {
+    SystemTime::now().into()
+}
+
+fn passed() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+fn since_1970(at: &Timestamp) -> Duration {
+    Duration::new(u64::try_from(at.seconds).unwrap_or(0), u32::try_from(at.nanos).unwrap_or(0))
+}
+
+/// How much room a worker has for volumes. Not every worker says.
+pub(crate) fn free_disk(worker: &Worker) -> String {
+    match worker.capacity.unwrap_or_default().disk_bytes {
+        0 => "not known".to_owned(),
+        _ => bytes(worker.disk_free_bytes),
+    }
+}
+
+/// A size, or nothing for 0.
+pub(crate) fn size(size: u64) -> String {
+    if size == 0 { String::new() } else { bytes(size) }
+}
+
+/// Why a worker gets no work.
+pub(crate) fn no_work(worker: &Worker) -> String {
+    worker.refusals.iter().map(|refusal| refusal.message.as_str()).collect::<Vec<_>>().join("; ")
+}
+
+/// The command of a workload, as one text.
+pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
+    let arguments = spec.into_iter().flat_map(|spec| &spec.command);
+    arguments.map(|argument| String::from_utf8_lossy(argument).into_owned()).collect::<Vec<_>>().join(" ")
+}
+
+/// How long a workload may wait.
+pub(crate) fn expected_wait(response: &ExplainResponse) -> Option<Duration> {
+    response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instants_and_digests_as_text() {
+        assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
+        assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
+        assert_eq!(ago(None), "");
+        assert_eq!(from_now(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), None);
+        let day = passed() + Duration::from_secs(24 * 60 * 60);
+        let day = Timestamp { seconds: i64::try_from(day.as_secs()).expect("a number"), nanos: 0 };
+        assert_eq!(from_now(&day).map(duration).as_deref(), Some("23 h"));
+        assert_eq!(ago(Some(&Timestamp { seconds: i64::MAX, nanos: 0 })), "0 ms");
+    }
+}

@@ -1,0 +1,12 @@
+//! What a person or a program reads: tables, JSON, progress, and the two output streams.
+//!
+//! Commands call it. It makes no call to a cluster.
+
+pub(crate) mod json;
+pub(crate) mod labels;
+pub(crate) mod output;
+pub(crate) mod progress;
+pub(crate) mod screen;
+pub(crate) mod stdout;
+pub(crate) mod table;
+pub(crate) mod ui;

@@ -1,0 +1,552 @@
+//! Directories become artifacts.
+//!
+//! ```text
+//! scan ──▶ Streamer.Upload{digest} ──▶ uploaded (the cluster has these bytes)
+//!                                └──▶ go_to: Volumes.Write there, only what it lacks ──▶ commit ──▶ uploaded
+//! ```
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use domain::{ArtifactId, BuildId};
+use rpc::Reason;
+use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::pb::runtime::{
+    WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
+    write_response::Message as Answer,
+};
+use rpc::pb::streamer::{
+    GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
+};
+use rpc::small_tree::NotSmall;
+use serde_json::json;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio_stream::wrappers::ReceiverStream;
+use transfer::{
+    Manifest, Problem, ProblemKind, ReadError, ReadOptions, Runs, ScanError, ScanOptions, TreeReader,
+};
+
+use crate::cli::args::ScanArgs;
+use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
+use crate::cluster::Paths;
+use crate::ending::error::{Refused, advised, is_transient, refusal, refused};
+use crate::render::labels;
+use crate::render::progress::Progress;
+use crate::render::table::{bytes, count, duration};
+use crate::render::ui::Ui;
+use crate::transfer::directories::inside;
+use crate::transfer::ignore::Rules;
+use crate::transfer::staging;
+use crate::transfer::tree::{self, Remembered, StopOnDrop};
+
+/// How often a directory whose files change while they are sent is sent.
+const TRIES: usize = 4;
+/// How many problems are named.
+const NAMED: usize = 10;
+
+/// Whether a problem is but a part of a path that is left out, and that users expect to be.
+fn is_left_out(problem: &Problem) -> bool {
+    matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
+}
+
+/// How directories are uploaded.
+pub(crate) struct Uploader<'a> {
+    pub(crate) connection: &'a Connection,
+    pub(crate) ui: &'a Ui,
+    pub(crate) scan: &'a ScanArgs,
+    /// The build that shall own what is uploaded.
+    pub(crate) build: Option<BuildId>,
+    pub(crate) progress: Progress,
+}
+
+/// One directory, and what it is called.
+pub(crate) struct Directory<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) path: &'a Path,
+    /// Paths relative to it that are left out.
+    pub(crate) left_out: Vec<PathBuf>,
+}
+
+impl Uploader<'_> {
+    /// Uploads a directory. Answers the artifact, which may be one that was there already, and its tree.
+    pub(crate) async fn upload(
+        &self,
+        directory: &Directory<'_>,
+    ) -> anyhow::Result<(ArtifactId, Arc<Manifest>)> {
+        let Directory { name, path, .. } = directory;
+        let started = Instant::now();
+        let own = own_state(path);
+        for state in &own {
+            self.ui
+                .note(&format!("{name}: {} is left out, the cluster keeps its state there", state.display()));
+        }
+        let left_out = directory.left_out.iter().cloned().chain(own).collect();
+        let directory = &Directory { left_out, ..*directory };
+        let mut pause = Pause::default();
+        for attempt in 1.. {
+            self.progress.doing("scanning", name);
+            let scanned = self.scan(directory).await.with_context(|| format!("cannot upload {path:?}"))?;
+            self.check(name, &scanned.problems)?;
+            self.progress.doing("uploading", name);
+            match self.send(directory, &scanned.manifest).await {
+                Ok(sent) => {
+                    self.progress.done(name);
+                    self.say(name, &scanned.manifest, &sent, started);
+                    return Ok((sent.artifact, scanned.manifest));
+                }
+                Err(SendError::Changed(message)) if self.scan.allow_changed && attempt >= TRIES => {
+                    bail!(
+                        "cannot upload {path:?}: {message} while it was uploaded, each of {TRIES} times; leave out what never rests with \
+                         .gantryignore"
+                    );
+                }
+                Err(SendError::Changed(message)) if !self.scan.allow_changed => {
+                    bail!(
+                        "cannot upload {path:?}: {message} while it was uploaded; leave it alone, or allow it with --allow-changed"
+                    );
+                }
+                Err(SendError::Changed(message)) => {
+                    self.ui.warn(&format!("{name}: {message} while it was uploaded; once more"));
+                }
+                Err(SendError::Other(error)) if is_transient(&error) && attempt < TRANSFER_TRIES => {
+                    pause.wait().await;
+                    // Whether that helps shows in the next try.
+                    _ = self.connection.revive(self.ui).await;
+                }
+                Err(SendError::Other(error)) => {
+                    return Err(error.context(format!("cannot upload {path:?}")));
+                }
+            }
+        }
+        unreachable!("the loop returns")
+    }
+
+    /// Makes an artifact of a small directory within one call, without a worker.
+    async fn hand_over(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+        let Directory { name, path, .. } = directory;
+        let left_out = directory.left_out.iter().cloned().chain(own_state(path)).collect();
+        let directory = &Directory { left_out, ..*directory };
+        let doing = format!("cannot hand over {path:?}");
+        let scanned = self.scan(directory).await.with_context(|| doing.clone())?;
+        self.check(name, &scanned.problems)?;
+        let tree =
+            small_tree(path.to_path_buf(), scanned.manifest.clone()).await.with_context(|| doing.clone())?;
+        let artifact = ArtifactId::new();
+        let request = CreateArtifactRequest {
+            artifact_id: artifact.to_string(),
+            team: self.connection.team.clone(),
+            build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
+            label: (*name).to_owned(),
+            tree: Some(tree),
+        };
+        let client = self.connection.artifacts();
+        repeat(&doing, async || client.clone().create_artifact(request.clone()).await).await?;
+        let (entries, size) = (entries(&scanned.manifest), scanned.manifest.size_bytes());
+        self.ui.note(&format!("{name}: {}, kept {}", amount(&scanned.manifest), labels::IN_STORE));
+        self.uploaded(name, artifact, entries, size, size);
+        Ok(artifact)
+    }
+
+    async fn scan(&self, directory: &Directory<'_>) -> anyhow::Result<Scanned> {
+        let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
+        let (path, left_out) = (directory.path.to_owned(), directory.left_out.clone());
+        let (gitignore, stopped) = (self.scan.gitignore, stop.0.clone());
+        let scanned = tokio::task::spawn_blocking(move || {
+            let root = path.canonicalize()?;
+            let rules = Rules::new(&root, gitignore, left_out);
+            let exclude = |path: &Path, is_directory| {
+                path.file_name().is_some_and(staging::is_staging) || rules.exclude(path, is_directory)
+            };
+            let mut remembered = Remembered::load("upload", &root);
+            let options = ScanOptions {
+                ownership: transfer::ScannedOwnership::Root,
+                exclude: Some(&exclude),
+                stop: Some(&stopped),
+                ..ScanOptions::default()
+            };
+            let scan = transfer::scan(&root, &options, Some(&mut remembered.cache))?;
+            rules.finish()?;
+            remembered.save();
+            Ok::<_, anyhow::Error>(Scanned { manifest: Arc::new(scan.manifest), problems: scan.problems })
+        });
+        scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
+            match error.downcast::<ScanError>() {
+                // "Cannot open the directory" is said by what is around it.
+                Ok(ScanError::Root(error)) => error.into(),
+                Ok(error) => error.into(),
+                Err(error) => error,
+            }
+        })
+    }
+
+    /// Fails, or only tells, for files that are not as they should be.
+    fn check(&self, name: &str, problems: &[Problem]) -> anyhow::Result<()> {
+        let sockets =
+            problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedSocket)).count();
+        if sockets > 0 {
+            self.ui.note(&format!("{name}: {} left out", count(sockets as u64, "socket")));
+        }
+        let wrong: Vec<_> = problems.iter().filter(|problem| !is_left_out(problem)).collect();
+        let attributed: Vec<_> =
+            problems.iter().filter(|problem| matches!(problem.what, ProblemKind::SkippedXattr(_))).collect();
+        if let Some(first) = attributed.first() {
+            let paths = count(attributed.len() as u64, "path");
+            self.ui.note(&format!("{name}: extended attributes of {paths} left out; the first {first}"));
+        }
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        let mut list = String::new();
+        for problem in wrong.iter().take(NAMED) {
+            // Writing to a string cannot fail.
+            _ = write!(list, "\n  {problem}");
+            if let ProblemKind::Unreadable(error) = &problem.what {
+                _ = write!(list, ": {}", crate::ending::error::without_number(&error.to_string()));
+            }
+        }
+        if wrong.len() > NAMED {
+            _ = write!(list, "\n  and {} more", wrong.len() - NAMED);
+        }
+        if self.scan.allow_changed {
+            self.ui.warn(&format!("{name}: uploaded all the same:{list}"));
+            return Ok(());
+        }
+        bail!(
+            "cannot upload {name}: {} cannot be read, or changed meanwhile; leave out what is not needed with .gantryignore, or \
+             allow it with --allow-changed:{list}",
+            count(wrong.len() as u64, "path")
+        )
+    }
+
+    fn say(&self, name: &str, manifest: &Manifest, sent: &Sent, started: Instant) {
+        let what = format!("{name}: {}", amount(manifest));
+        let took = duration(started.elapsed());
+        self.ui.note(&match sent.bytes {
+            None => format!("{what}, all of it in the cluster already, as artifact {}", sent.artifact),
+            Some(sent) => format!("{what}, {} sent in {took}", bytes(sent)),
+        });
+        self.uploaded(name, sent.artifact, entries(manifest), manifest.size_bytes(), sent.bytes.unwrap_or(0));
+    }
+
+    fn uploaded(&self, name: &str, artifact: ArtifactId, entries: u64, size_bytes: u64, sent_bytes: u64) {
+        self.ui.event(
+            "uploaded",
+            json!({
+                "name": name,
+                "artifact_id": artifact.to_string(),
+                "entries": entries,
+                "size_bytes": size_bytes,
+                "sent_bytes": sent_bytes,
+            }),
+        );
+    }
+
+    async fn send(&self, directory: &Directory<'_>, manifest: &Arc<Manifest>) -> Result<Sent, SendError> {
+        let digest = manifest.tree_digest().as_bytes().to_vec();
+        let (requests, queue) = mpsc::channel(2);
+        let open = UploadOpen {
+            team: self.connection.team.clone(),
+            artifact_id: ArtifactId::new().to_string(),
+            digest: digest.clone().into(),
+            build_id: self.build.map(|build| build.to_string()).unwrap_or_default(),
+            label: directory.name.to_owned(),
+        };
+        let request = |message| UploadRequest { message: Some(message) };
+        // The queue is empty and its other end is there.
+        _ = requests.send(request(upload_request::Message::Open(open))).await;
+        let mut answers = self
+            .connection
+            .streamer()
+            .upload(ReceiverStream::new(queue))
+            .await
+            .map_err(Refused::from)?
+            .into_inner();
+
+        let mut sent = None;
+        loop {
+            let UploadResponse { message } =
+                answers.message().await.map_err(Refused::from)?.ok_or_else(Refused::cut)?;
+            match message {
+                Some(upload_response::Message::Uploaded(uploaded)) => {
+                    let artifact =
+                        uploaded.artifact_id.parse().context("the streamer answered no artifact")?;
+                    return Ok(Sent { artifact, bytes: sent });
+                }
+                Some(upload_response::Message::GoTo(go_to)) => {
+                    // An answer before all was sent is a refusal.
+                    let written = tokio::select! {
+                        written = self.write(go_to, directory, manifest) => written?,
+                        early = answers.message() => {
+                            return Err(early.err().map_or_else(Refused::cut, Refused::from).into());
+                        }
+                    };
+                    sent = Some(written);
+                    let commit = UploadCommit { digest: digest.clone().into() };
+                    // When that fails, the answers say why.
+                    _ = requests.send(request(upload_request::Message::Commit(commit))).await;
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Fills the volume. Answers how many bytes of content were sent.
+    async fn write(
+        &self,
+        go_to: GoTo,
+        directory: &Directory<'_>,
+        manifest: &Arc<Manifest>,
+    ) -> Result<u64, SendError> {
+        let mut volumes: VolumesClient<_> = self.connection.volumes_at(&go_to.gateway_endpoint).await?;
+        let (requests, queue) = mpsc::channel(4);
+        let (missing_known, missing) = oneshot::channel();
+        let sending = send_tree(go_to.ticket, directory.path.to_owned(), manifest.clone(), missing, requests);
+        let mut sender = JoinSet::new();
+        sender.spawn(sending);
+
+        let answers = async {
+            let mut answers =
+                volumes.write(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+            let mut missing_known = Some(missing_known);
+            let mut missing = Runs::new();
+            let (mut wanted, mut done) = (0, 0);
+            while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
+                match message {
+                    Some(Answer::Missing(runs)) => {
+                        let pushed = rpc::tree::push_runs(&mut missing, &runs);
+                        pushed.context("the worker asks for content that there is not")?;
+                    }
+                    Some(Answer::MissingEnd(_)) => {
+                        wanted = manifest.bytes_of(&missing);
+                        self.progress.expect(wanted);
+                        if let Some(known) = missing_known.take() {
+                            // When nobody waits for it, sending has failed, and says why.
+                            _ = known.send(std::mem::take(&mut missing));
+                        }
+                    }
+                    Some(Answer::Progress(progress)) => {
+                        self.progress.advance(progress.bytes.saturating_sub(done));
+                        done = done.max(progress.bytes);
+                    }
+                    Some(Answer::Committed(committed)) => {
+                        self.progress.advance(wanted.saturating_sub(done));
+                        if tree::digest(&committed.digest)? != manifest.tree_digest() {
+                            return Err(anyhow::anyhow!("the worker has written something else").into());
+                        }
+                        return Ok(wanted);
+                    }
+                    None => {}
+                }
+            }
+            Err(Refused::cut().into())
+        };
+        let answered: Result<u64, SendError> = answers.await;
+        match answered {
+            Ok(written) => Ok(written),
+            Err(SendError::Other(error)) => {
+                if refusal(&error).is_some_and(|refused| refused.is(Reason::DigestMismatch)) {
+                    return Err(SendError::Changed(self.changed(directory, manifest).await));
+                }
+                // What broke the sender broke the call.
+                if let Some(Ok(Err(cause))) = sender.try_join_next() {
+                    return Err(cause);
+                }
+                Err(SendError::Other(error))
+            }
+            changed => changed,
+        }
+    }
+
+    /// Names what is not as it was when it was scanned.
+    async fn changed(&self, directory: &Directory<'_>, manifest: &Manifest) -> String {
+        let Ok(now) = self.scan(directory).await else { return "the directory changed".to_owned() };
+        let before: HashMap<_, _> =
+            manifest.entries().iter().map(|entry| (&entry.path, entry.extents())).collect();
+        let mut changed = now
+            .manifest
+            .entries()
+            .iter()
+            .filter(|entry| before.get(&entry.path) != Some(&entry.extents()))
+            .map(transfer::Entry::path);
+        match (changed.next(), changed.count()) {
+            (None, _) => "a file changed".to_owned(),
+            (Some(path), 0) => format!("{path:?} changed"),
+            (Some(path), more) => format!("{path:?} and {} changed", count(more as u64, "other file")),
+        }
+    }
+}
+
+struct Scanned {
+    manifest: Arc<Manifest>,
+    problems: Vec<Problem>,
+}
+
+struct Sent {
+    artifact: ArtifactId,
+    /// `None`: the cluster had it.
+    bytes: Option<u64>,
+}
+
+enum SendError {
+    /// Something is not as it was when it was scanned, and what.
+    Changed(String),
+    Other(anyhow::Error),
+}
+
+impl From<anyhow::Error> for SendError {
+    fn from(error: anyhow::Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+impl From<Refused> for SendError {
+    fn from(refused: Refused) -> Self {
+        Self::Other(refused.into())
+    }
+}
+
+impl From<ReadError> for SendError {
+    fn from(error: ReadError) -> Self {
+        match error {
+            ReadError::Shrunk { path } | ReadError::Changed { path } => {
+                Self::Changed(format!("{path:?} changed"))
+            }
+            ReadError::Io { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
+                Self::Changed(format!("{path:?} vanished"))
+            }
+            error => Self::Other(error.into()),
+        }
+    }
+}
+
+/// Says everything that a writer says, in its order.
+async fn send_tree(
+    ticket: String,
+    root: PathBuf,
+    manifest: Arc<Manifest>,
+    missing: oneshot::Receiver<Runs>,
+    requests: mpsc::Sender<WriteRequest>,
+) -> Result<(), SendError> {
+    // When sending fails the call has ended, and its answers say why.
+    let request = |message| WriteRequest { message: Some(message) };
+    if requests.send(request(Write::Open(WriteOpen { ticket }))).await.is_err() {
+        return Ok(());
+    }
+    for part in rpc::tree::manifest_parts(&manifest) {
+        if requests.send(request(Write::Manifest(part))).await.is_err() {
+            return Ok(());
+        }
+    }
+    let end = rpc::tree::manifest_end(&manifest);
+    if requests.send(request(Write::ManifestEnd(end))).await.is_err() {
+        return Ok(());
+    }
+    let Ok(missing) = missing.await else { return Ok(()) };
+    let content = requests.clone();
+    let (end, ended) = oneshot::channel();
+    let read = move || {
+        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
+        for batch in reader.batches(&missing) {
+            if content.blocking_send(request(Write::Chunk(tree::chunk(batch?)))).is_err() {
+                return Ok(());
+            }
+        }
+        Ok::<_, SendError>(())
+    };
+    // A thread of its own, for the command does not wait for it when it is interrupted.
+    std::thread::spawn(move || {
+        // Without a receiver the call has ended.
+        _ = end.send(read());
+    });
+    ended.await.context("reading ended unexpectedly")??;
+    _ = requests.send(request(Write::Commit(WriteCommit {}))).await;
+    Ok(())
+}
+
+/// How many files, directories and links there are in it.
+fn entries(manifest: &Manifest) -> u64 {
+    manifest.entries().len() as u64 - 1
+}
+
+/// How much it is, for people.
+fn amount(manifest: &Manifest) -> String {
+    let entries = count(entries(manifest), "entry").replace("entrys", "entries");
+    format!("{entries}, {}", bytes(manifest.size_bytes()))
+}
+
+/// What to do about what is not small.
+const WITHOUT: &str = "upload it without --inline";
+
+/// Reads all of a small directory.
+async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
+    let amount = amount(&manifest);
+    let read = tokio::task::spawn_blocking(move || {
+        let mut reader = TreeReader::new(&root, manifest.clone(), ReadOptions::default())?;
+        rpc::small_tree::from_manifest(&manifest, |ordinal| Ok::<_, anyhow::Error>(reader.read(ordinal)?))
+    });
+    match read.await.context("reading ended unexpectedly")? {
+        Err(error) => Err(match error.downcast_ref() {
+            Some(NotSmall::Kind(..)) => advised(error.context("--inline cannot take it"), WITHOUT),
+            Some(NotSmall::Entries | NotSmall::Bytes) => {
+                advised(error.context(format!("it is too much for --inline ({amount})")), WITHOUT)
+            }
+            None => error,
+        }),
+        read => read,
+    }
+}
+
+/// Where the cluster on this machine keeps its state inside of a directory: it is secret, and changes all the time.
+fn own_state(directory: &Path) -> Vec<PathBuf> {
+    let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
+    inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))
+}
+
+/// `gantry upload`: uploads one directory and nothing else.
+pub(crate) async fn command(
+    connection: &Connection,
+    ui: &Ui,
+    args: &crate::cli::args::UploadArgs,
+) -> anyhow::Result<ArtifactId> {
+    let name = args.directory.canonicalize().ok();
+    let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
+    let name = if args.label.is_empty() { name.unwrap_or_default() } else { args.label.clone() };
+    let progress = ui.progress("uploading");
+    let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
+    let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
+    if args.inline {
+        return uploader.hand_over(&directory).await;
+    }
+    let artifact = uploader.upload(&directory).await?.0;
+    drop(uploader);
+    if !args.label.is_empty() {
+        let label = crate::client::queries::artifact(connection, &artifact.to_string()).await?.label;
+        if label != args.label {
+            ui.warn(&format!("these bytes are known as {label:?}, and keep that label"));
+        }
+    }
+    Ok(artifact)
+}
+
+/// Keeps a build from running out while its inputs are uploaded.
+pub(crate) async fn renew(
+    connection: &Connection,
+    build: rpc::pb::artifacts::PutBuildRequest,
+    every: std::time::Duration,
+) -> anyhow::Error {
+    loop {
+        tokio::time::sleep(every).await;
+        if let Err(status) = connection.owners().put_build(build.clone()).await
+            && !Refused::from(status.clone()).is_transient()
+        {
+            return refused("cannot keep what was uploaded")(status);
+        }
+    }
+}
