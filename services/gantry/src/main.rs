@@ -1,12 +1,11 @@
 //! The command line, and the cluster on this machine.
 //!
 //! ```text
-//! args ─▶ main ─▶ connect ─▶ run ── upload ─▶ follow ── watch, attach ─▶ download
-//!            │        └────▶ list · logs · …     └ output, stdin, signals
-//!            └──▶ cluster: start · up · down · status
+//! main ─▶ commands ─▶ follow ─▶ transfer ─▶ client ─▶ cluster ─▶ cli ─▶ render ─▶ ending
 //! ```
 //!
-//! Answers go to standard output, everything else to standard error. Whatever fails is said once, here, in one sentence.
+//! Each chapter uses those to its right only; `make house` checks that. Answers go to standard output, everything else to standard error.
+//! A failure is printed once, here, in one sentence.
 
 mod commands;
 
@@ -33,23 +32,15 @@ use clap::{CommandFactory, FromArgMatches};
 use serde_json::json;
 use server::inherited::{self, NotSet};
 use server::settings;
-use server::telemetry::{self, RecentSpans, Telemetry};
 use tokio::runtime::{Builder, Runtime};
-use tracing::{Instrument, info_span};
 
-use crate::cli::args::{Cli, Command, Global, RunArgs};
-use crate::client::connect::Connection;
-use crate::commands::explain::{store, workload};
-use crate::commands::run::trace;
-use crate::commands::{
-    caches, capacity, cat, delete, imports, list, logs, orphans, run, status, validate, workers,
-};
-use crate::ending::error::{self, Interrupted, Told};
+use crate::cli::args::{Cli, Command, Global};
+use crate::cli::environment;
+use crate::client::token::ClusterOptions;
+use crate::ending::error::{self, Interrupted};
 use crate::ending::exit_code;
-use crate::ending::signals::Signals;
 use crate::render::stdout;
 use crate::render::ui::Ui;
-use crate::transfer::{download, upload};
 
 fn main() -> ExitCode {
     // Before any thread exists: a container is made by a process that has only one.
@@ -76,15 +67,17 @@ fn main() -> ExitCode {
         _ => Vec::new(),
     };
     let ui = match &cli.command {
-        Command::Run(_) | Command::Attach(_) | Command::Logs(_) => Ui::with_events(&cli.global),
-        _ => Ui::new(&cli.global),
+        Command::Run(_) | Command::Attach(_) | Command::Logs(_) => {
+            Ui::with_events(cli.global.quiet, cli.global.json)
+        }
+        _ => Ui::new(cli.global.quiet),
     };
     not_set.iter().for_each(|not_set| ui.warn(&not_set.to_string()));
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     settings::misspelt(variables).iter().for_each(|what| ui.warn(what));
     let result = runtime(&cli.command).and_then(|runtime| {
-        let result = runtime.block_on(execute(&cli.command, &cli.global, &ui));
+        let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
         // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.
         runtime.shutdown_timeout(TIDY_UP);
         result
@@ -110,7 +103,8 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
         Some(Interrupted(code)) => (*code, json!({ "outcome": "interrupted", "status": code })),
         None => {
             let (server, token_file) = (global.server.as_deref(), global.token_file.as_deref());
-            let message = error::describe_told(Told { server, token_file }, error);
+            let message =
+                error::describe_with(error, |reason| ClusterOptions { server, token_file }.advice(reason));
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
             (exit_code::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit_code::OURS }))
@@ -129,135 +123,10 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
 fn runtime(command: &Command) -> anyhow::Result<Runtime> {
     let mut builder = match command {
         Command::Up(_) => Builder::new_multi_thread(),
-        _ if exports_spans() => Builder::new_multi_thread(),
+        _ if environment::exports_spans() => Builder::new_multi_thread(),
         _ => Builder::new_current_thread(),
     };
     builder.enable_all().build().context("cannot start")
-}
-
-fn exports_spans() -> bool {
-    std::env::var_os("OTEL_EXPORTER_OTLP_ENDPOINT").is_some_and(|endpoint| !endpoint.is_empty())
-}
-
-async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
-    match command {
-        Command::Up(_) => validate::here("up", global, ui)?,
-        Command::Down(_) => validate::here("down", global, ui)?,
-        Command::List(args) => validate::list(args)?,
-        Command::Show(args) => validate::id(args)?,
-        _ => {}
-    }
-    match command {
-        Command::Up(args) => return cluster::up(args, ui, global.json).await,
-        Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
-        Command::Status(args) => return status::status(args, global).await,
-        Command::Version => return version(global).map(|()| 0),
-        Command::Run(args) => return run(args, global, ui).await,
-        _ => {}
-    }
-    match command {
-        Command::Upload(args) => {
-            validate::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
-        }
-        Command::Download(args) => validate::target(&args.directory, args.replace, args.take.follow_links)
-            .with_context(|| format!("cannot download into {:?}", args.directory))?,
-        _ => {}
-    }
-    let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
-    let connection = Connection::open(global, ui).await?;
-    match command {
-        Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
-        Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
-        Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
-        _ => {}
-    }
-    let mut signals = Signals::catch()?;
-    tokio::select! {
-        answered = answer(command, &connection, ui, global.json) => answered.map(|()| 0),
-        code = signals.next() => Err(Interrupted(code).into()),
-    }
-}
-
-/// Commands that may be interrupted at any point.
-async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
-    match command {
-        Command::Explain(args) => workload::whatever(connection, args, as_json).await?,
-        Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
-        Command::Upload(args) => {
-            let artifact = upload::command(connection, ui, args).await?;
-            if let Some(name) = &args.resource_type {
-                imports::put_type(connection, name, &args.type_version, artifact).await?;
-            }
-            if as_json {
-                stdout::print_json(&json!({ "artifact_id": artifact.to_string() }))?;
-            } else {
-                stdout::print(&format!("{artifact}\n"))?;
-            }
-        }
-        Command::Download(args) => {
-            let progress = ui.progress("downloading");
-            let downloader =
-                download::Downloader { connection, ui, replace: args.replace, take: args.take, progress };
-            let name = args.artifact.to_string();
-            let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
-            if as_json {
-                stdout::print_json(&downloaded.details)?;
-            }
-        }
-        Command::Cat(args) => cat::cat(args, connection, as_json).await?,
-        Command::List(args) => list::list(connection, args, as_json).await?,
-        Command::Show(args) => list::show(connection, args, as_json).await?,
-        Command::ClearCache(args) => caches::clear(connection, args, as_json).await?,
-        Command::Gc(args) => delete::gc(connection, args, as_json).await?,
-        Command::Adopt(args) => orphans::adopt(connection, args, as_json).await?,
-        Command::Purge(args) => orphans::purge(connection, args, as_json).await?,
-        Command::Land(args) => workers::land(connection, ui, args, as_json).await?,
-        Command::Unland(args) => workers::unland(connection, args, as_json).await?,
-        Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
-        Command::Prune(args) => workers::prune(connection, args, as_json).await?,
-        Command::Demand => capacity::demand(connection, as_json).await?,
-        Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
-        Command::Undelete(args) => store::undelete(connection, args, as_json).await?,
-        Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
-        Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
-    }
-    Ok(())
-}
-
-/// `gantry run`, traced when that is asked for.
-async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
-    validate::run(args)?;
-    let spans = args.trace.is_some().then(RecentSpans::default);
-    let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
-        .then(|| telemetry::init("gantry", "warn", spans.clone()))
-        .transpose()?;
-    let connection = Connection::open(global, ui).await?;
-
-    let root = info_span!(target: "gantry", "gantry run", service = "gantry");
-    let (trace_id, result) = async {
-        let result = run::run(args, &connection, ui, global.json).await;
-        (trace::current_id(), result)
-    }
-    .instrument(root)
-    .await;
-
-    if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
-        && let Err(error) =
-            trace::write((file, args.take.follow_links), &trace_id, spans, &connection, ui).await
-    {
-        ui.warn(&error::describe(&error));
-    }
-    drop(telemetry);
-    result
-}
-
-fn version(global: &Global) -> anyhow::Result<()> {
-    let version = env!("CARGO_PKG_VERSION");
-    if global.json {
-        stdout::print_json(&json!({ "version": version }))
-    } else {
-        stdout::print(&format!("gantry {version}\n"))
-    }
 }
 
 /// Makes this process independent of the command that started it: a session of its own, no file of the command but the log, and none

@@ -2,4 +2,5 @@
 
 pub(crate) mod addresses;
 pub(crate) mod args;
+pub(crate) mod environment;
 pub(crate) mod values;

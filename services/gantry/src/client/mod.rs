@@ -1,5 +1,8 @@
 //! The calls to a cluster that commands share: connections, tokens, and lists page by page.
 
+pub(crate) mod caches;
 pub(crate) mod connect;
+pub(crate) mod placement;
 pub(crate) mod queries;
 pub(crate) mod token;
+pub(crate) mod why;

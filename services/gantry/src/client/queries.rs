@@ -5,44 +5,17 @@ use futures::stream::{self, Stream, TryStreamExt};
 use rpc::Reason;
 use rpc::pb::artifacts::{
     Artifact, CollectResponse, Container, GetArtifactRequest, GetContainerRequest, GetVolumeRequest,
-    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListVolumesRequest, Thing, Volume,
+    ListArtifactsRequest, ListAtRiskRequest, ListContainersRequest, ListOrphansRequest, ListVolumesRequest,
+    Orphan, Thing, Volume,
 };
 use rpc::pb::scheduler::{
     GetRequest, GetWorkerRequest, ListRequest, ListWorkersRequest, Outcome, Worker, WorkerDesire,
     WorkerState, Workload, WorkloadState,
 };
-use serde_json::Value;
 
 use crate::client::connect::{Connection, repeat};
 use crate::ending::error::refusal;
 use crate::render::labels;
-use crate::render::stdout::{print, print_json};
-use crate::render::table::{fields, render};
-
-pub(crate) async fn table<T>(
-    items: impl Stream<Item = anyhow::Result<T>>,
-    limit: usize,
-    as_json: bool,
-    json: fn(&T) -> Value,
-    headers: &[&str],
-    row: impl Fn(&T) -> Vec<String>,
-) -> anyhow::Result<()> {
-    use futures::StreamExt;
-    let items: Vec<T> = items.take(limit).try_collect().await?;
-    if as_json {
-        return items.iter().try_for_each(|item| print_json(&json(item)));
-    }
-    print(&render(headers, &items.iter().map(row).collect::<Vec<_>>()))
-}
-
-pub(crate) fn one<T>(
-    item: &T,
-    as_json: bool,
-    json: fn(&T) -> Value,
-    shown: impl FnOnce(&T) -> Vec<(&'static str, String)>,
-) -> anyhow::Result<()> {
-    if as_json { print_json(&json(item)) } else { print(&fields(&shown(item))) }
-}
 
 pub(crate) fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
     match item {
@@ -213,6 +186,25 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
 pub(crate) fn freed(response: &CollectResponse) -> u64 {
     let volumes = response.collected.iter().filter(|collected| collected.thing() == Thing::Volume);
     volumes.map(|volume| volume.size_bytes).sum()
+}
+
+/// Volumes and containers that a restored store does not know, on one worker or, if that is empty, on all.
+pub(crate) fn orphans(
+    connection: &Connection,
+    worker_id: String,
+) -> impl Stream<Item = anyhow::Result<Orphan>> {
+    pages(async move |page_token| {
+        let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
+        let client = connection.inventory();
+        let doing = "cannot list what is set aside";
+        let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
+        page.await.map(|page| (page.orphans, page.next_page_token))
+    })
+}
+
+/// The id of an orphan.
+pub(crate) fn orphan_handle(one: &Orphan) -> &str {
+    if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
 }
 
 #[cfg(test)]

@@ -7,7 +7,6 @@ use rpc::pb::scheduler::{
 use serde_json::{Value, json};
 
 use crate::client::connect::{Connection, repeat};
-use crate::commands::explain::lease;
 use crate::render::json::requests;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
@@ -90,7 +89,7 @@ fn waiting_row(shape: &WaitingShape) -> Vec<String> {
         plain(&shape.tags.join(", "), WIDTH),
         plain(&image, WIDTH),
         plain(&process.capabilities.join(", "), WIDTH),
-        shape.requests.as_ref().map(lease::amounts).unwrap_or_default(),
+        shape.requests.as_ref().map(labels::amounts).unwrap_or_default(),
         plain(&shape.waits_for, WIDTH),
         if shape.count_for_none > 0 { shape.count_for_none.to_string() } else { String::new() },
     ]

@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::cli::args::{DeleteArgs, GcArgs};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries;
-use crate::commands::explain::store;
+use crate::client::why;
 use crate::ending::error;
 use crate::render::json as shown;
 use crate::render::labels;
@@ -82,7 +82,7 @@ pub(crate) async fn delete(
     let collected = let_go(connection, &artifacts).await?;
     let mut kept = Vec::new();
     for id in &artifacts {
-        let explained = match store::ask(connection, id).await {
+        let explained = match why::explain(connection, id).await {
             // The store has forgotten it already.
             Err(error) if error::refusal(&error).is_some_and(|refused| !refused.is_transient()) => continue,
             explained => explained?,
@@ -196,7 +196,7 @@ fn of_disk(capacity: u64, free: u64) -> Option<u64> {
 
 /// Whether nothing keeps an artifact but builds that have ended and rules, until some time.
 async fn is_kept_for_a_time(connection: &Connection, id: &str) -> anyhow::Result<bool> {
-    let explained = store::ask(connection, id).await?;
+    let explained = why::explain(connection, id).await?;
     let ends = |thing: Thing| matches!(thing, Thing::Build | Thing::Unspecified);
     Ok(explained.kept_by_total == explained.kept_by.len() as u64
         && explained.kept_by.iter().all(|keeper| keeper.until.is_some() && ends(keeper.thing())))

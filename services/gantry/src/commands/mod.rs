@@ -1,15 +1,109 @@
-//! The commands, one module each. No command uses another one; what they share is below.
+//! The commands, one module each. No command uses another one; what they share is in the chapters below.
 
-pub(crate) mod caches;
-pub(crate) mod capacity;
-pub(crate) mod cat;
-pub(crate) mod delete;
-pub(crate) mod explain;
-pub(crate) mod imports;
-pub(crate) mod list;
-pub(crate) mod logs;
-pub(crate) mod orphans;
-pub(crate) mod run;
-pub(crate) mod status;
-pub(crate) mod validate;
-pub(crate) mod workers;
+mod capacity;
+mod cat;
+mod clear_cache;
+mod delete;
+mod download;
+mod explain;
+mod list;
+mod logs;
+mod orphans;
+mod run;
+mod status;
+mod undelete;
+mod upload;
+mod validate;
+mod workers;
+
+use anyhow::Context;
+use serde_json::json;
+use server::telemetry;
+
+use crate::cli::args::{Command, Global};
+use crate::cli::environment::exports_spans;
+use crate::client::connect::Connection;
+use crate::cluster;
+use crate::ending::error::Interrupted;
+use crate::ending::signals::Signals;
+use crate::render::stdout;
+use crate::render::ui::Ui;
+
+/// Carries a command out. Answers the exit code.
+pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
+    match command {
+        Command::Up(_) => validate::here("up", global, ui)?,
+        Command::Down(_) => validate::here("down", global, ui)?,
+        Command::List(args) => validate::list(args)?,
+        Command::Show(args) => validate::id(args)?,
+        _ => {}
+    }
+    match command {
+        Command::Up(args) => return cluster::up(args, ui, global.json).await,
+        Command::Down(args) => return cluster::down(args, ui, global.json).await.map(|()| 0),
+        Command::Status(args) => return status::status(args, global).await,
+        Command::Version => return version(global).map(|()| 0),
+        Command::Run(args) => {
+            validate::run(args)?;
+            return run::run(args, global, ui).await;
+        }
+        _ => {}
+    }
+    match command {
+        Command::Upload(args) => {
+            validate::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
+        }
+        Command::Download(args) => validate::target(&args.directory, args.replace, args.take.follow_links)
+            .with_context(|| format!("cannot download into {:?}", args.directory))?,
+        _ => {}
+    }
+    let _telemetry = exports_spans().then(|| telemetry::init("gantry", "warn", None)).transpose()?;
+    let connection = Connection::open(global, ui).await?;
+    match command {
+        Command::Attach(args) => return logs::attach_to(args, &connection, ui).await,
+        Command::Logs(args) => return logs::logs(args, &connection, ui).await.map(|()| 0),
+        Command::Watch(args) => return logs::watch(args, &connection, ui, global.json).await,
+        _ => {}
+    }
+    let mut signals = Signals::catch()?;
+    tokio::select! {
+        answered = answer(command, &connection, ui, global.json) => answered.map(|()| 0),
+        code = signals.next() => Err(Interrupted(code).into()),
+    }
+}
+
+/// Commands that may be interrupted at any point.
+async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<()> {
+    match command {
+        Command::Explain(args) => explain::explain(connection, args, as_json).await?,
+        Command::Cancel(args) => logs::cancel(args, connection, ui, as_json).await?,
+        Command::Upload(args) => upload::upload(connection, ui, args, as_json).await?,
+        Command::Download(args) => download::download(connection, ui, args, as_json).await?,
+        Command::Cat(args) => cat::cat(args, connection, as_json).await?,
+        Command::List(args) => list::list(connection, args, as_json).await?,
+        Command::Show(args) => list::show(connection, args, as_json).await?,
+        Command::ClearCache(args) => clear_cache::clear(connection, args, as_json).await?,
+        Command::Gc(args) => delete::gc(connection, args, as_json).await?,
+        Command::Adopt(args) => orphans::adopt(connection, args, as_json).await?,
+        Command::Purge(args) => orphans::purge(connection, args, as_json).await?,
+        Command::Land(args) => workers::land(connection, ui, args, as_json).await?,
+        Command::Unland(args) => workers::unland(connection, args, as_json).await?,
+        Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
+        Command::Prune(args) => workers::prune(connection, args, as_json).await?,
+        Command::Demand => capacity::demand(connection, as_json).await?,
+        Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
+        Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
+        Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}
+        Command::Up(_) | Command::Down(_) | Command::Status(_) | Command::Version => {}
+    }
+    Ok(())
+}
+
+fn version(global: &Global) -> anyhow::Result<()> {
+    let version = env!("CARGO_PKG_VERSION");
+    if global.json {
+        stdout::print_json(&json!({ "version": version }))
+    } else {
+        stdout::print(&format!("gantry {version}\n"))
+    }
+}

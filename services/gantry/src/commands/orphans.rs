@@ -3,75 +3,19 @@
 use anyhow::bail;
 use futures::TryStreamExt;
 use rpc::Reason;
-use rpc::pb::artifacts::{
-    AdoptRequest, Artifact, ListOrphansRequest, Orphan, PurgeRequest, PurgeResponse, adopt_request::KeptBy,
-};
+use rpc::pb::artifacts::{AdoptRequest, Artifact, PurgeRequest, PurgeResponse, adopt_request::KeptBy};
 
-use crate::cli::args::{AdoptArgs, Kind, PurgeArgs};
+use crate::cli::args::{AdoptArgs, PurgeArgs};
 use crate::client::connect::{Connection, repeat};
-use crate::client::queries::{pages, table, worker};
-use crate::commands::explain::store;
-use crate::commands::list::names::Names;
+use crate::client::queries::{orphan_handle, orphans, worker};
+use crate::client::why;
 use crate::ending::error::{advised, refusal};
 use crate::render::json;
-use crate::render::labels;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, count, duration, plain};
+use crate::render::table::{bytes, count, duration};
 
 /// How many handles one call names.
 const AT_ONCE: usize = 1000;
-
-/// `gantry list volumes --set-aside`, and of containers.
-pub(crate) async fn list(
-    connection: &Connection,
-    kind: Kind,
-    limit: usize,
-    as_json: bool,
-) -> anyhow::Result<()> {
-    let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
-    let aside = all(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
-    let names = Names::ask(connection, as_json).await;
-    let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
-        Kind::Containers => (CONTAINERS, container_row),
-        _ => (VOLUMES, volume_row),
-    };
-    table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
-}
-
-fn all(connection: &Connection, worker_id: String) -> impl futures::Stream<Item = anyhow::Result<Orphan>> {
-    pages(async move |page_token| {
-        let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
-        let client = connection.inventory();
-        let doing = "cannot list what is set aside";
-        let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
-        page.await.map(|page| (page.orphans, page.next_page_token))
-    })
-}
-
-const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
-
-fn container_row(one: &Orphan, names: &Names) -> Vec<String> {
-    vec![handle(one).to_owned(), names.of(&one.worker_id), labels::ago(one.first_seen_at.as_ref())]
-}
-
-const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
-
-fn volume_row(one: &Orphan, names: &Names) -> Vec<String> {
-    let known = one.description.clone().unwrap_or_default();
-    vec![
-        handle(one).to_owned(),
-        names.of(&one.worker_id),
-        labels::ago(one.first_seen_at.as_ref()),
-        labels::size(known.size_bytes),
-        plain(&known.team, 30),
-        known.artifact_id,
-        labels::yes_or_no(!known.digest.is_empty()).to_owned(),
-    ]
-}
-
-fn handle(one: &Orphan) -> &str {
-    if one.volume_handle.is_empty() { &one.container_handle } else { &one.volume_handle }
-}
 
 /// `gantry adopt`
 pub(crate) async fn adopt(connection: &Connection, args: &AdoptArgs, as_json: bool) -> anyhow::Result<()> {
@@ -115,7 +59,7 @@ async fn listed<T>(
     match answered {
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
             let list = "see `gantry list volumes --set-aside`, and `gantry list containers --set-aside`";
-            let known = store::set_aside(connection, id).await;
+            let known = why::orphan_advice(connection, id).await;
             Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
         }
         answered => answered,
@@ -129,7 +73,7 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         None => String::new(),
     };
     let handles = if args.all {
-        let all = all(connection, worker_id.clone()).map_ok(|one| handle(&one).to_owned());
+        let all = orphans(connection, worker_id.clone()).map_ok(|one| orphan_handle(&one).to_owned());
         all.try_collect().await?
     } else {
         args.handles.clone()
@@ -167,25 +111,10 @@ fn summary(purged: &PurgeResponse) -> String {
 #[cfg(test)]
 mod tests {
     use domain::{ArtifactId, VolumeHandle};
-    use rpc::pb::artifacts::VolumeDescription;
+    
     use std::time::Duration;
 
     use super::*;
-
-    #[test]
-    fn a_row_says_whether_a_volume_can_be_adopted() {
-        let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
-        let mut one = Orphan { container_handle: "7".to_owned(), worker_id, ..Orphan::default() };
-        let row = container_row(&one, &names);
-        assert_eq!((row.len(), &row[..2]), (CONTAINERS.len(), &["7".to_owned(), "one".to_owned()][..]));
-        let row = volume_row(&one, &names);
-        assert_eq!((row.len(), &*row[1], row.last().map(String::as_str)), (VOLUMES.len(), "one", Some("no")));
-        one.volume_handle = "8".to_owned();
-        let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
-        one.description = Some(description);
-        let row = volume_row(&one, &names);
-        assert_eq!((row[0].as_str(), row.last().map(String::as_str)), ("8", Some("yes")));
-    }
 
     #[test]
     fn what_was_done_is_said() {

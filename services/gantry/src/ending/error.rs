@@ -5,14 +5,9 @@
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::fmt;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 
 use rpc::{Reason, Refusal};
 use tonic::{Code, Status};
-
-use crate::cli::addresses::Addresses;
-use crate::client::token::default_token;
 
 /// Ends the command with this exit code, after a signal or a closed standard output.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
@@ -166,53 +161,13 @@ pub(crate) fn reason(error: &anyhow::Error) -> String {
     }
 }
 
-/// What the command was told of the cluster.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Told<'a> {
-    pub(crate) server: Option<&'a str>,
-    pub(crate) token_file: Option<&'a Path>,
-}
-
-impl Told<'_> {
-    fn advice(self, reason: &str) -> Option<String> {
-        match (reason, self) {
-            ("UNAVAILABLE", Told { server: Some(server), .. }) => {
-                Some(format!("see whether it runs and {server} is its address, or try again"))
-            }
-            ("PERMISSION_DENIED", Told { server: Some(server), .. }) => {
-                let user = owner(Path::new(server.strip_prefix("unix://")?))?;
-                Some(format!(
-                    "{server} belongs to user {user}; use it as that one, or over TCP with its token"
-                ))
-            }
-            ("UNAUTHENTICATED", Told { token_file: Some(file), .. }) => Some(format!(
-                "what {} holds is not that; each `gantry up --listen` makes a new one",
-                file.display()
-            )),
-            ("UNAUTHENTICATED", Told { server: Some(server), .. }) => {
-                let (file, _) = default_token(&Addresses::parse(server).ok()?).ok()??;
-                Some(format!(
-                    "what {} holds, the default for services on this machine, is not that; name the cluster's token file with --token-file",
-                    file.display()
-                ))
-            }
-            _ => None,
-        }
-    }
-}
-
-/// Who owns `path`, or what is around it as far as we may look.
-fn owner(path: &Path) -> Option<u32> {
-    path.ancestors().find_map(|path| Some(path.symlink_metadata().ok()?.uid()))
-}
-
 /// One sentence about `error`, and one about what to do where we know.
 pub(crate) fn describe(error: &anyhow::Error) -> String {
-    describe_told(Told::default(), error)
+    describe_with(error, |_| None)
 }
 
-/// The same, where the command was told which cluster to use.
-pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
+/// The same. `advise` says what to do about a reason, before what mostly helps.
+pub(crate) fn describe_with(error: &anyhow::Error, advise: impl Fn(&str) -> Option<String>) -> String {
     let mut text = String::new();
     for cause in error.chain() {
         let cause = without_number(&cause.to_string());
@@ -227,7 +182,7 @@ pub(crate) fn describe_told(told: Told<'_>, error: &anyhow::Error) -> String {
     let advice = error.downcast_ref().map(|Advice(text)| text.clone());
     if let Some(advice) = advice
         .or_else(|| needs_permission(&text).map(str::to_owned))
-        .or_else(|| told.advice(&reason(error)))
+        .or_else(|| advise(&reason(error)))
         .or_else(|| self::advice(&reason(error)).map(str::to_owned))
     {
         text.push_str("; ");
@@ -360,12 +315,6 @@ mod tests {
             "cannot list workers: the cluster does not answer: transport error (UNAVAILABLE); try again, or look at \
              `gantry status`"
         );
-        let told = Told { server: Some("http://there:1"), ..Told::default() };
-        let there = describe_told(told, &error);
-        assert!(
-            there.ends_with("see whether it runs and http://there:1 is its address, or try again"),
-            "{there}"
-        );
         assert!(is_transient(&error));
     }
 
@@ -374,8 +323,6 @@ mod tests {
         let error =
             refused("cannot list workers")(Reason::Unauthenticated.status("gantry", "present the token"));
         assert!(describe(&error).ends_with("with --token-file"));
-        let told = Told { token_file: Some(Path::new("old")), ..Told::default() };
-        assert!(describe_told(told, &error).contains("what old holds is not that"));
     }
 
     #[test]

@@ -498,7 +498,7 @@ mod tests {
     use std::sync::Mutex;
 
     use bytes::Bytes;
-    use clap::Parser;
+    
     use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
     use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
     use tokio::net::UnixListener;
@@ -507,7 +507,7 @@ mod tests {
     use tonic::{Request, Response, Status};
 
     use super::*;
-    use crate::cli::args::Cli;
+    
 
     const PIECE: usize = 10_000;
     const PIECES: usize = 100;
@@ -648,7 +648,7 @@ mod tests {
 
         let address = format!("unix://{}", socket.display());
         let connection = Connection::to(&address);
-        let ui = Ui::new(&Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses").global);
+        let ui = Ui::new(true);
         let mut streams = Streams {
             stdout: Sink::to_file(stdout, Which::Stdout, None),
             stderr: Sink::to_file(

@@ -1,6 +1,7 @@
 //! Follows a workload to its end: says what happens, attaches to its process, and passes on what we are asked.
 
 pub(crate) mod attach;
+pub(crate) mod end;
 pub(crate) mod narrate;
 pub(crate) mod outage;
 pub(crate) mod stdin;

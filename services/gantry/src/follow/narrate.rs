@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
 use crate::client::connect::Connection;
-use crate::commands::explain::workload;
 use crate::ending::exit_code;
+use crate::render::explanation;
 use crate::render::json as shown;
 use crate::render::labels;
 use crate::render::table::{bytes, plain};
@@ -132,7 +132,7 @@ impl Waiting {
                         "why": response.summary,
                         "expected_wait_seconds": labels::expected_wait(&response).map(|wait| wait.as_secs_f64()),
                     });
-                    Some(Why { details, text: workload::short(&response), why: response.summary })
+                    Some(Why { details, text: explanation::short(&response), why: response.summary })
                 }
                 // It waits no more.
                 Err(status) if status.code() == tonic::Code::FailedPrecondition => None,

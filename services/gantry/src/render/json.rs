@@ -408,3 +408,25 @@ pub(crate) fn collected(collected: &artifacts::Collected) -> Value {
         "size_bytes": collected.size_bytes,
     })
 }
+
+pub(crate) fn lease(lease: &scheduler::Lease) -> Value {
+    let instant = |at: &Option<prost_types::Timestamp>| at.as_ref().map(labels::instant);
+    json!({
+        "id": lease.lease_id,
+        "kind": labels::lease_kind(lease.kind()),
+        "state": labels::lease_state(lease.state()),
+        "team": lease.team,
+        "owner": some(&lease.owner),
+        "workload_id": some(&lease.workload_id),
+        "attempt_id": some(&lease.attempt_id),
+        "worker_id": lease.worker_id,
+        "worker_name": lease.worker_name,
+        "incarnation": lease.incarnation,
+        "requests": lease.requests.as_ref().map(requests),
+        "granted_at": instant(&lease.granted_at),
+        "expires_at": instant(&lease.expires_at),
+        "stop_reason": some(labels::stop_reason(lease.stop_reason())),
+        "ended_at": instant(&lease.ended_at),
+        "why": labels::lease_end(lease.end()),
+    })
+}

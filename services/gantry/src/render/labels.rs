@@ -6,8 +6,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use prost_types::Timestamp;
 use rpc::pb::artifacts::{ArtifactState, ExplainedState, ImportState, InventoryState, Thing, VolumePurpose};
 use rpc::pb::scheduler::{
-    ExplainResponse, Outcome, StopReason, Verdict, Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec,
-    WorkloadState, exit::How,
+    ExplainResponse, LeaseEnd, LeaseState, Outcome, PlacementKind, ResourceRequests, StopReason, Verdict,
+    Worker, WorkerDesire, WorkerState, Workload, WorkloadSpec, WorkloadState, exit::How,
 };
 
 use crate::render::table::{bytes, duration};
@@ -293,6 +293,59 @@ pub(crate) fn command(spec: Option<&WorkloadSpec>) -> String {
 /// How long a workload may wait.
 pub(crate) fn expected_wait(response: &ExplainResponse) -> Option<Duration> {
     response.expected_wait.and_then(|wait| Duration::try_from(wait).ok())
+}
+
+/// What is reserved, in words. Empty: nothing.
+pub(crate) fn amounts(requests: &ResourceRequests) -> String {
+    let amounts = [
+        (
+            requests.cpu_millis,
+            format!(
+                "{} core{}",
+                cores(requests.cpu_millis),
+                if requests.cpu_millis == 1000 { "" } else { "s" }
+            ),
+        ),
+        (requests.memory_bytes, bytes(requests.memory_bytes)),
+        (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
+    ];
+    let asked: Vec<_> = amounts.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, text)| text).collect();
+    asked.join(", ")
+}
+
+pub(crate) fn lease_kind(kind: PlacementKind) -> &'static str {
+    match kind {
+        PlacementKind::Unspecified => "unknown",
+        PlacementKind::Transfer => "transfer",
+        PlacementKind::Task => "task",
+        PlacementKind::Get => "get",
+        PlacementKind::Put => "put",
+        PlacementKind::Check => "check",
+        PlacementKind::Service => "service",
+    }
+}
+
+pub(crate) fn lease_state(state: LeaseState) -> &'static str {
+    match state {
+        LeaseState::Unspecified => "unknown",
+        LeaseState::Granted => "granted",
+        LeaseState::Ending => "ending",
+        LeaseState::Ended => "ended",
+    }
+}
+
+/// Why a lease ended. `None`: it has not.
+pub(crate) fn lease_end(end: LeaseEnd) -> Option<&'static str> {
+    Some(match end {
+        LeaseEnd::Unspecified => return None,
+        LeaseEnd::Released => "its holder gave it back",
+        LeaseEnd::Reported => "its worker said that its attempt has ended",
+        LeaseEnd::Expired => "its holder did not renew it in time",
+        LeaseEnd::Stopped => "it was to stop, and nothing of it had started, or its worker was lost",
+        LeaseEnd::Lost => {
+            "its worker was silent for too long, has begun another life or was taken out of service, or does not know it"
+        }
+    })
 }
 
 #[cfg(test)]

@@ -2,8 +2,10 @@
 //!
 //! Commands call it. It makes no call to a cluster.
 
+pub(crate) mod explanation;
 pub(crate) mod json;
 pub(crate) mod labels;
+pub(crate) mod listing;
 pub(crate) mod output;
 pub(crate) mod progress;
 pub(crate) mod screen;

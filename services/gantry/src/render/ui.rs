@@ -6,7 +6,6 @@ use std::sync::atomic::AtomicBool;
 
 use serde_json::{Value, json};
 
-use crate::cli::args::Global;
 use crate::render::output::Events;
 use crate::render::progress::Progress;
 use crate::render::screen::Screen;
@@ -22,15 +21,15 @@ pub(crate) struct Ui {
 
 impl Ui {
     /// For a command that has answers, and no events.
-    pub(crate) fn new(global: &Global) -> Self {
+    pub(crate) fn new(quiet: bool) -> Self {
         let color =
             io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty());
-        Self { quiet: global.quiet, color, screen: Arc::new(Screen::stderr()), events: None }
+        Self { quiet, color, screen: Arc::new(Screen::stderr()), events: None }
     }
 
     /// For a command whose `--json` are events.
-    pub(crate) fn with_events(global: &Global) -> Self {
-        Self { events: global.json.then(Events::start), ..Self::new(global) }
+    pub(crate) fn with_events(quiet: bool, json: bool) -> Self {
+        Self { events: json.then(Events::start), ..Self::new(quiet) }
     }
 
     /// Where events go, and output with them.

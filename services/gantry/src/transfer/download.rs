@@ -31,7 +31,7 @@ use transfer::{
 
 use crate::cli::args::TakeArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
-use crate::commands::explain::store;
+use crate::client::why;
 use crate::ending::error::{Refused, is_transient};
 use crate::render::progress::Progress;
 use crate::render::table::{bytes, count, duration, plain};
@@ -83,7 +83,7 @@ impl Downloader<'_> {
                 }
                 result => {
                     self.progress.done(name);
-                    let result = store::or_why(self.connection, &artifact.to_string(), result).await;
+                    let result = why::or_why(self.connection, &artifact.to_string(), result).await;
                     return result.with_context(|| format!("cannot download {name} into {directory:?}"));
                 }
             }

@@ -259,7 +259,7 @@ mod tests {
         let root = tempfile::tempdir().expect("a directory");
         let path = root.path().join("lock");
         let cli = Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses");
-        let ui = Ui::new(&cli.global);
+        let ui = Ui::new(cli.global.quiet);
         let first = TargetLock::take_at(path.clone(), root.path(), &ui).await;
         assert!(first.is_some());
         let mut second = std::pin::pin!(TargetLock::take_at(path.clone(), root.path(), &ui));

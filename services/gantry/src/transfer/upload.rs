@@ -129,7 +129,7 @@ impl Uploader<'_> {
     }
 
     /// Makes an artifact of a small directory within one call, without a worker.
-    async fn hand_over(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
+    pub(crate) async fn hand_over(&self, directory: &Directory<'_>) -> anyhow::Result<ArtifactId> {
         let Directory { name, path, .. } = directory;
         let left_out = directory.left_out.iter().cloned().chain(own_state(path)).collect();
         let directory = &Directory { left_out, ..*directory };
@@ -507,32 +507,6 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
 fn own_state(directory: &Path) -> Vec<PathBuf> {
     let Ok(Paths { state, runtime }) = Paths::find() else { return Vec::new() };
     inside(directory, [state.as_path(), runtime.as_path()].into_iter().filter(|path| path.is_dir()))
-}
-
-/// `gantry upload`: uploads one directory and nothing else.
-pub(crate) async fn command(
-    connection: &Connection,
-    ui: &Ui,
-    args: &crate::cli::args::UploadArgs,
-) -> anyhow::Result<ArtifactId> {
-    let name = args.directory.canonicalize().ok();
-    let name = name.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
-    let name = if args.label.is_empty() { name.unwrap_or_default() } else { args.label.clone() };
-    let progress = ui.progress("uploading");
-    let uploader = Uploader { connection, ui, scan: &args.scan, build: None, progress };
-    let directory = Directory { name: &name, path: &args.directory, left_out: Vec::new() };
-    if args.inline {
-        return uploader.hand_over(&directory).await;
-    }
-    let artifact = uploader.upload(&directory).await?.0;
-    drop(uploader);
-    if !args.label.is_empty() {
-        let label = crate::client::queries::artifact(connection, &artifact.to_string()).await?.label;
-        if label != args.label {
-            ui.warn(&format!("these bytes are known as {label:?}, and keep that label"));
-        }
-    }
-    Ok(artifact)
 }
 
 /// Keeps a build from running out while its inputs are uploaded.

@@ -3,20 +3,19 @@
 use prost_types::Timestamp;
 use rpc::Reason;
 use rpc::pb::artifacts::{Relation, Thing};
-use rpc::pb::scheduler::{
-    GetLeaseRequest, Lease, LeaseEnd, LeaseState, ListLeasesRequest, PlacementKind, ResourceRequests,
-    StopReason, WorkerState,
-};
-use serde_json::{Value, json};
+use rpc::pb::scheduler::{GetLeaseRequest, Lease, LeaseState, StopReason, WorkerState};
+use serde_json::Value;
 
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries;
+use crate::client::why;
 use crate::commands::explain::store;
 use crate::ending::error::refusal;
-use crate::render::json::{relation, requests, some};
+use crate::render::json;
+use crate::render::json::relation;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, duration, fields, plain};
+use crate::render::table::{duration, fields, plain};
 
 /// How wide a line is at most.
 const WIDTH: usize = 1000;
@@ -29,7 +28,7 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         Err(error) if is_for(&error, Reason::LeaseNotFound) => return Ok(false),
         Err(error) => return Err(error),
     };
-    let held = match store::ask(connection, id).await {
+    let held = match why::explain(connection, id).await {
         // What it pins is held as what a workload pins is.
         Ok(held) if held.thing() == Thing::Workload => held.relations,
         Ok(_) => Vec::new(),
@@ -45,42 +44,6 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         print(&text(&lease, &held, contact))?
     }
     Ok(true)
-}
-
-/// `gantry list leases`: those of all teams that have not ended, on one worker or any.
-pub(crate) async fn list(
-    connection: &Connection,
-    worker: Option<&str>,
-    limit: usize,
-    as_json: bool,
-) -> anyhow::Result<()> {
-    let leases = queries::pages(async |page_token| {
-        let worker = worker.unwrap_or_default().to_owned();
-        let request = ListLeasesRequest { worker, page_token, ..ListLeasesRequest::default() };
-        let placements = connection.placements();
-        let page =
-            repeat("cannot list leases", async || placements.clone().list_leases(request.clone()).await);
-        page.await.map(|page| (page.leases, page.next_page_token))
-    });
-    queries::table(leases, limit, as_json, document, LEASES, row).await
-}
-
-const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE", "RESERVES"];
-
-fn row(lease: &Lease) -> Vec<String> {
-    vec![
-        lease.lease_id.clone(),
-        kind(lease.kind()).to_owned(),
-        state(lease.state()).to_owned(),
-        lease.team.clone(),
-        match lease.workload_id.as_str() {
-            "" => plain(&lease.owner, 60),
-            workload => format!("workload {workload}"),
-        },
-        plain(&lease.worker_name, 40),
-        labels::ago(lease.granted_at.as_ref()),
-        lease.requests.as_ref().map(amounts).unwrap_or_default(),
-    ]
 }
 
 async fn get(connection: &Connection, id: &str) -> anyhow::Result<Lease> {
@@ -99,21 +62,21 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
     let at = |at: &Option<Timestamp>| {
         at.as_ref().map(|at| format!("{} ({} ago)", labels::instant(at), labels::ago(Some(at))))
     };
-    let ended = at(&lease.ended_at).map(|at| match end(lease.end()) {
+    let ended = at(&lease.ended_at).map(|at| match labels::lease_end(lease.end()) {
         Some(end) => format!("{at}: {end}{}", stopped_for(lease)),
         None => at,
     });
     let relations: Vec<_> = held.iter().map(store::related).collect();
     let mut shown = vec![
         ("lease", lease.lease_id.clone()),
-        ("kind", kind(lease.kind()).to_owned()),
+        ("kind", labels::lease_kind(lease.kind()).to_owned()),
         ("state", standing(lease)),
         ("team", lease.team.clone()),
         ("owner", plain(&lease.owner, WIDTH)),
         ("workload", lease.workload_id.clone()),
         ("attempt", lease.attempt_id.clone()),
         ("worker", worker),
-        ("reserves", lease.requests.as_ref().map(amounts).unwrap_or_default()),
+        ("reserves", lease.requests.as_ref().map(labels::amounts).unwrap_or_default()),
         ("granted", at(&lease.granted_at).unwrap_or_default()),
         ("until", until(lease, contact)),
         ("ended", ended.unwrap_or_default()),
@@ -124,7 +87,7 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
 
 /// The state, with what it means where the word does not say it.
 fn standing(lease: &Lease) -> String {
-    let word = state(lease.state());
+    let word = labels::lease_state(lease.state());
     match lease.state() {
         LeaseState::Ending => {
             format!("{word} (it shall stop{}, and keeps its slot until it has)", stopped_for(lease))
@@ -162,90 +125,17 @@ fn until(lease: &Lease, contact: Option<WorkerState>) -> String {
     }
 }
 
-/// What is reserved, in words. Empty: nothing.
-pub(crate) fn amounts(requests: &ResourceRequests) -> String {
-    let amounts = [
-        (
-            requests.cpu_millis,
-            format!(
-                "{} core{}",
-                labels::cores(requests.cpu_millis),
-                if requests.cpu_millis == 1000 { "" } else { "s" }
-            ),
-        ),
-        (requests.memory_bytes, bytes(requests.memory_bytes)),
-        (requests.disk_bytes, format!("{} of disk", bytes(requests.disk_bytes))),
-    ];
-    let asked: Vec<_> = amounts.into_iter().filter(|(amount, _)| *amount > 0).map(|(_, text)| text).collect();
-    asked.join(", ")
-}
-
-fn kind(kind: PlacementKind) -> &'static str {
-    match kind {
-        PlacementKind::Unspecified => "unknown",
-        PlacementKind::Transfer => "transfer",
-        PlacementKind::Task => "task",
-        PlacementKind::Get => "get",
-        PlacementKind::Put => "put",
-        PlacementKind::Check => "check",
-        PlacementKind::Service => "service",
-    }
-}
-
-fn state(state: LeaseState) -> &'static str {
-    match state {
-        LeaseState::Unspecified => "unknown",
-        LeaseState::Granted => "granted",
-        LeaseState::Ending => "ending",
-        LeaseState::Ended => "ended",
-    }
-}
-
-/// `None`: it has not ended.
-fn end(end: LeaseEnd) -> Option<&'static str> {
-    Some(match end {
-        LeaseEnd::Unspecified => return None,
-        LeaseEnd::Released => "its holder gave it back",
-        LeaseEnd::Reported => "its worker said that its attempt has ended",
-        LeaseEnd::Expired => "its holder did not renew it in time",
-        LeaseEnd::Stopped => "it was to stop, and nothing of it had started, or its worker was lost",
-        LeaseEnd::Lost => {
-            "its worker was silent for too long, has begun another life or was taken out of service, or does not know it"
-        }
-    })
-}
-
 fn explained(lease: &Lease, held: &[Relation]) -> Value {
-    let mut document = document(lease);
+    let mut document = json::lease(lease);
     document["thing"] = "lease".into();
     document["relations"] = held.iter().map(relation).collect();
     document
 }
 
-fn document(lease: &Lease) -> Value {
-    let instant = |at: &Option<Timestamp>| at.as_ref().map(labels::instant);
-    json!({
-        "id": lease.lease_id,
-        "kind": kind(lease.kind()),
-        "state": state(lease.state()),
-        "team": lease.team,
-        "owner": some(&lease.owner),
-        "workload_id": some(&lease.workload_id),
-        "attempt_id": some(&lease.attempt_id),
-        "worker_id": lease.worker_id,
-        "worker_name": lease.worker_name,
-        "incarnation": lease.incarnation,
-        "requests": lease.requests.as_ref().map(requests),
-        "granted_at": instant(&lease.granted_at),
-        "expires_at": instant(&lease.expires_at),
-        "stop_reason": some(labels::stop_reason(lease.stop_reason())),
-        "ended_at": instant(&lease.ended_at),
-        "why": end(lease.end()),
-    })
-}
-
 #[cfg(test)]
 mod tests {
+    use rpc::pb::scheduler::{LeaseEnd, PlacementKind, ResourceRequests};
+
     use super::*;
 
     const LONG_AGO: Option<Timestamp> = Some(Timestamp { seconds: 0, nanos: 0 });

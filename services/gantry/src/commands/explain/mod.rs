@@ -1,5 +1,51 @@
 //! `gantry explain`: why a workload waits, what a lease is for, and why anything else is there or went.
 
-pub(crate) mod lease;
-pub(crate) mod store;
-pub(crate) mod workload;
+mod lease;
+mod store;
+mod workload;
+
+use rpc::Reason;
+use rpc::pb::scheduler::WaitingWorkload;
+use rpc::pb::scheduler::explain_request::Subject;
+
+use crate::cli::args::ExplainArgs;
+use crate::cli::values;
+use crate::client::connect::Connection;
+use crate::client::placement::{self, WorkerChoice};
+use crate::client::queries;
+use crate::ending::error;
+use crate::render::stdout::{print, print_json};
+use crate::render::{explanation, json};
+
+/// `gantry explain`: the scheduler says why a workload waits, or what became of it, and what a lease is; what it does not know the artifact store may.
+pub(crate) async fn explain(
+    connection: &Connection,
+    args: &ExplainArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let Ok(id) = values::any_id(&args.id) else {
+        let worker = queries::worker(connection, "explain", &args.id).await?;
+        return store::explain(connection, &worker.worker_id, as_json).await;
+    };
+    let id = id.as_str();
+    let workers = WorkerChoice { most: args.workers, only: args.only.clone() };
+    let waiting = WaitingWorkload { team: connection.team.clone(), workload_id: id.to_owned() };
+    match placement::explain(connection, Subject::Workload(waiting), &workers).await {
+        Err(error) if is_for(&error, Reason::WorkloadNotFound) => {
+            if lease::explain(connection, id, as_json).await? {
+                return Ok(());
+            }
+            store::explain(connection, id, as_json).await
+        }
+        Err(error) if is_for(&error, Reason::WorkloadNotQueued) => {
+            workload::show(connection, id, as_json).await
+        }
+        Ok(response) if as_json => print_json(&json::explanation(&response)),
+        Ok(response) => print(&explanation::text(&response, true)),
+        Err(error) => Err(error),
+    }
+}
+
+fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
+    error::refusal(error).is_some_and(|refusal| refusal.is(reason))
+}

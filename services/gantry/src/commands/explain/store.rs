@@ -1,29 +1,25 @@
-//! `gantry explain` of what the artifact store knows, and `gantry undelete`: why something is there, or went, and how it comes back. Also what
-//! it knows of that which another command was refused for.
+//! `gantry explain` of what the artifact store knows: why something is there, or went, and when.
 
 use prost_types::Timestamp;
 use rpc::Reason;
-use rpc::pb::artifacts::{
-    Artifact, ExplainRequest, ExplainResponse, ExplainedState, Keeper, Relation, Thing, UndeleteRequest,
-    undelete_request,
-};
+use rpc::pb::artifacts::{ExplainResponse, ExplainedState, Keeper, Relation, Thing};
 use rpc::pb::scheduler::Worker;
 
-use crate::cli::args::UndeleteArgs;
-use crate::client::connect::{Connection, repeat};
+use crate::client::connect::Connection;
 use crate::client::queries;
-use crate::ending::error::{advised, refusal};
+use crate::client::why::{self, AGAIN};
+use crate::ending::error::refusal;
 use crate::render::json;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, count, duration, fields, plain};
+use crate::render::table::{bytes, duration, fields, plain};
 
 /// How long a line is at most.
 const WIDTH: usize = 1000;
 
 /// Explains whatever the store knows; of a worker, what the scheduler does, too.
 pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) -> anyhow::Result<()> {
-    let explained = match ask(connection, id).await {
+    let explained = match why::explain(connection, id).await {
         Ok(explained) => explained,
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(Reason::UnknownId)) => {
             // One that never held anything, or was forgotten by the store.
@@ -44,84 +40,6 @@ pub(crate) async fn explain(connection: &Connection, id: &str, as_json: bool) ->
         return print_json(&document);
     }
     print(&of_worker(&explained, worker.as_ref()))
-}
-
-/// What the store knows of an id.
-pub(crate) async fn ask(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
-    let request = ExplainRequest { team: connection.team.clone(), id: id.to_owned() };
-    let client = connection.artifacts();
-    repeat("cannot explain it", async || client.clone().explain(request.clone()).await).await
-}
-
-/// What was answered about something, and of a refusal for which the store may know why, that.
-pub(crate) async fn or_why<T>(
-    connection: &Connection,
-    id: &str,
-    answered: anyhow::Result<T>,
-) -> anyhow::Result<T> {
-    const KNOWS: [Reason; 6] = [
-        Reason::ArtifactNotFound,
-        Reason::VolumeNotFound,
-        Reason::ContainerNotFound,
-        Reason::InputUnavailable,
-        Reason::NoReplica,
-        Reason::UnknownId,
-    ];
-    match answered {
-        Err(error)
-            if refusal(&error).is_some_and(|refused| KNOWS.iter().any(|reason| refused.is(*reason))) =>
-        {
-            match ask(connection, id).await {
-                Ok(explained) => Err(advised(error, advice(&explained))),
-                Err(_) => Err(error),
-            }
-        }
-        answered => answered,
-    }
-}
-
-/// What to do about what is set aside and has this id, or was this artifact. `None`: nothing.
-pub(crate) async fn set_aside(connection: &Connection, id: &str) -> Option<String> {
-    let explained = ask(connection, id).await.ok()?;
-    (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))
-}
-
-/// What to do about something that is not there as it should be.
-fn advice(explained: &ExplainResponse) -> String {
-    let id = &explained.id;
-    match (explained.thing(), explained.state()) {
-        (_, ExplainedState::Orphaned) => decide(explained),
-        (Thing::Artifact, ExplainedState::Deleting) if explained.can_be_undeleted => {
-            format!("it was deleted: `gantry undelete {id}` brings it back")
-        }
-        (Thing::Artifact, ExplainedState::Deleting) => {
-            format!("it was deleted, `gantry explain {id}` says why; make it again")
-        }
-        _ if explained.bytes_lost => format!("its bytes are lost: {AGAIN}"),
-        (Thing::Artifact, ExplainedState::Sealed) => format!(
-            "its bytes may just have been lost there, or be on a worker that is away; see `gantry explain {id}`"
-        ),
-        _ => format!("see `gantry explain {id}`"),
-    }
-}
-
-/// What to do about what is set aside.
-fn decide(explained: &ExplainResponse) -> String {
-    let id = &explained.id;
-    match (explained.thing(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
-        (Thing::Artifact, Some(volumes)) => {
-            let volume = volumes.ids.first().map(String::as_str).unwrap_or_default();
-            if explained.can_be_adopted {
-                format!("volume {volume} is set aside, which held it: `gantry adopt {volume}` brings it back")
-            } else {
-                format!("volume {volume} is set aside, which was to hold it: see `gantry explain {volume}`")
-            }
-        }
-        _ if explained.can_be_adopted => format!(
-            "it is set aside: `gantry adopt {id}` makes it a replica of its artifact again, `gantry purge {id}` makes it garbage"
-        ),
-        _ => format!("it is set aside, and cannot be adopted: `gantry purge {id}` makes it garbage"),
-    }
 }
 
 fn of_worker(explained: &ExplainResponse, worker: Option<&Worker>) -> String {
@@ -184,13 +102,10 @@ fn text(explained: &ExplainResponse) -> String {
         text.push_str(&format!("\n`gantry undelete {}` brings it back.\n", explained.id));
     }
     if explained.state() == ExplainedState::Orphaned {
-        text.push_str(&format!("\n{}.\n", decide(explained)));
+        text.push_str(&format!("\n{}.\n", why::decide(explained)));
     }
     text
 }
-
-/// What to do about bytes that are lost.
-const AGAIN: &str = "no worker has them any more, nor the artifact store; make it again";
 
 /// Where the bytes of an artifact are, as far as its replicas do not say it.
 fn whereabouts(explained: &ExplainResponse) -> String {
@@ -287,42 +202,6 @@ fn until(at: &Timestamp) -> String {
         Some(left) => format!("until {} ({} left)", labels::instant(at), duration(left)),
         None => "until the next collection".to_owned(),
     }
-}
-
-/// `gantry undelete`
-pub(crate) async fn undelete(
-    connection: &Connection,
-    args: &UndeleteArgs,
-    as_json: bool,
-) -> anyhow::Result<()> {
-    let request = UndeleteRequest {
-        team: connection.team.clone(),
-        artifact_id: args.artifact.to_string(),
-        kept_by: Some(undelete_request::KeptBy::Keep(rpc::duration(args.keep))),
-    };
-    let client = connection.artifacts();
-    let doing = format!("cannot bring artifact {} back", args.artifact);
-    let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
-    let artifact = response.artifact.unwrap_or_default();
-    if as_json {
-        return print_json(&json::artifact(&artifact));
-    }
-    print(&back(&artifact, args))
-}
-
-fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
-    let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
-    let whereabouts = match (artifact.in_store, replicas) {
-        (true, 0) => labels::IN_STORE.to_owned(),
-        (true, replicas) => format!("{} and on {}", labels::IN_STORE, count(replicas, "worker")),
-        (false, replicas) => format!("on {}", count(replicas, "worker")),
-    };
-    format!(
-        "artifact {} is there: {} {whereabouts}, kept for {} at least\n",
-        artifact.artifact_id,
-        bytes(artifact.size_bytes),
-        duration(args.keep)
-    )
 }
 
 #[cfg(test)]
@@ -459,6 +338,10 @@ mod tests {
         explained.can_be_adopted = true;
         let (relation, ids) = ("volumes".to_owned(), vec!["8".to_owned()]);
         explained.relations = vec![Relation { relation, ids, total: 1, ..Default::default() }];
-        assert!(advice(&explained).ends_with("`gantry adopt 8` brings it back"), "{}", advice(&explained));
+        assert!(
+            why::advice(&explained).ends_with("`gantry adopt 8` brings it back"),
+            "{}",
+            why::advice(&explained)
+        );
     }
 }

@@ -15,40 +15,63 @@ use bytes::Bytes;
 use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
+use rpc::pb::scheduler::explain_request::Subject;
 use rpc::pb::scheduler::{
     Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Outcome, Output,
     OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
     WorkloadSpec, image::Source as ImageSource,
 };
 use serde_json::json;
+use server::telemetry::{self, RecentSpans, Telemetry};
 use tracing::{Instrument, info_span};
 use transfer::Manifest;
 
-use crate::cli::args::{NetworkArg, RunArgs};
+use crate::cli::args::{Global, NetworkArg, RunArgs};
+use crate::cli::environment::exports_spans;
 use crate::cli::values::{Copied, InputArg, Source};
 use crate::client::connect::{Connection, repeat};
-use crate::commands::caches;
-use crate::commands::explain::store;
-use crate::commands::explain::workload;
-use crate::ending::error::{Interrupted, Refused, refusal};
-use crate::ending::exit_code;
+use crate::client::placement::{self, WorkerChoice};
+use crate::client::{caches, why};
+use crate::ending::error::{self, Interrupted, Refused, refusal};
 use crate::ending::signals::Signals;
+use crate::follow::end::{Brought, end};
 use crate::follow::stdin;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
-use crate::render::json as shown;
 use crate::render::stdout;
 use crate::render::ui::Ui;
+use crate::render::{explanation, json as shown};
 use crate::transfer::directories::{inside, is_in_place};
 use crate::transfer::download::Downloader;
 use crate::transfer::upload::{Directory, Uploader, renew};
 
+/// `gantry run`, traced when that is asked for.
+pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Result<u8> {
+    let spans = args.trace.is_some().then(RecentSpans::default);
+    let telemetry: Option<Telemetry> = (spans.is_some() || exports_spans())
+        .then(|| telemetry::init("gantry", "warn", spans.clone()))
+        .transpose()?;
+    let connection = Connection::open(global, ui).await?;
+
+    let root = info_span!(target: "gantry", "gantry run", service = "gantry");
+    let (trace_id, result) = async {
+        let result = run_on(args, &connection, ui, global.json).await;
+        (trace::current_id(), result)
+    }
+    .instrument(root)
+    .await;
+
+    if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
+        && let Err(error) =
+            trace::write((file, args.take.follow_links), &trace_id, spans, &connection, ui).await
+    {
+        ui.warn(&error::describe(&error));
+    }
+    drop(telemetry);
+    result
+}
+
 /// Runs. Answers the exit code.
-pub(crate) async fn run(
-    args: &RunArgs,
-    connection: &Connection,
-    ui: &Ui,
-    as_json: bool,
-) -> anyhow::Result<u8> {
+async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     if args.privileged {
         ui.note("--privileged: the command has all capabilities and devices and no filter; it is as good as root on the worker");
@@ -60,7 +83,13 @@ pub(crate) async fn run(
         // A directory is uploaded before it is known where it is, and makes no difference to who could run it.
         let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
         let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
-        return workload::spec(connection, spec, as_json).await.map(|()| 0);
+        let response = placement::explain(connection, Subject::Spec(spec), &WorkerChoice::default()).await?;
+        if as_json {
+            stdout::print_json(&shown::explanation(&response))?;
+        } else {
+            stdout::print(&explanation::text(&response, false))?;
+        }
+        return Ok(0);
     }
     let workload = WorkloadId::new();
 
@@ -123,39 +152,6 @@ pub(crate) async fn run(
     }
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
-}
-
-/// Says how it ended, and answers the exit code. What the command itself says by its exit code goes before what is wrong with its outputs.
-pub(crate) fn end(ui: &Ui, followed: &Followed, downloaded: &anyhow::Result<Brought>) -> u8 {
-    let mut end = exit_code::end(&followed.finished, followed.asked);
-    // A command that was interrupted may end well, and has not done all that it was to do.
-    if let (0, Some(asked)) = (end.code, followed.asked.or(followed.unread)) {
-        end.code = asked;
-    }
-    if let Some(said) = &end.said {
-        ui.warn(said);
-    }
-    match downloaded {
-        Err(error) => {
-            ui.error(&crate::ending::error::describe(error));
-            if followed.finished.exit.is_some() {
-                ui.warn(&format!("the command itself ended with exit code {}", end.code));
-            }
-            return exit_code::OURS;
-        }
-        Ok(Brought::WithConflicts) if end.code == 0 => {
-            ui.warn(
-                "the command succeeded, but some of its results conflict with changes made here meanwhile",
-            );
-            return exit_code::OURS;
-        }
-        Ok(Brought::WithConflicts | Brought::Whole) => {}
-    }
-    if followed.output_lost && end.code == 0 {
-        ui.warn("the command succeeded, but some of its output is missing");
-        return exit_code::OURS;
-    }
-    end.code
 }
 
 fn forwards_stdin(args: &RunArgs) -> bool {
@@ -269,7 +265,7 @@ async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpe
     let inputs = request.spec.iter().flat_map(|spec| &spec.inputs).map(|input| &input.artifact_id);
     let named = |refused: &Refused| inputs.clone().find(|id| refused.names(id)).cloned();
     match submitted.as_ref().err().and_then(refusal).and_then(named) {
-        Some(input) => store::or_why(connection, &input, submitted).await,
+        Some(input) => why::or_why(connection, &input, submitted).await,
         None => submitted,
     }
 }
@@ -352,15 +348,6 @@ fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Ar
         None => format!("{name}.gantry-result"),
     };
     format!("bring it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
-}
-
-/// How outputs came into their directories.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Brought {
-    /// As the command left them.
-    Whole,
-    /// Some of them beside what was changed there meanwhile.
-    WithConflicts,
 }
 
 /// The spec, but for its inputs and its build.
@@ -481,7 +468,7 @@ mod tests {
 
     fn quiet() -> Ui {
         let cli = Cli::try_parse_from(["gantry", "--quiet", "version"]).expect("parses");
-        Ui::new(&cli.global)
+        Ui::new(cli.global.quiet)
     }
 
     #[test]

@@ -1,0 +1,21 @@
+//! `gantry download`: an artifact comes into a directory.
+
+use crate::cli::args::DownloadArgs;
+use crate::client::connect::Connection;
+use crate::render::stdout::print_json;
+use crate::render::ui::Ui;
+use crate::transfer::download::Downloader;
+
+/// `gantry download`
+pub(crate) async fn download(
+    connection: &Connection,
+    ui: &Ui,
+    args: &DownloadArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let progress = ui.progress("downloading");
+    let downloader = Downloader { connection, ui, replace: args.replace, take: args.take, progress };
+    let name = args.artifact.to_string();
+    let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
+    if as_json { print_json(&downloaded.details) } else { Ok(()) }
+}

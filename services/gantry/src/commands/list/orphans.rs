@@ -1,0 +1,72 @@
+//! `gantry list volumes --orphans`, and of containers.
+
+use futures::TryStreamExt;
+use rpc::pb::artifacts::Orphan;
+
+use crate::cli::args::Kind;
+use crate::client::connect::Connection;
+use crate::client::queries::{orphan_handle, orphans};
+use crate::commands::list::names::Names;
+use crate::render::listing::table;
+use crate::render::table::plain;
+use crate::render::{json, labels};
+
+/// `gantry list volumes --set-aside`, and of containers.
+pub(crate) async fn list(
+    connection: &Connection,
+    kind: Kind,
+    limit: usize,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let of_kind = |one: &Orphan| one.volume_handle.is_empty() == (kind == Kind::Containers);
+    let aside = orphans(connection, String::new()).try_filter(move |one| std::future::ready(of_kind(one)));
+    let names = Names::ask(connection, as_json).await;
+    let (headers, row): (_, fn(&Orphan, &Names) -> Vec<String>) = match kind {
+        Kind::Containers => (CONTAINERS, container_row),
+        _ => (VOLUMES, volume_row),
+    };
+    table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
+}
+
+const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];
+
+fn container_row(one: &Orphan, names: &Names) -> Vec<String> {
+    vec![orphan_handle(one).to_owned(), names.of(&one.worker_id), labels::ago(one.first_seen_at.as_ref())]
+}
+
+const VOLUMES: &[&str] = &["HANDLE", "WORKER", "SEEN", "SIZE", "TEAM", "ARTIFACT", "ADOPTABLE"];
+
+fn volume_row(one: &Orphan, names: &Names) -> Vec<String> {
+    let known = one.description.clone().unwrap_or_default();
+    vec![
+        orphan_handle(one).to_owned(),
+        names.of(&one.worker_id),
+        labels::ago(one.first_seen_at.as_ref()),
+        labels::size(known.size_bytes),
+        plain(&known.team, 30),
+        known.artifact_id,
+        labels::yes_or_no(!known.digest.is_empty()).to_owned(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use rpc::pb::artifacts::VolumeDescription;
+
+    use super::*;
+
+    #[test]
+    fn a_row_says_whether_a_volume_can_be_adopted() {
+        let (names, worker_id) = (Names::from([("id-1", "one")]), "id-1".to_owned());
+        let mut one = Orphan { container_handle: "7".to_owned(), worker_id, ..Orphan::default() };
+        let row = container_row(&one, &names);
+        assert_eq!((row.len(), &row[..2]), (CONTAINERS.len(), &["7".to_owned(), "one".to_owned()][..]));
+        let row = volume_row(&one, &names);
+        assert_eq!((row.len(), &*row[1], row.last().map(String::as_str)), (VOLUMES.len(), "one", Some("no")));
+        one.volume_handle = "8".to_owned();
+        let description = VolumeDescription { digest: vec![1; 32].into(), ..Default::default() };
+        one.description = Some(description);
+        let row = volume_row(&one, &names);
+        assert_eq!((row[0].as_str(), row.last().map(String::as_str)), ("8", Some("yes")));
+    }
+}

@@ -1,0 +1,45 @@
+//! `gantry undelete`: a deleted artifact comes back while its bytes are there.
+
+use rpc::pb::artifacts::{Artifact, UndeleteRequest, undelete_request};
+
+use crate::cli::args::UndeleteArgs;
+use crate::client::connect::{Connection, repeat};
+use crate::render::stdout::{print, print_json};
+use crate::render::table::{bytes, count, duration};
+use crate::render::{json, labels};
+
+/// `gantry undelete`
+pub(crate) async fn undelete(
+    connection: &Connection,
+    args: &UndeleteArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
+    let request = UndeleteRequest {
+        team: connection.team.clone(),
+        artifact_id: args.artifact.to_string(),
+        kept_by: Some(undelete_request::KeptBy::Keep(rpc::duration(args.keep))),
+    };
+    let client = connection.artifacts();
+    let doing = format!("cannot bring artifact {} back", args.artifact);
+    let response = repeat(&doing, async || client.clone().undelete(request.clone()).await).await?;
+    let artifact = response.artifact.unwrap_or_default();
+    if as_json {
+        return print_json(&json::artifact(&artifact));
+    }
+    print(&back(&artifact, args))
+}
+
+fn back(artifact: &Artifact, args: &UndeleteArgs) -> String {
+    let replicas = u64::try_from(artifact.replicas.len()).unwrap_or(u64::MAX);
+    let whereabouts = match (artifact.in_store, replicas) {
+        (true, 0) => labels::IN_STORE.to_owned(),
+        (true, replicas) => format!("{} and on {}", labels::IN_STORE, count(replicas, "worker")),
+        (false, replicas) => format!("on {}", count(replicas, "worker")),
+    };
+    format!(
+        "artifact {} is there: {} {whereabouts}, kept for {} at least\n",
+        artifact.artifact_id,
+        bytes(artifact.size_bytes),
+        duration(args.keep)
+    )
+}
