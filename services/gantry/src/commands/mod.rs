@@ -1,9 +1,9 @@
 //! The commands, one module each. No command uses another one; what they share is in the chapters below.
 
-mod capacity;
 mod cat;
 mod clear_cache;
 mod delete;
+mod demand;
 mod download;
 mod explain;
 mod list;
@@ -90,7 +90,7 @@ async fn answer(command: &Command, connection: &Connection, ui: &Ui, as_json: bo
         Command::Unland(args) => workers::unland(connection, args, as_json).await?,
         Command::Retire(args) => workers::retire(connection, ui, args, as_json).await?,
         Command::Prune(args) => workers::prune(connection, args, as_json).await?,
-        Command::Demand => capacity::demand(connection, as_json).await?,
+        Command::Demand => demand::demand(connection, as_json).await?,
         Command::Delete(args) => delete::delete(connection, ui, args, as_json).await?,
         Command::Undelete(args) => undelete::undelete(connection, args, as_json).await?,
         Command::Attach(_) | Command::Logs(_) | Command::Watch(_) | Command::Run(_) => {}

@@ -111,7 +111,7 @@ fn summary(purged: &PurgeResponse) -> String {
 #[cfg(test)]
 mod tests {
     use domain::{ArtifactId, VolumeHandle};
-    
+
     use std::time::Duration;
 
     use super::*;

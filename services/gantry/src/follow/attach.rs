@@ -498,7 +498,7 @@ mod tests {
     use std::sync::Mutex;
 
     use bytes::Bytes;
-    
+
     use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
     use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
     use tokio::net::UnixListener;
@@ -507,7 +507,6 @@ mod tests {
     use tonic::{Request, Response, Status};
 
     use super::*;
-    
 
     const PIECE: usize = 10_000;
     const PIECES: usize = 100;
