@@ -1,4 +1,4 @@
-//! A backup of the artifact store is restored: what was made since is set aside, survives, and is adopted or purged.
+//! A backup of the artifact store is restored: what was made since is an orphan, survives, and is adopted or purged.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -16,9 +16,9 @@ fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
     String::from_utf8(cluster.succeed(line)).expect("text")
 }
 
-/// What is set aside, one object a line.
+/// Orphans, one object a line.
 fn aside(cluster: &Cluster, kind: &str) -> Vec<Value> {
-    let said = cluster.succeed(["list", kind, "--set-aside", "--json"]);
+    let said = cluster.succeed(["list", kind, "--orphans", "--json"]);
     let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
     lines.map(|line| serde_json::from_slice(line).expect("JSON")).collect()
 }
@@ -51,7 +51,7 @@ fn up_restored(cluster: &Cluster) -> Child {
 }
 
 #[test]
-fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
+fn what_was_made_after_the_backup_is_orphaned_until_somebody_decides() {
     if !may_run_containers() {
         return;
     }
@@ -86,7 +86,7 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         copy(&backup, &state);
         let up = told.then(|| up_restored(&cluster));
 
-        let listed = wait_for("what is set aside, described", || {
+        let listed = wait_for("orphans, described", || {
             let listed = aside(&cluster, "volumes");
             let described = |wanted: &String| {
                 listed.iter().any(|one| one["volume_handle"] == **wanted && one["digest"].is_string())
@@ -98,9 +98,9 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         assert_eq!(of(&good)["team"], "main");
         let containers = aside(&cluster, "containers");
         assert_eq!(containers.len(), 2, "{containers:?}");
-        let listed = text(&cluster, ["list", "containers", "--set-aside"]);
+        let listed = text(&cluster, ["list", "containers", "--orphans"]);
         assert!(listed.starts_with("HANDLE") && !listed.contains("ADOPTABLE"), "{listed}");
-        // Whoever asks for it is told that it is set aside, and what can be done.
+        // Whoever asks for it is told that it is an orphan, and what can be done.
         let adopt = format!("`gantry adopt {good}`");
         let explained = text(&cluster, ["explain", &good]);
         assert!(
@@ -117,7 +117,7 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         }
         let unknown = cluster.output(["adopt", "01980000-0000-7000-8000-00000000002a"]);
         assert!(
-            String::from_utf8_lossy(&unknown.stderr).contains("list volumes --set-aside`"),
+            String::from_utf8_lossy(&unknown.stderr).contains("list volumes --orphans`"),
             "{}",
             describe(&unknown)
         );
@@ -125,10 +125,10 @@ fn what_was_made_after_the_backup_is_set_aside_until_somebody_decides() {
         assert!(String::from_utf8_lossy(&nowhere.stderr).contains("cannot purge"), "{}", describe(&nowhere));
         let status = text(&cluster, ["status"]);
         assert!(
-            status.contains("set aside after a backup was restored: ") && status.contains("2 containers"),
+            status.contains("orphans since a backup was restored: ") && status.contains("2 containers"),
             "{status}"
         );
-        assert!(text(&cluster, ["list", "volumes", "--set-aside"]).contains(&good));
+        assert!(text(&cluster, ["list", "volumes", "--orphans"]).contains(&good));
         let refused = cluster.output(["download", &wanted, "out"]);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
         assert_eq!(json(&cluster, ["explain", &good])["state"], "orphaned");

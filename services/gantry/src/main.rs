@@ -35,7 +35,7 @@ use server::settings;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::cli::args::{Cli, Command, Global};
-use crate::cli::environment;
+use crate::cli::{environment, renamed};
 use crate::client::token::ClusterOptions;
 use crate::ending::error::{self, Interrupted};
 use crate::ending::exit_code;
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
 }
 
 fn parse() -> Result<Cli, clap::Error> {
-    let matches = Cli::command().try_get_matches()?;
+    let matches = Cli::command().try_get_matches().map_err(renamed::explain)?;
     let mut cli = Cli::from_arg_matches(&matches)?;
     cli.global.server_given = matches.value_source("server") == Some(ValueSource::CommandLine);
     Ok(cli)

@@ -3,4 +3,5 @@
 pub(crate) mod addresses;
 pub(crate) mod args;
 pub(crate) mod environment;
+pub(crate) mod renamed;
 pub(crate) mod values;

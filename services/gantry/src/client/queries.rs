@@ -196,7 +196,7 @@ pub(crate) fn orphans(
     pages(async move |page_token| {
         let request = ListOrphansRequest { worker_id: worker_id.clone(), page_size: 0, page_token };
         let client = connection.inventory();
-        let doing = "cannot list what is set aside";
+        let doing = "cannot list orphans";
         let page = repeat(doing, async || client.clone().list_orphans(request.clone()).await);
         page.await.map(|page| (page.orphans, page.next_page_token))
     })

@@ -42,7 +42,7 @@ pub(crate) async fn or_why<T>(
     }
 }
 
-/// What to do about what is set aside and has this id, or was this artifact. `None`: nothing.
+/// What to do about the orphan with this id, or the orphan that held this artifact. `None`: there is none.
 pub(crate) async fn orphan_advice(connection: &Connection, id: &str) -> Option<String> {
     let explained = explain(connection, id).await.ok()?;
     (explained.state() == ExplainedState::Orphaned).then(|| decide(&explained))
@@ -67,22 +67,22 @@ pub(crate) fn advice(explained: &ExplainResponse) -> String {
     }
 }
 
-/// What to do about what is set aside.
+/// What to do about an orphan.
 pub(crate) fn decide(explained: &ExplainResponse) -> String {
     let id = &explained.id;
     match (explained.thing(), explained.relations.iter().find(|relation| relation.relation == "volumes")) {
         (Thing::Artifact, Some(volumes)) => {
             let volume = volumes.ids.first().map(String::as_str).unwrap_or_default();
             if explained.can_be_adopted {
-                format!("volume {volume} is set aside, which held it: `gantry adopt {volume}` brings it back")
+                format!("orphaned volume {volume} held it: `gantry adopt {volume}` brings it back")
             } else {
-                format!("volume {volume} is set aside, which was to hold it: see `gantry explain {volume}`")
+                format!("orphaned volume {volume} was to hold it: see `gantry explain {volume}`")
             }
         }
         _ if explained.can_be_adopted => format!(
-            "it is set aside: `gantry adopt {id}` makes it a replica of its artifact again, `gantry purge {id}` makes it garbage"
+            "it is an orphan: `gantry adopt {id}` makes it a replica of its artifact again, `gantry purge {id}` makes it garbage"
         ),
-        _ => format!("it is set aside, and cannot be adopted: `gantry purge {id}` makes it garbage"),
+        _ => format!("it is an orphan that cannot be adopted: `gantry purge {id}` makes it garbage"),
     }
 }
 

@@ -1,4 +1,4 @@
-//! `gantry list … --set-aside`, `gantry adopt` and `gantry purge`: what becomes of what a store out of a backup does not know.
+//! `gantry adopt` and `gantry purge`: an operator decides about volumes and containers that a restored store does not know.
 
 use anyhow::bail;
 use futures::TryStreamExt;
@@ -49,7 +49,7 @@ fn adopted(artifact: &Artifact, args: &AdoptArgs) -> String {
     format!("volume {} holds artifact {id}: {}, {kept}\n", args.volume, bytes(artifact.size_bytes))
 }
 
-/// What was answered about something that should be set aside. Of what is not, the list says what is.
+/// The answer about something that should be an orphan. If it is none, the error names the list of orphans.
 async fn listed<T>(
     connection: &Connection,
     id: &str,
@@ -58,7 +58,7 @@ async fn listed<T>(
 ) -> anyhow::Result<T> {
     match answered {
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
-            let list = "see `gantry list volumes --set-aside`, and `gantry list containers --set-aside`";
+            let list = "see `gantry list volumes --orphans`, and `gantry list containers --orphans`";
             let known = why::orphan_advice(connection, id).await;
             Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
         }
@@ -69,7 +69,7 @@ async fn listed<T>(
 /// `gantry purge`
 pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bool) -> anyhow::Result<()> {
     let worker_id = match &args.worker {
-        Some(name) => worker(connection, "purge what is set aside on", name).await?.worker_id,
+        Some(name) => worker(connection, "purge orphans on", name).await?.worker_id,
         None => String::new(),
     };
     let handles = if args.all {
@@ -79,13 +79,13 @@ pub(crate) async fn purge(connection: &Connection, args: &PurgeArgs, as_json: bo
         args.handles.clone()
     };
     if handles.is_empty() && !args.all {
-        bail!("name what to purge, or say --all; see `gantry list volumes --set-aside`");
+        bail!("name what to purge, or say --all; see `gantry list volumes --orphans`");
     }
     let mut purged = PurgeResponse::default();
     for some in handles.chunks(AT_ONCE) {
         let request = PurgeRequest { handles: some.to_vec(), worker_id: worker_id.clone() };
         let client = connection.inventory();
-        let doing = "cannot purge what is set aside";
+        let doing = "cannot purge orphans";
         let answered = repeat(doing, async || client.clone().purge(request.clone()).await).await;
         let named = |error: &anyhow::Error| {
             refusal(error).and_then(|refused| some.iter().find(|handle| refused.names(handle)).cloned())

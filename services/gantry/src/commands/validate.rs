@@ -38,11 +38,11 @@ pub(crate) fn list(args: &ListArgs) -> anyhow::Result<()> {
     if args.worker.is_some() && args.kind != Kind::Leases {
         bail!("--worker is about leases; see `gantry list leases --worker NAME`");
     }
-    if args.set_aside && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
-        bail!("--set-aside is about volumes and containers; see `gantry list volumes --set-aside`");
+    if args.orphans && !matches!(args.kind, Kind::Volumes | Kind::Containers) {
+        bail!("--orphans is about volumes and containers; see `gantry list volumes --orphans`");
     }
-    if args.set_aside && args.state.is_some() {
-        bail!("what is set aside has no other state; leave out --state");
+    if args.orphans && args.state.is_some() {
+        bail!("orphans have no state; leave out --state");
     }
     Ok(())
 }

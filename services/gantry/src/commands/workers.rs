@@ -1,4 +1,4 @@
-//! `gantry land`, `unland`, `retire` and `prune`: workers are taken out of service, and put back.
+//! `gantry cordon`, `uncordon`, `retire` and `prune`: workers are taken out of service, and put back.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use rpc::pb::scheduler::{
     RetireWorkerRequest, RunWorkerRequest, Worker, WorkerState, Workload, WorkloadState,
 };
 
-use crate::cli::args::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
+use crate::cli::args::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::{pages, worker};
 use crate::ending::error::refusal;
@@ -21,41 +21,45 @@ use crate::render::stdout::{print, print_json};
 use crate::render::table::{count, plain};
 use crate::render::ui::Ui;
 
-/// How often it is looked whether a worker has come down.
+/// How often it is looked whether a worker is drained.
 const LOOK: Duration = Duration::from_millis(300);
 
 /// How many of those that a worker waits for, or that ended with it, are named.
 const NAMED: usize = 5;
 
-/// `gantry land`
-pub(crate) async fn land(
+/// `gantry cordon`
+pub(crate) async fn cordon(
     connection: &Connection,
     ui: &Ui,
-    args: &LandArgs,
+    args: &CordonArgs,
     as_json: bool,
 ) -> anyhow::Result<()> {
     let interrupt_after = args.wait.deadline.map(rpc::duration);
     let request = CordonWorkerRequest { worker: args.worker.clone(), interrupt_after };
     let client = connection.workers();
-    let doing = format!("cannot land worker {}", args.worker);
-    let landing = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
-    let came_down = match landing {
-        Some(landing) if !args.wait.no_wait => {
+    let doing = format!("cannot cordon worker {}", args.worker);
+    let cordoned = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
+    let drained = match cordoned {
+        Some(cordoned) if !args.wait.no_wait => {
             Waiting { connection, ui, seen: None }
-                .until(landing, |worker| worker.drained_at.is_some())
+                .until(cordoned, |worker| worker.drained_at.is_some())
                 .await?
         }
-        landing => landing,
+        cordoned => cordoned,
     };
     // It was there a moment ago.
-    answer(&args.worker, came_down.as_ref(), "it has gone", as_json)
+    answer(&args.worker, drained.as_ref(), "it has gone", as_json)
 }
 
-/// `gantry unland`
-pub(crate) async fn unland(connection: &Connection, args: &UnlandArgs, as_json: bool) -> anyhow::Result<()> {
+/// `gantry uncordon`
+pub(crate) async fn uncordon(
+    connection: &Connection,
+    args: &UncordonArgs,
+    as_json: bool,
+) -> anyhow::Result<()> {
     let request = RunWorkerRequest { worker: args.worker.clone() };
     let client = connection.workers();
-    let doing = format!("cannot let worker {} run", args.worker);
+    let doing = format!("cannot uncordon worker {}", args.worker);
     let running = repeat(&doing, async || client.clone().run_worker(request.clone()).await).await?.worker;
     answer(&args.worker, running.as_ref(), "it may register again", as_json)
 }
@@ -302,7 +306,7 @@ mod tests {
         let lost = Worker { state: WorkerState::Lost.into(), ..worker.clone() };
         let said = waits_for(&lost, &[]);
         assert!(said.ends_with("and it may run them still: `gantry prune` says that it is gone"), "{said}");
-        let landed = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
-        assert_eq!(waits_for(&landed, &[]), "worker one: running, cordoned");
+        let empty = Worker { leases: 0, uninterruptible_leases: 0, ..worker };
+        assert_eq!(waits_for(&empty, &[]), "worker one: running, cordoned");
     }
 }

@@ -217,7 +217,7 @@ pub(crate) fn advice(reason: &str) -> Option<&'static str> {
         "WORKLOAD_NOT_FOUND" => "see `gantry list workloads`",
         "UNKNOWN_ID" => "see `gantry list artifacts`, `gantry list volumes` and so on",
         "NOT_ORPHANED" => "see `gantry explain`",
-        "NOT_ADOPTABLE" => "it can only be purged; see `gantry list volumes --set-aside`",
+        "NOT_ADOPTABLE" => "it can only be purged; see `gantry list volumes --orphans`",
         "BYTES_GONE" => "upload or make it again",
         "ARTIFACT_NOT_FOUND" => "see `gantry list artifacts`",
         "VOLUME_NOT_FOUND" => "see `gantry list volumes`",

@@ -370,14 +370,14 @@ pub(crate) fn import(import: &artifacts::Import) -> Value {
     })
 }
 
-pub(crate) fn set_aside(one: &artifacts::Orphan) -> Value {
-    let known = one.description.clone().unwrap_or_default();
+pub(crate) fn orphan(orphan: &artifacts::Orphan) -> Value {
+    let known = orphan.description.clone().unwrap_or_default();
     json!({
-        "volume_handle": some(&one.volume_handle),
-        "container_handle": some(&one.container_handle),
-        "worker_id": one.worker_id,
-        "first_seen_at": one.first_seen_at.as_ref().map(labels::instant),
-        "described": one.description.is_some(),
+        "volume_handle": some(&orphan.volume_handle),
+        "container_handle": some(&orphan.container_handle),
+        "worker_id": orphan.worker_id,
+        "first_seen_at": orphan.first_seen_at.as_ref().map(labels::instant),
+        "described": orphan.description.is_some(),
         "parent_handle": some(&known.parent_handle),
         "team": some(&known.team),
         "artifact_id": some(&known.artifact_id),

@@ -41,7 +41,7 @@ pub(crate) struct UpArgs {
         value_parser = clap::builder::BoolishValueParser::new()
     )]
     pub(crate) hold_destruction: bool,
-    /// The database of the artifact store, artifact-store.db in the state directory, was restored from a backup: what it does not know is set aside
+    /// The database of the artifact store, artifact-store.db in the state directory, was restored from a backup: volumes and containers that it does not know are orphans
     #[arg(long)]
     pub(crate) restored: bool,
     #[command(flatten)]

@@ -31,7 +31,7 @@ pub(crate) enum Kind {
     /// What runs leave to the next ones
     #[value(alias = "cache")]
     Caches,
-    /// Images of the types of resources that come with workers, or with the centre
+    /// Images of the types of resources that workers have, or that are cluster-wide
     #[value(alias = "base-type")]
     BaseTypes,
     /// What workers bring along, and whether it could be imported
@@ -54,12 +54,12 @@ pub(crate) struct ListArgs {
     /// How many at most
     #[arg(long, value_name = "COUNT", default_value = "1000", value_parser = values::at_least_one())]
     pub(crate) limit: usize,
-    /// Only artifacts that have no replica on a worker that is in contact and not landing or retiring: they would be lost with those others
+    /// Only artifacts that have no replica on a worker that is in contact and neither cordoned nor retiring: they would be lost with those others
     #[arg(long)]
     pub(crate) at_risk: bool,
-    /// Only volumes or containers that are set aside, of all teams: the artifact store came out of a backup, and does not know them
+    /// Only orphans, of all teams: volumes or containers that the artifact store does not know because it was restored from a backup
     #[arg(long)]
-    pub(crate) set_aside: bool,
+    pub(crate) orphans: bool,
 }
 
 /// `gantry show`
@@ -126,8 +126,8 @@ pub(crate) struct GcArgs {
 /// `gantry adopt`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-After a backup of the artifact store was restored, what workers hold and the store does not know is set aside: `gantry list volumes \
---set-aside` lists it. Nothing becomes of it before it is adopted or purged.")]
+After a backup of the artifact store was restored, a volume or container that workers hold and the store does not know is an orphan: `gantry \
+list volumes --orphans` lists them. An orphan stays until it is adopted or purged.")]
 pub(crate) struct AdoptArgs {
     /// The volume
     #[arg(value_name = "VOLUME")]
@@ -146,14 +146,14 @@ pub(crate) struct AdoptArgs {
 /// `gantry purge`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-After a backup of the artifact store was restored, what workers hold and the store does not know is set aside: `gantry list volumes \
---set-aside` and `gantry list containers --set-aside` list it, and `gantry explain HANDLE` says what it is. What runs in a container that is \
+After a backup of the artifact store was restored, a volume or container that workers hold and the store does not know is an orphan: `gantry \
+list volumes --orphans` and `gantry list containers --orphans` list them, and `gantry explain HANDLE` describes one. What runs in a container that is \
 purged is killed. This is about all teams, whichever --team names.")]
 pub(crate) struct PurgeArgs {
     /// Volumes and containers
     #[arg(value_name = "HANDLE", value_parser = values::any_id)]
     pub(crate) handles: Vec<String>,
-    /// All that is set aside, instead: of all teams
+    /// All orphans, of all teams
     #[arg(long, conflicts_with = "handles")]
     pub(crate) all: bool,
     /// Only on this worker, by its name or id

@@ -19,7 +19,7 @@ pub(crate) use self::inventory::{
 };
 pub(crate) use self::run::{NetworkArg, RunArgs};
 pub(crate) use self::transfers::{CatArgs, DownloadArgs, ScanArgs, TakeArgs, UploadArgs};
-pub(crate) use self::workers::{LandArgs, PruneArgs, RetireArgs, UnlandArgs};
+pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, WatchArgs, WorkloadArgs};
 use crate::cli::addresses;
 
@@ -128,16 +128,16 @@ pub(crate) enum Command {
     Delete(DeleteArgs),
     /// Bring a deleted artifact back while its bytes are still on a worker
     Undelete(UndeleteArgs),
-    /// Make a volume that is set aside a replica of its artifact again
+    /// Make an orphaned volume a replica of its artifact again
     Adopt(AdoptArgs),
-    /// Make garbage of volumes and containers that are set aside
+    /// Make garbage of orphans: volumes and containers that a restored store does not know
     Purge(PurgeArgs),
 
     /// Let a worker take no more work, and wait until what runs there has ended
-    Land(LandArgs),
-    /// Let a worker take work again that was landed, is retiring, was retired, or is set aside
-    Unland(UnlandArgs),
-    /// Take a worker out of service for good: as land, and then it is forgotten
+    Cordon(CordonArgs),
+    /// Let a worker take work again that is cordoned, retiring or quarantined, or was retired
+    Uncordon(UncordonArgs),
+    /// Take a worker out of service for good: as cordon, and then it is forgotten
     Retire(RetireArgs),
     /// Forget a worker that is not in contact and does not come back
     Prune(PruneArgs),

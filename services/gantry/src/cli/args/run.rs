@@ -156,7 +156,7 @@ pub(crate) struct RunArgs {
     /// the background runs on, or writes into its outputs, once it has ended. May be repeated
     #[arg(long = "require", value_name = "CAPABILITY", help_heading = "When and where")]
     pub(crate) capabilities: Vec<String>,
-    /// Let it be interrupted when its worker lands or is retired, and begin again on another. It may run more than once, then. Only with --detach
+    /// Let it be interrupted when its worker is cordoned or retired, and begin again on another. It may run more than once, then. Only with --detach
     #[arg(long, requires = "detach", help_heading = "When and where")]
     pub(crate) interruptible: bool,
     /// Print the workload's id and leave it to itself

@@ -17,13 +17,13 @@ pub(crate) struct WaitArgs {
     pub(crate) no_wait: bool,
 }
 
-/// `gantry land`
+/// `gantry cordon`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-It stays so, whatever the worker does, until `gantry unland`. What is marked as interruptible (`gantry run --interruptible`) does not hold it up: it \
+It stays so, whatever the worker does, until `gantry uncordon`. What is marked as interruptible (`gantry run --interruptible`) does not hold it up: it \
 is stopped once everything else has ended, and begins again on another worker. With --deadline, so is then what was not started yet; what \
 was started and is not interruptible ends as errored (INTERRUPTED). Ctrl-C ends the waiting, and nothing else.")]
-pub(crate) struct LandArgs {
+pub(crate) struct CordonArgs {
     /// The worker's name or its id
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
@@ -31,9 +31,9 @@ pub(crate) struct LandArgs {
     pub(crate) wait: WaitArgs,
 }
 
-/// `gantry unland`
+/// `gantry uncordon`
 #[derive(Debug, Args)]
-pub(crate) struct UnlandArgs {
+pub(crate) struct UncordonArgs {
     /// The worker's name or its id
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
@@ -42,14 +42,14 @@ pub(crate) struct UnlandArgs {
 /// `gantry retire`
 #[derive(Debug, Args)]
 #[command(after_help = "\
-It goes once nothing runs there, as with `gantry land`, and only if no artifact that something keeps has its bytes nowhere else. What it \
+It goes once nothing runs there, as with `gantry cordon`, and only if no artifact that something keeps has its bytes nowhere else. What it \
 holds is nobody's from then on: it stays on its disk, and is destroyed if the machine becomes a worker again. Its gateway goes on asking and is not let in: \
-stop it, or let it in again, as a new worker, with `gantry unland`.")]
+stop it, or let it in again, as a new worker, with `gantry uncordon`.")]
 pub(crate) struct RetireArgs {
     /// The worker's name or its id
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
-    /// Even if that loses the last replica of something that is kept, or what is set aside there
+    /// Even if that loses the last replica of something that is kept, or orphans
     #[arg(long)]
     pub(crate) force: bool,
     #[command(flatten)]
@@ -65,7 +65,7 @@ pub(crate) struct PruneArgs {
     /// The worker's name or its id
     #[arg(value_name = "WORKER")]
     pub(crate) worker: String,
-    /// Even if that loses the last replica of something that is kept, or what is set aside there
+    /// Even if that loses the last replica of something that is kept, or orphans
     #[arg(long)]
     pub(crate) force: bool,
 }

@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_aside_says_what_can_be_done() {
+    fn orphan_is_explained_with_what_can_be_done() {
         let keeper = Keeper { text: "nobody has decided".to_owned(), ..Default::default() };
         let mut explained = ExplainResponse {
             thing: Thing::Volume.into(),

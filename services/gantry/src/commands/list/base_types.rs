@@ -29,7 +29,7 @@ fn types(connection: &Connection) -> impl Stream<Item = anyhow::Result<BaseResou
 
 fn row(known: &BaseResourceType, names: &Names) -> Vec<String> {
     let worker = match &*known.worker_id {
-        "" => "(centre)".to_owned(),
+        "" => "(cluster-wide)".to_owned(),
         id => names.of(id),
     };
     vec![plain(&known.r#type, 40), plain(&known.version, 30), worker, known.artifact_id.clone()]
@@ -44,6 +44,6 @@ mod tests {
         let names = Names::from([("id-1", "one")]);
         let of_worker = |id: &str| BaseResourceType { worker_id: id.to_owned(), ..Default::default() };
         assert_eq!(row(&of_worker("id-1"), &names)[2], "one");
-        assert_eq!(row(&of_worker(""), &names)[2], "(centre)");
+        assert_eq!(row(&of_worker(""), &names)[2], "(cluster-wide)");
     }
 }

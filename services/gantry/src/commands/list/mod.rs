@@ -55,7 +55,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
             no_state("imports", wanted)?;
             imports::list(connection, limit, as_json).await
         }
-        kind if args.set_aside => orphans::list(connection, kind, limit, as_json).await,
+        kind if args.orphans => orphans::list(connection, kind, limit, as_json).await,
         Kind::Artifacts if args.at_risk => {
             let at_risk = queries::at_risk(connection, queries::not_to_count_on(connection).await?);
             table(at_risk, limit, as_json, json::artifact, ARTIFACTS, artifact_row).await

@@ -11,7 +11,7 @@ use crate::render::listing::table;
 use crate::render::table::plain;
 use crate::render::{json, labels};
 
-/// `gantry list volumes --set-aside`, and of containers.
+/// `gantry list volumes --orphans`, and of containers.
 pub(crate) async fn list(
     connection: &Connection,
     kind: Kind,
@@ -25,7 +25,7 @@ pub(crate) async fn list(
         Kind::Containers => (CONTAINERS, container_row),
         _ => (VOLUMES, volume_row),
     };
-    table(aside, limit, as_json, json::set_aside, headers, |one| row(one, &names)).await
+    table(aside, limit, as_json, json::orphan, headers, |one| row(one, &names)).await
 }
 
 const CONTAINERS: &[&str] = &["HANDLE", "WORKER", "SEEN"];

@@ -196,7 +196,7 @@ impl Glance {
         document["queue"] = queue_document(&self.unfinished).into();
         document["transfers"] = self.transfers.iter().map(transfer_document).collect();
         let Aside { volumes, containers, more } = self.aside;
-        document["set_aside"] = json!({ "volumes": volumes, "containers": containers, "more": more });
+        document["orphans"] = json!({ "volumes": volumes, "containers": containers, "more": more });
         document["unseen"] =
             self.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why })).collect();
     }
@@ -240,13 +240,13 @@ impl Aside {
         let kinds: Vec<_> = kinds.map(|(number, what)| count(number, what)).collect();
         let more = if more { " and more" } else { "" };
         format!(
-            "\nset aside after a backup was restored: {}{more}; see `gantry list volumes --set-aside`, and adopt or purge them\n",
+            "\norphans since a backup was restored: {}{more}; see `gantry list volumes --orphans`, and adopt or purge them\n",
             kinds.join(", ")
         )
     }
 }
 
-/// What is set aside. That a store does not answer is said of the services.
+/// The orphans. That a store does not answer is said of the services.
 async fn aside(addresses: &Addresses, outgoing: &Outgoing) -> Aside {
     let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return Aside::default() };
     let request = ListOrphansRequest { page_size: 1000, ..ListOrphansRequest::default() };

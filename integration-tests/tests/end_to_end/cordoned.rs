@@ -39,7 +39,7 @@ fn text(output: &Output) -> (String, String) {
 }
 
 #[test]
-fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes_elsewhere() {
+fn cordoned_worker_drains_and_interruptible_work_moves() {
     if !may_run_containers() {
         return;
     }
@@ -55,9 +55,9 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
         (json(&suite, &["show", "worker", "one"])["leases"] == 2).then_some(())
     });
 
-    let landing = suite.gantry(&["land", "one"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let landing = landing.expect("gantry runs");
-    wait_for("a landing worker", || {
+    let cordoning = suite.gantry(&["cordon", "one"]).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let cordoning = cordoning.expect("gantry runs");
+    wait_for("a cordoned worker", || {
         (json(&suite, &["show", "worker", "one"])["desired"] == "cordon").then_some(())
     });
     let listed = suite.succeed(&["list", "workers"]);
@@ -74,7 +74,7 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     // It reads its standard input to the end.
     let stayed = stays.wait_with_output().expect("gantry ends");
     assert!(stayed.status.success(), "{}", describe(&stayed));
-    let output = landing.wait_with_output().expect("gantry ends");
+    let output = cordoning.wait_with_output().expect("gantry ends");
     assert!(output.status.success(), "{}", describe(&output));
     let (answer, said) = text(&output);
     assert_eq!(answer, "worker one: running, cordoned, drained\n");
@@ -86,26 +86,26 @@ fn a_worker_lands_once_what_runs_there_has_ended_and_its_interruptible_work_goes
     assert_ne!(moved["whereabouts"]["attempt_id"], first["whereabouts"]["attempt_id"]);
     suite.succeed(&["cancel", &goes, "--grace", "0s"]);
 
-    // The gateway comes back, and the worker has landed all the same.
+    // The gateway comes back, and the worker is cordoned all the same.
     let mut suite = suite;
     suite.kill("one");
     suite.spawn("one");
     suite.attended("one", "one");
-    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, cordoned, drained\n");
+    assert_eq!(suite.succeed(&["cordon", "one"]), "worker one: running, cordoned, drained\n");
     assert_eq!(json(&suite, &["show", "workload", &waiting])["state"], "pending");
-    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
+    assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: running\n");
     assert_eq!(wait_for_state(&suite, &waiting, "finished")["outcome"], "succeeded");
 
     let long = detached(&suite, &["--tag", "one"], "sleep 600");
     wait_for_state(&suite, &long, "running");
-    let landed = json(&suite, &["land", "one", "--deadline", "1s", "--quiet"]);
-    assert_eq!((&landed["desired"], &landed["leases"]), (&"cordon".into(), &0.into()));
+    let cordoned = json(&suite, &["cordon", "one", "--deadline", "1s", "--quiet"]);
+    assert_eq!((&cordoned["desired"], &cordoned["leases"]), (&"cordon".into(), &0.into()));
     let ended = wait_for_state(&suite, &long, "finished");
     assert_eq!((&ended["outcome"], &ended["failure"]["reason"]), (&"errored".into(), &"INTERRUPTED".into()));
 }
 
 #[test]
-fn what_is_only_on_a_worker_that_lands_is_stalled_or_lost_is_at_risk() {
+fn what_is_only_on_a_worker_that_is_cordoned_is_stalled_or_lost_is_at_risk() {
     if !may_run_containers() {
         return;
     }
@@ -115,9 +115,9 @@ fn what_is_only_on_a_worker_that_lands_is_stalled_or_lost_is_at_risk() {
     let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact");
     let at_risk = || suite.succeed(&["list", "artifacts", "--at-risk"]);
     assert!(!at_risk().contains(artifact), "{}", at_risk());
-    assert_eq!(suite.succeed(&["land", "one"]), "worker one: running, cordoned, drained\n");
+    assert_eq!(suite.succeed(&["cordon", "one"]), "worker one: running, cordoned, drained\n");
     assert!(at_risk().contains(artifact), "{}", at_risk());
-    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: running\n");
+    assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: running\n");
     assert!(!at_risk().contains(artifact), "{}", at_risk());
 
     let mut suite = suite;
@@ -166,7 +166,7 @@ fn a_worker_is_retired_or_pruned_once_nothing_is_lost_with_it() {
     wait_for("a gateway that is not let in", || {
         (suite.said("one").matches("this worker was retired").count() > 1).then_some(())
     });
-    assert_eq!(suite.succeed(&["unland", "one"]), "worker one: it may register again\n");
+    assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: it may register again\n");
     suite.attended("one", "one");
     suite.succeed(&["run", "--quiet", "--tag", "one", "--", "true"]);
 
