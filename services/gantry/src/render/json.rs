@@ -35,7 +35,7 @@ pub(crate) fn output(output: &scheduler::PublishedOutput) -> Value {
         "name": output.name,
         "artifact_id": output.artifact_id,
         "size_bytes": output.size_bytes,
-        "digest": labels::hex(&output.digest),
+        "digest": hex::encode(&output.digest),
         "entries": output.entries,
     })
 }
@@ -262,7 +262,7 @@ pub(crate) fn artifact(artifact: &artifacts::Artifact) -> Value {
         "label": artifact.label,
         "state": labels::artifact_state(artifact.state()),
         "size_bytes": artifact.size_bytes,
-        "digest": labels::hex(&artifact.digest),
+        "digest": hex::encode(&artifact.digest),
         "created_at": artifact.created_at.as_ref().map(labels::instant),
         "kept_by": artifact.kept_by,
         "marked_at": artifact.marked_at.as_ref().map(labels::instant),
@@ -381,7 +381,7 @@ pub(crate) fn orphan(orphan: &artifacts::Orphan) -> Value {
         "parent_handle": some(&known.parent_handle),
         "team": some(&known.team),
         "artifact_id": some(&known.artifact_id),
-        "digest": some(&labels::hex(&known.digest)),
+        "digest": some(&hex::encode(&known.digest)),
         "size_bytes": known.size_bytes,
     })
 }

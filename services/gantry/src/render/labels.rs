@@ -1,6 +1,5 @@
 //! Words for what the protos say in numbers.
 
-use std::fmt::Write as _;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use prost_types::Timestamp;
@@ -222,16 +221,6 @@ pub(crate) fn yes_or_no(it_is: bool) -> &'static str {
     if it_is { "yes" } else { "no" }
 }
 
-/// Bytes as hex digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len() * 2);
-    for byte in bytes {
-        // Writing to a string cannot fail.
-        _ = write!(text, "{byte:02x}");
-    }
-    text
-}
-
 /// An instant as RFC 3339 writes it, in UTC. The dates of prost are those of the proleptic Gregorian calendar.
 pub(crate) fn instant(at: &Timestamp) -> String {
     at.to_string()
@@ -353,9 +342,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instants_and_digests_as_text() {
+    fn instants_and_ages_are_text() {
         assert_eq!(instant(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), "2023-11-14T22:13:20Z");
-        assert_eq!(hex(&[0, 0xab, 0xff]), "00abff");
         assert_eq!(ago(None), "");
         assert_eq!(from_now(&Timestamp { seconds: 1_700_000_000, nanos: 0 }), None);
         let day = passed() + Duration::from_secs(24 * 60 * 60);

@@ -3,29 +3,15 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
+use comfy_table::Table;
+use comfy_table::presets::NOTHING;
+
 /// Columns side by side, two spaces between them, without spaces at the ends of lines.
 pub(crate) fn render(headers: &[&str], rows: &[Vec<String>]) -> String {
-    let width = |column: usize| {
-        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
-        cells.chain([headers[column].len()]).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..headers.len()).map(width).collect();
-    let mut text = String::new();
-    let mut line = |cells: &mut dyn Iterator<Item = &str>| {
-        let mut row = String::new();
-        for (cell, width) in cells.zip(&widths) {
-            let padding = width + 2 - cell.chars().count().min(*width);
-            row.push_str(cell);
-            row.extend(std::iter::repeat_n(' ', padding));
-        }
-        text.push_str(row.trim_end());
-        text.push('\n');
-    };
-    line(&mut headers.iter().copied());
-    for row in rows {
-        line(&mut row.iter().map(String::as_str));
-    }
-    text
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header(headers).add_rows(rows);
+    table.column_iter_mut().for_each(|column| _ = column.set_padding((0, 2)));
+    table.trim_fmt() + "\n"
 }
 
 /// The same without columns that have nothing in them.
@@ -113,6 +99,8 @@ mod tests {
             "ID      NAME       WHY\na       long name  x\ngrößer\n"
         );
         assert_eq!(render(&["ID", "NAME"], &[]), "ID  NAME\n");
+        let wide = vec![vec!["語".to_owned(), "x".to_owned()]];
+        assert_eq!(render(&["ID", "NAME"], &wide), "ID  NAME\n語  x\n", "it takes two columns of a terminal");
         let rows = vec![vec!["1".to_owned(), String::new(), "x".to_owned()], vec![String::new(); 3]];
         assert_eq!(filled(&["ID", "NAME", "WHY"], &rows), "ID  WHY\n1   x\n\n");
     }

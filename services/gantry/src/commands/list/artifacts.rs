@@ -42,7 +42,7 @@ pub(super) fn artifact_fields(artifact: &Artifact) -> Vec<(&'static str, String)
         ("label", plain(&artifact.label, 255)),
         ("state", labels::artifact_state(artifact.state()).to_owned()),
         ("size", bytes(artifact.size_bytes)),
-        ("digest", labels::hex(&artifact.digest)),
+        ("digest", hex::encode(&artifact.digest)),
         ("created", artifact.created_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("kept by", artifact.kept_by.join("\n")),
         ("deleted", artifact.marked_at.as_ref().map(labels::instant).unwrap_or_default()),
