@@ -6,16 +6,14 @@
 //! A directory that was sent and comes back gets what the command changed and nothing else: see [`transfer::changes`]. One download at
 //! a time goes into a target: see [`crate::transfer::staging`].
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, anyhow, bail};
+use anyhow::{Context, bail};
 use domain::ArtifactId;
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadOpen, ReadRequest, ReadResponse, read_request::Message as Ask,
-    read_response::Message as Answer,
+    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as Ask, read_response::Message as Answer,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
 use serde_json::{Value, json};
@@ -24,9 +22,8 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
-    Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Limits, Manifest, ManifestBuilder, Matches,
-    MergeError, MergeOptions, Runs, ScanError, ScanOptions, Standing, Subtree, TreeWriter, Trust,
-    WriteOptions, WrittenOwnership,
+    Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Manifest, Matches, Runs, ScanError, ScanOptions,
+    Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
 use crate::cli::args::TakeArgs;
@@ -38,17 +35,14 @@ use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
-use crate::transfer::staging::{Staging, Target, TargetLock, check_replace};
+use crate::transfer::receive::{LISTED, Mode, Placed, Staged, ask, next, receive_manifest};
+use crate::transfer::staging::{Staging, Target, TargetLock};
 use crate::transfer::tree::{self, Remembered, StopOnDrop};
 
-/// Longest time that a worker may send nothing: it may have to scan the volume.
-const SILENCE: Duration = Duration::from_secs(60 * 60);
 /// How many paths that were not written are named.
 const NAMED: usize = 5;
 /// How many characters of each.
 const SHOWN: usize = 200;
-/// How many of them are listed for programs.
-const LISTED: usize = 1000;
 
 /// How artifacts are downloaded.
 pub(crate) struct Downloader<'a> {
@@ -417,36 +411,6 @@ struct Compared {
     standing: Option<Standing>,
 }
 
-/// How a staged tree gets into the target.
-enum Mode {
-    /// It takes the place of all that stands there.
-    Replace,
-    /// It takes the place of what stands at its paths.
-    Merge,
-    /// Changes take the place of what was sent, which is `base`.
-    InPlace { standing: Box<Standing>, base: Arc<Manifest> },
-}
-
-/// What was done to a target.
-#[derive(Default)]
-struct Placed {
-    /// How many entries were put in place.
-    written: u64,
-    merged: Vec<Conflict>,
-    gone: Gone,
-}
-
-impl Placed {
-    /// What was changed on both sides, for programs: the first of it, and how much it is.
-    fn conflicts(&self) -> Value {
-        let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.as_ref().map(|result| result.to_string_lossy()) });
-        let removed = |path: &PathBuf| json!({ "path": path.to_string_lossy(), "result": null });
-        let all = self.merged.iter().map(changed).chain(self.gone.changed.iter().map(removed));
-        let first: Vec<_> = all.take(LISTED).collect();
-        json!({ "count": self.merged.len() + self.gone.changed.len(), "first": first })
-    }
-}
-
 /// The first of some paths, and how many more there are.
 fn named(paths: &[&Path]) -> String {
     let shown: Vec<_> =
@@ -501,108 +465,4 @@ pub(crate) async fn locate(
     };
     let streamer = connection.streamer();
     repeat("the artifact cannot be found", async || streamer.clone().download(request.clone()).await).await
-}
-
-/// Receives the worker's next message. Errors: the connection counts as cut after an hour of silence.
-async fn next(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
-    let message = tokio::time::timeout(SILENCE, answers.message()).await;
-    Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)
-}
-
-async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
-    let mut builder = ManifestBuilder::new(Limits::default());
-    while let Some(ReadResponse { message }) = next(answers).await? {
-        match message {
-            Some(Answer::Manifest(part)) => {
-                rpc::tree::push_part(&mut builder, &part)?;
-            }
-            Some(Answer::ManifestEnd(end)) => {
-                let manifest = builder.finish()?;
-                if tree::digest(&end.digest)? != manifest.tree_digest() {
-                    bail!("what the artifact holds arrived damaged");
-                }
-                return Ok(manifest);
-            }
-            Some(Answer::Chunk(_) | Answer::Done(_)) => {
-                bail!("the worker sent content before it was asked for any")
-            }
-            None => {}
-        }
-    }
-    Err(Refused::cut().into())
-}
-
-fn ask(message: Ask) -> ReadRequest {
-    ReadRequest { message: Some(message) }
-}
-
-/// A tree that is being written.
-struct Staged {
-    writer: TreeWriter,
-    matches: Matches,
-    directory: Staging,
-    remembered: Remembered,
-}
-
-impl Staged {
-    fn put_in_place(self, target: &Target, manifest: &Manifest, mode: &Mode) -> anyhow::Result<Placed> {
-        let Self { writer, matches, directory, mut remembered } = self;
-        writer.finish()?;
-        let mut placed = Placed::default();
-        let standing = match mode {
-            Mode::InPlace { standing, .. } => Some(standing.as_ref()),
-            Mode::Merge | Mode::Replace => None,
-        };
-        let is_replaced = match mode {
-            Mode::Replace => target.path.exists(),
-            Mode::InPlace { standing, .. } => standing.replaces(),
-            Mode::Merge => false,
-        };
-        if is_replaced {
-            // What goes may be old and safe. After a power failure, what takes its place must not be empty.
-            File::open(&directory.path)
-                .and_then(|staged| Ok(rustix::fs::syncfs(staged)?))
-                .context("cannot write to the disk")?;
-        }
-        let changed = if let Mode::Replace = mode {
-            transfer::replace(&directory.path, &target.path)?;
-            true
-        } else {
-            let options = MergeOptions {
-                ownership: WrittenOwnership::Caller,
-                strict: false,
-                keep_root: true,
-                standing,
-            };
-            let merged = transfer::merge(&directory.path, &target.path, manifest, &matches, options)
-                .map_err(|error| in_the_way(error, &target.path))?;
-            placed.merged = merged.conflicts;
-            placed.written = merged.replaced + merged.corrected;
-            merged.replaced + merged.corrected > 0
-        };
-        if let Mode::InPlace { standing, base } = mode {
-            let gone = transfer::remove_gone(&target.path, base, standing, &placed.merged);
-            placed.gone = gone.map_err(|(path, error)| {
-                anyhow::Error::from(error).context(format!("cannot remove {path:?}, as the command did"))
-            })?;
-        }
-        if changed {
-            let settle = ScanOptions::default().settle;
-            transfer::remember(&target.path, manifest, &mut remembered.cache, settle);
-        }
-        if changed || matches.files_read() > 0 {
-            remembered.save();
-        }
-        Ok(placed)
-    }
-}
-
-/// What to do about a directory that keeps its place when results are merged.
-fn in_the_way(error: MergeError, target: &Path) -> anyhow::Error {
-    let MergeError::DirectoryInTheWay { path } = &error else { return error.into() };
-    let replaceable = target.metadata().is_ok_and(|metadata| check_replace(target, &metadata).is_ok());
-    let or = if replaceable { ", or put the result in the place of everything with --replace" } else { "" };
-    anyhow!(
-        "the result has something else where the directory {path:?} stands, which is not empty; move it away{or}"
-    )
 }

@@ -3,6 +3,8 @@
 pub(crate) mod directories;
 pub(crate) mod download;
 pub(crate) mod ignore;
+mod receive;
+mod send;
 pub(crate) mod staging;
 pub(crate) mod tree;
 pub(crate) mod upload;

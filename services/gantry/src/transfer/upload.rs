@@ -17,10 +17,7 @@ use domain::{ArtifactId, BuildId};
 use rpc::Reason;
 use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
-use rpc::pb::runtime::{
-    WriteCommit, WriteOpen, WriteRequest, WriteResponse, write_request::Message as Write,
-    write_response::Message as Answer,
-};
+use rpc::pb::runtime::{WriteResponse, write_response::Message as Answer};
 use rpc::pb::streamer::{
     GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
 };
@@ -29,9 +26,7 @@ use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
-use transfer::{
-    Manifest, Problem, ProblemKind, ReadError, ReadOptions, Runs, ScanError, ScanOptions, TreeReader,
-};
+use transfer::{Manifest, Problem, ProblemKind, ReadOptions, Runs, ScanError, ScanOptions, TreeReader};
 
 use crate::cli::args::ScanArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
@@ -43,6 +38,7 @@ use crate::render::table::{bytes, count, duration};
 use crate::render::ui::Ui;
 use crate::transfer::directories::inside;
 use crate::transfer::ignore::Rules;
+use crate::transfer::send::{SendError, send_tree};
 use crate::transfer::staging;
 use crate::transfer::tree::{self, Remembered, StopOnDrop};
 
@@ -392,82 +388,6 @@ struct Sent {
     artifact: ArtifactId,
     /// `None`: the cluster had it.
     bytes: Option<u64>,
-}
-
-enum SendError {
-    /// Something is not as it was when it was scanned, and what.
-    Changed(String),
-    Other(anyhow::Error),
-}
-
-impl From<anyhow::Error> for SendError {
-    fn from(error: anyhow::Error) -> Self {
-        Self::Other(error)
-    }
-}
-
-impl From<Refused> for SendError {
-    fn from(refused: Refused) -> Self {
-        Self::Other(refused.into())
-    }
-}
-
-impl From<ReadError> for SendError {
-    fn from(error: ReadError) -> Self {
-        match error {
-            ReadError::Shrunk { path } | ReadError::Changed { path } => {
-                Self::Changed(format!("{path:?} changed"))
-            }
-            ReadError::Io { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
-                Self::Changed(format!("{path:?} vanished"))
-            }
-            error => Self::Other(error.into()),
-        }
-    }
-}
-
-/// Says everything that a writer says, in its order.
-async fn send_tree(
-    ticket: String,
-    root: PathBuf,
-    manifest: Arc<Manifest>,
-    missing: oneshot::Receiver<Runs>,
-    requests: mpsc::Sender<WriteRequest>,
-) -> Result<(), SendError> {
-    // When sending fails the call has ended, and its answers say why.
-    let request = |message| WriteRequest { message: Some(message) };
-    if requests.send(request(Write::Open(WriteOpen { ticket }))).await.is_err() {
-        return Ok(());
-    }
-    for part in rpc::tree::manifest_parts(&manifest) {
-        if requests.send(request(Write::Manifest(part))).await.is_err() {
-            return Ok(());
-        }
-    }
-    let end = rpc::tree::manifest_end(&manifest);
-    if requests.send(request(Write::ManifestEnd(end))).await.is_err() {
-        return Ok(());
-    }
-    let Ok(missing) = missing.await else { return Ok(()) };
-    let content = requests.clone();
-    let (end, ended) = oneshot::channel();
-    let read = move || {
-        let mut reader = TreeReader::new(&root, manifest, ReadOptions::default())?;
-        for batch in reader.batches(&missing) {
-            if content.blocking_send(request(Write::Chunk(tree::chunk(batch?)))).is_err() {
-                return Ok(());
-            }
-        }
-        Ok::<_, SendError>(())
-    };
-    // A thread of its own, for the command does not wait for it when it is interrupted.
-    std::thread::spawn(move || {
-        // Without a receiver the call has ended.
-        _ = end.send(read());
-    });
-    ended.await.context("reading ended unexpectedly")??;
-    _ = requests.send(request(Write::Commit(WriteCommit {}))).await;
-    Ok(())
 }
 
 /// How many files, directories and links there are in it.

@@ -1,41 +1,36 @@
 //! `gantry run`, the main job: inputs go up, the workload is submitted and followed to its end, outputs come down.
 
-pub(crate) mod hint;
-pub(crate) mod trace;
+mod hint;
+mod spec;
+mod trace;
 
 use std::collections::HashMap;
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::ffi::OsStr;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, bail};
-use bytes::Bytes;
+use anyhow::Context;
 use domain::{ArtifactId, BuildId, WorkloadId};
 use futures::future::try_join_all;
 use rpc::pb::artifacts::PutBuildRequest;
 use rpc::pb::scheduler::explain_request::Subject;
-use rpc::pb::scheduler::{
-    Access, CacheMount, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Outcome, Output,
-    OutputMode, Privilege, PublishedOutput, ResourceRequests, StdinMode, SubmitRequest, WorkloadKind,
-    WorkloadSpec, image::Source as ImageSource,
-};
+use rpc::pb::scheduler::{CacheMount, Outcome, PublishedOutput, SubmitRequest, WorkloadSpec};
 use serde_json::json;
 use server::telemetry::{self, RecentSpans, Telemetry};
 use tracing::{Instrument, info_span};
 use transfer::Manifest;
 
-use crate::cli::args::{Global, NetworkArg, RunArgs};
+use self::spec::{forwards_stdin, spec, spec_input, spec_inputs, taken};
+use crate::cli::args::{Global, RunArgs};
 use crate::cli::environment::exports_spans;
-use crate::cli::values::{Copied, InputArg, Source};
+use crate::cli::values::Source;
 use crate::client::connect::{Connection, repeat};
 use crate::client::placement::{self, WorkerChoice};
 use crate::client::{caches, why};
 use crate::ending::error::{self, Interrupted, Refused, refusal};
 use crate::ending::signals::Signals;
 use crate::follow::end::{Brought, end};
-use crate::follow::stdin;
 use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
 use crate::render::stdout;
 use crate::render::ui::Ui;
@@ -154,10 +149,6 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     Ok(code)
 }
 
-fn forwards_stdin(args: &RunArgs) -> bool {
-    !args.no_stdin && !args.detach && stdin::is_readable()
-}
-
 /// What a workload needs before it is submitted.
 struct Prepared {
     /// What is uploaded or taken, for each input.
@@ -245,13 +236,6 @@ async fn upload(
         Ok((artifact, Some(manifest)))
     }))
     .await
-}
-
-fn taken(source: &Source) -> Option<ArtifactId> {
-    match source {
-        Source::Artifact(artifact) => Some(*artifact),
-        Source::Directory(_) => None,
-    }
 }
 
 async fn submit(connection: &Connection, workload: WorkloadId, spec: WorkloadSpec) -> anyhow::Result<()> {
@@ -350,111 +334,14 @@ fn bring(name: &str, artifact: &str, directory: &Path, sent: &HashMap<String, Ar
     format!("bring it with `gantry download {artifact} {}`", hint::shell(OsStr::new(&target)))
 }
 
-/// The spec, but for its inputs and its build.
-fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
-    let attached = !args.detach;
-    Ok(WorkloadSpec {
-        team: team.to_owned(),
-        kind: WorkloadKind::Task.into(),
-        image: Some(Image {
-            source: Some(match &args.image {
-                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
-                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
-                domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
-            }),
-        }),
-        command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
-        environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
-        directory: Bytes::copy_from_slice(args.directory.as_bytes()),
-        user: args.user.clone().unwrap_or_default(),
-        stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
-        output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
-        inputs: Vec::new(),
-        outputs: args
-            .outputs
-            .iter()
-            .map(|output| Output { name: output.name.clone(), ..Output::default() })
-            .collect(),
-        limits: Some(Limits {
-            cpu_millis: args.cpu.unwrap_or(0),
-            memory_bytes: args.memory.unwrap_or(0),
-            pids: 0,
-        }),
-        privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
-        network: match args.network {
-            _ if args.hermetic => Network::None,
-            NetworkArg::Private => Network::Private,
-            NetworkArg::None => Network::None,
-            NetworkArg::Host => Network::Host,
-        }
-        .into(),
-        tags: args.tags.clone(),
-        capabilities: args.capabilities.clone(),
-        platform: String::new(),
-        queue_timeout: args.queue_timeout.map(rpc::duration),
-        run_timeout: args.timeout.map(rpc::duration),
-        build_id: String::new(),
-        caches: Vec::new(),
-        interruptible: args.interruptible,
-        priority: args.priority,
-        requests: Some(ResourceRequests {
-            cpu_millis: args.reserve_cpu.unwrap_or(0),
-            memory_bytes: args.reserve_memory.unwrap_or(0),
-            disk_bytes: args.reserve_disk.unwrap_or(0),
-        }),
-        start_timeout: args.start_timeout.map(rpc::duration),
-        retries: args.retries,
-    })
-}
-
-fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {
-    args.inputs.iter().zip(artifacts.iter().copied()).map(spec_input).collect()
-}
-
-fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
-    Input {
-        name: input.name.clone(),
-        artifact_id: artifact.to_string(),
-        path: Bytes::new(),
-        access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
-    }
-}
-
-/// The last one of a name counts. What shall be copied and is not there is left out, and said.
-fn environment(
-    variables: &[Copied],
-    ours: impl Fn(&OsString) -> Option<OsString>,
-    ui: &Ui,
-) -> anyhow::Result<Vec<EnvironmentVariable>> {
-    let mut set: Vec<(OsString, OsString)> = Vec::new();
-    for Copied { name, value } in variables {
-        let value = match value {
-            Some(value) => value.clone(),
-            None => match ours(name) {
-                Some(value) => value,
-                None => {
-                    ui.note(&format!("--env {}: not set here, so not there", name.display()));
-                    continue;
-                }
-            },
-        };
-        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
-            bail!("--env {}: cannot contain a NUL byte", name.display());
-        }
-        set.retain(|(other, _)| other != name);
-        set.push((name.clone(), value));
-    }
-    let bytes = |text: OsString| Bytes::from(text.into_vec());
-    Ok(set
-        .into_iter()
-        .map(|(name, value)| EnvironmentVariable { name: bytes(name), value: bytes(value) })
-        .collect())
-}
-
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
+    use std::ffi::OsString;
 
+    use clap::Parser;
+    use rpc::pb::scheduler::{Network, OutputMode, Privilege, StdinMode};
+
+    use super::spec::environment;
     use super::*;
     use crate::cli::args::{Cli, Command};
 

@@ -3,8 +3,9 @@
 //! Each part is shown as far as it can be had: a service that does not answer is itself what there is to see.
 
 mod local;
+mod services;
+mod transfers;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::io::IsTerminal;
 use std::time::Duration;
 
@@ -12,19 +13,18 @@ use rpc::Peer;
 use rpc::client::{Outgoing, peer};
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::{ListOrphansRequest, Orphan};
-use rpc::pb::capabilities::GetCapabilitiesRequest;
-use rpc::pb::capabilities::capabilities_client::CapabilitiesClient;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::{ListWorkersRequest, Worker, WorkerState, Workload, WorkloadState};
-use rpc::pb::streamer::streamer_client::StreamerClient;
-use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer, TransferProgress};
+use rpc::pb::streamer::Transfer;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep_until, timeout};
-use tonic::{Code, Status};
+use tonic::Status;
 
-use crate::cli::addresses::{Addresses, Range};
+use self::services::{PATIENCE, Service, services, services_text};
+use self::transfers::{transfer_document, transfers, transfers_text};
+use crate::cli::addresses::Addresses;
 use crate::cli::args::{Global, StatusArgs};
-use crate::client::connect::{aliases, named_token};
+use crate::client::connect::named_token;
 use crate::client::token::default_token;
 use crate::cluster;
 use crate::ending::error::{Interrupted, Refused, describe};
@@ -32,12 +32,10 @@ use crate::ending::signals::Signals;
 use crate::render::json as shown;
 use crate::render::labels;
 use crate::render::stdout::{print, print_json};
-use crate::render::table::{bytes, count, filled, plain, render};
+use crate::render::table::{count, filled, plain, render};
 
 /// How often a watched cluster is looked at.
 const EVERY: Duration = Duration::from_secs(1);
-/// A service that takes longer to say what it is is shown as one that does not answer.
-const PATIENCE: Duration = Duration::from_secs(3);
 
 /// What was seen of a cluster.
 pub(crate) struct Seen {
@@ -146,7 +144,7 @@ pub(crate) struct Glance {
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
     transfers: Vec<Transfer>,
-    aside: Aside,
+    orphans: OrphanCount,
     /// What cannot be seen, and why.
     unseen: Vec<(&'static str, String)>,
 }
@@ -165,12 +163,12 @@ impl Glance {
         let mut hidden = |what, status| unseen.push((what, Refused::from(status).why()));
         let workers = workers.map_err(|status| hidden("workers", status)).unwrap_or_default();
         let unfinished = unfinished.map_err(|status| hidden("workloads", status)).unwrap_or_default();
-        let (services, transfers, aside) = tokio::join!(
+        let (services, transfers, orphans) = tokio::join!(
             services(addresses, &workers, outgoing),
             transfers(addresses, outgoing),
-            aside(addresses, outgoing)
+            orphans(addresses, outgoing)
         );
-        Ok(Self { services, workers, unfinished, transfers, aside, unseen })
+        Ok(Self { services, workers, unfinished, transfers, orphans, unseen })
     }
 
     /// Whether no worker has registered yet, or one has not reported how much of its disk is free.
@@ -195,7 +193,7 @@ impl Glance {
             states.into_iter().map(|(state, count)| (state, Value::from(count))).collect();
         document["queue"] = queue_document(&self.unfinished).into();
         document["transfers"] = self.transfers.iter().map(transfer_document).collect();
-        let Aside { volumes, containers, more } = self.aside;
+        let OrphanCount { volumes, containers, more } = self.orphans;
         document["orphans"] = json!({ "volumes": volumes, "containers": containers, "more": more });
         document["unseen"] =
             self.unseen.iter().map(|(what, why)| json!({ "what": what, "error": why })).collect();
@@ -217,19 +215,19 @@ impl Glance {
             "" => format!("{workers}\n{workloads}"),
             hidden => format!("{hidden}{workers}"),
         };
-        format!("{upper}{transfers}{}\n{services}", self.aside.text())
+        format!("{upper}{transfers}{}\n{services}", self.orphans.text())
     }
 }
 
 /// How much a store that came out of a backup does not know, as far as one page tells.
 #[derive(Debug, Clone, Copy, Default)]
-struct Aside {
+struct OrphanCount {
     volumes: u64,
     containers: u64,
     more: bool,
 }
 
-impl Aside {
+impl OrphanCount {
     fn text(self) -> String {
         let Self { volumes, containers, more } = self;
         if volumes + containers == 0 {
@@ -247,16 +245,16 @@ impl Aside {
 }
 
 /// The orphans. That a store does not answer is said of the services.
-async fn aside(addresses: &Addresses, outgoing: &Outgoing) -> Aside {
-    let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return Aside::default() };
+async fn orphans(addresses: &Addresses, outgoing: &Outgoing) -> OrphanCount {
+    let Ok(store) = peer(&addresses.artifacts, outgoing.clone()) else { return OrphanCount::default() };
     let request = ListOrphansRequest { page_size: 1000, ..ListOrphansRequest::default() };
     let mut inventory = InventoryClient::new(store);
     let Ok(Ok(page)) = timeout(PATIENCE, inventory.list_orphans(request)).await else {
-        return Aside::default();
+        return OrphanCount::default();
     };
     let page = page.into_inner();
     let number = |of: fn(&Orphan) -> bool| page.orphans.iter().filter(|one| of(one)).count() as u64;
-    Aside {
+    OrphanCount {
         volumes: number(|one| !one.volume_handle.is_empty()),
         containers: number(|one| !one.container_handle.is_empty()),
         more: !page.next_page_token.is_empty(),
@@ -299,216 +297,6 @@ fn worker_row(worker: &Worker) -> Vec<String> {
         worker.containers.to_string(),
         worker.volumes.to_string(),
     ]
-}
-
-/// One service of one process, or an address at which none answers.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Service {
-    name: String,
-    address: String,
-    version: String,
-    instance: String,
-    not_ready: Vec<String>,
-    /// It answered, though it does not say what it is.
-    refuses: bool,
-}
-
-impl Service {
-    fn document(&self) -> Value {
-        json!({
-            "service": self.name,
-            "address": self.address,
-            "version": self.version,
-            "instance": self.instance,
-            "ready": self.not_ready.is_empty(),
-            "not_ready": self.not_ready,
-        })
-    }
-
-    fn row(&self) -> Vec<String> {
-        let health = match (self.not_ready.as_slice(), self.instance.as_str()) {
-            ([], _) => "ready",
-            (_, "") if self.refuses => "refuses",
-            (_, "") => "no answer",
-            _ => "not ready",
-        };
-        let health = health.to_owned();
-        vec![self.name.clone(), health, self.version.clone(), self.instance.clone(), self.address.clone()]
-    }
-
-    /// Why it is not ready. Services of one process are so together.
-    fn complaint(&self) -> Option<String> {
-        let why = self.not_ready.join("; ");
-        (!why.is_empty()).then(|| format!("{}: {}\n", self.address, plain(&why, 200)))
-    }
-}
-
-fn services_text(services: &[Service]) -> String {
-    let rows: Vec<_> = services.iter().map(Service::row).collect();
-    let mut complaints: Vec<_> = services.iter().filter_map(Service::complaint).collect();
-    complaints.dedup();
-    let services = filled(&["SERVICE", "HEALTH", "VERSION", "PROCESS", "ADDRESS"], &rows);
-    format!("{services}{}", complaints.concat())
-}
-
-/// Every replica of every service, each asked for itself.
-async fn services(addresses: &Addresses, workers: &[Worker], outgoing: &Outgoing) -> Vec<Service> {
-    let named = [
-        ("scheduler", &addresses.scheduler),
-        ("artifact-store", &addresses.artifacts),
-        ("streamer", &addresses.streamer),
-    ];
-    let mut asked: BTreeMap<&str, &str> = BTreeMap::new();
-    for (name, replicas) in named {
-        for address in replicas.split(',') {
-            asked.entry(address.trim()).or_insert(name);
-        }
-    }
-    match &addresses.door {
-        // Who comes through a door may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
-        Some(door) => asked.extend(door.split(',').map(|address| (address.trim(), "door"))),
-        None => {
-            // A cluster in one process is asked once, though its gateway may be named by another address of it.
-            let aliases = match addresses.in_one_place().map(|address| peer(address, outgoing.clone())) {
-                Some(Ok(one)) => timeout(PATIENCE, aliases(&one)).await.ok().and_then(Result::ok),
-                _ => None,
-            };
-            let aliases = aliases.unwrap_or_default();
-            for worker in workers.iter().filter(|worker| worker.state() != WorkerState::Lost) {
-                if !aliases.contains(&worker.gateway_endpoint) {
-                    asked.entry(&worker.gateway_endpoint).or_insert("runtime-gateway");
-                }
-            }
-        }
-    }
-    let asking = asked.into_iter().map(|(address, name)| ask(address, name, outgoing.clone()));
-    let mut services: Vec<_> = futures::future::join_all(asking).await.into_iter().flatten().collect();
-    for range in &addresses.ranges {
-        only_who_answers(&mut services, range);
-    }
-    services.sort();
-    services
-}
-
-/// Nobody is missed at an address of a range of which another answers; where none does, the range is one service that is not there.
-fn only_who_answers(services: &mut Vec<Service>, range: &Range) {
-    let of_range = |service: &Service| range.addresses.contains(&service.address);
-    let is_silent = |service: &Service| of_range(service) && service.instance.is_empty();
-    let nobody = services.iter().filter(|service| of_range(service)).all(is_silent);
-    let one = services.iter().find(|service| nobody && of_range(service)).cloned();
-    services.retain(|service| !is_silent(service));
-    services.extend(one.map(|one| Service { address: range.text.clone(), ..one }));
-}
-
-/// The services at one address. `expected` is what it is called when it does not say so itself.
-async fn ask(address: &str, expected: &str, outgoing: Outgoing) -> Vec<Service> {
-    let silent = |why: String, refuses| {
-        vec![Service {
-            name: expected.to_owned(),
-            address: address.to_owned(),
-            version: String::new(),
-            instance: String::new(),
-            not_ready: vec![why],
-            refuses,
-        }]
-    };
-    let asked = match peer(address, outgoing) {
-        Ok(peer) => peer,
-        Err(error) => return silent(error.to_string(), false),
-    };
-    let asking = async { CapabilitiesClient::new(asked).get_capabilities(GetCapabilitiesRequest {}).await };
-    let answer = match timeout(PATIENCE, asking).await {
-        Err(_) => return silent("no answer in time".to_owned(), false),
-        Ok(Err(status)) => {
-            let refuses = matches!(status.code(), Code::Unauthenticated | Code::PermissionDenied);
-            return silent(Refused::from(status).why(), refuses);
-        }
-        Ok(Ok(answer)) => answer.into_inner(),
-    };
-    if answer.services.is_empty() {
-        return silent(answer.not_ready.join("; "), false);
-    }
-    let service = |service: rpc::pb::capabilities::ServiceCapabilities| Service {
-        name: service.service,
-        address: address.to_owned(),
-        version: service.version,
-        instance: answer.instance.clone(),
-        not_ready: answer.not_ready.clone(),
-        refuses: false,
-    };
-    answer.services.into_iter().map(service).collect()
-}
-
-/// Copies under way, as each streamer that answers has them.
-async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> {
-    let asking = addresses.streamer.split(',').map(|address| async move {
-        let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).ok()?);
-        let listed = timeout(PATIENCE, streamer.list_transfers(ListTransfersRequest {})).await;
-        // That it does not answer is said of the service.
-        Some(listed.ok()?.ok()?.into_inner().transfers)
-    });
-    let mut transfers: Vec<_> =
-        futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
-    // Who waits for the copy of another streamer lists it, too, and knows little of it.
-    let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
-    let elsewhere = |transfer: &Transfer| {
-        transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::Elsewhere)
-    };
-    let made: BTreeSet<_> = transfers.iter().filter(|transfer| !elsewhere(transfer)).map(going).collect();
-    transfers.retain(|transfer| !elsewhere(transfer) || !made.contains(&going(transfer)));
-    transfers.sort_by_key(|transfer| transfer.started_at.map(|at| (at.seconds, at.nanos)));
-    transfers
-}
-
-fn transfer_document(transfer: &Transfer) -> Value {
-    let progress = transfer.progress.clone().unwrap_or_default();
-    json!({
-        "transfer_id": transfer.transfer_id,
-        "team": transfer.team,
-        "artifact_id": transfer.artifact_id,
-        "route": route(&progress),
-        "from_worker_id": progress.from_worker_id,
-        "to_worker_id": transfer.to_worker_id,
-        "bytes_done": progress.bytes_done,
-        "bytes_total": progress.bytes_total,
-        "bytes_saved": progress.bytes_saved,
-        "bytes_per_second": progress.bytes_per_second,
-        "started_at": transfer.started_at.as_ref().map(labels::instant),
-    })
-}
-
-/// Which way the bytes of a copy go. Empty: nobody knows yet.
-fn route(progress: &TransferProgress) -> &'static str {
-    match progress.route() {
-        Route::Unspecified => "",
-        Route::Peer => "gateways",
-        Route::Workers => "workers",
-        Route::Elsewhere => "elsewhere",
-        Route::Store => "store",
-    }
-}
-
-fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
-    if transfers.is_empty() {
-        return String::new();
-    }
-    let name = |id: &str| match workers.iter().find(|worker| worker.worker_id == id) {
-        Some(worker) => worker.name.clone(),
-        None if id.is_empty() => "not known yet".to_owned(),
-        None => id.to_owned(),
-    };
-    let row = |transfer: &Transfer| {
-        let progress = transfer.progress.clone().unwrap_or_default();
-        vec![
-            name(&progress.from_worker_id),
-            name(&transfer.to_worker_id),
-            format!("{} of {}", bytes(progress.bytes_done), bytes(progress.bytes_total)),
-            format!("{}/s", bytes(progress.bytes_per_second)),
-            transfer.artifact_id.clone(),
-        ]
-    };
-    let rows: Vec<_> = transfers.iter().map(row).collect();
-    format!("\n{}", render(&["COPIED FROM", "TO", "DONE", "SPEED", "ARTIFACT"], &rows))
 }
 
 /// Workloads that wait, oldest first, each with the reasons.
@@ -559,7 +347,11 @@ fn queue_text(unfinished: &[Workload]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use rpc::pb::streamer::TransferProgress;
+
+    use super::services::only_who_answers;
     use super::*;
+    use crate::cli::addresses::Range;
 
     #[test]
     fn what_is_watched_fits_its_terminal_and_stands_in_the_place_of_what_was_there() {

@@ -1,0 +1,129 @@
+//! The spec of a workload, from the options of `gantry run`.
+
+use std::ffi::OsString;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use anyhow::bail;
+use bytes::Bytes;
+use domain::ArtifactId;
+use rpc::pb::scheduler::{
+    Access, EnvironmentVariable, HostImage, Image, Input, Limits, Network, Output, OutputMode, Privilege,
+    ResourceRequests, StdinMode, WorkloadKind, WorkloadSpec, image::Source as ImageSource,
+};
+
+use crate::cli::args::{NetworkArg, RunArgs};
+use crate::cli::values::{Copied, InputArg, Source};
+use crate::follow::stdin;
+use crate::render::ui::Ui;
+
+/// The spec, but for its inputs and its build.
+pub(super) fn spec(args: &RunArgs, team: &str, ui: &Ui) -> anyhow::Result<WorkloadSpec> {
+    let attached = !args.detach;
+    Ok(WorkloadSpec {
+        team: team.to_owned(),
+        kind: WorkloadKind::Task.into(),
+        image: Some(Image {
+            source: Some(match &args.image {
+                domain::workload::Image::Host => ImageSource::Host(HostImage {}),
+                domain::workload::Image::Artifact(artifact) => ImageSource::ArtifactId(artifact.to_string()),
+                domain::workload::Image::ResourceType(name) => ImageSource::ResourceType(name.clone()),
+            }),
+        }),
+        command: args.command.iter().map(|argument| Bytes::copy_from_slice(argument.as_bytes())).collect(),
+        environment: environment(&args.environment, |name| std::env::var_os(name), ui)?,
+        directory: Bytes::copy_from_slice(args.directory.as_bytes()),
+        user: args.user.clone().unwrap_or_default(),
+        stdin: if forwards_stdin(args) { StdinMode::Attached } else { StdinMode::None }.into(),
+        output: if attached { OutputMode::Attached } else { OutputMode::Spooled }.into(),
+        inputs: Vec::new(),
+        outputs: args
+            .outputs
+            .iter()
+            .map(|output| Output { name: output.name.clone(), ..Output::default() })
+            .collect(),
+        limits: Some(Limits {
+            cpu_millis: args.cpu.unwrap_or(0),
+            memory_bytes: args.memory.unwrap_or(0),
+            pids: 0,
+        }),
+        privilege: if args.privileged { Privilege::Privileged } else { Privilege::Confined }.into(),
+        network: match args.network {
+            _ if args.hermetic => Network::None,
+            NetworkArg::Private => Network::Private,
+            NetworkArg::None => Network::None,
+            NetworkArg::Host => Network::Host,
+        }
+        .into(),
+        tags: args.tags.clone(),
+        capabilities: args.capabilities.clone(),
+        platform: String::new(),
+        queue_timeout: args.queue_timeout.map(rpc::duration),
+        run_timeout: args.timeout.map(rpc::duration),
+        build_id: String::new(),
+        caches: Vec::new(),
+        interruptible: args.interruptible,
+        priority: args.priority,
+        requests: Some(ResourceRequests {
+            cpu_millis: args.reserve_cpu.unwrap_or(0),
+            memory_bytes: args.reserve_memory.unwrap_or(0),
+            disk_bytes: args.reserve_disk.unwrap_or(0),
+        }),
+        start_timeout: args.start_timeout.map(rpc::duration),
+        retries: args.retries,
+    })
+}
+
+pub(super) fn spec_inputs(args: &RunArgs, artifacts: &[ArtifactId]) -> Vec<Input> {
+    args.inputs.iter().zip(artifacts.iter().copied()).map(spec_input).collect()
+}
+
+pub(super) fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
+    Input {
+        name: input.name.clone(),
+        artifact_id: artifact.to_string(),
+        path: Bytes::new(),
+        access: if input.read_only { Access::ReadOnly } else { Access::CopyOnWrite }.into(),
+    }
+}
+
+/// The last one of a name counts. What shall be copied and is not there is left out, and said.
+pub(super) fn environment(
+    variables: &[Copied],
+    ours: impl Fn(&OsString) -> Option<OsString>,
+    ui: &Ui,
+) -> anyhow::Result<Vec<EnvironmentVariable>> {
+    let mut set: Vec<(OsString, OsString)> = Vec::new();
+    for Copied { name, value } in variables {
+        let value = match value {
+            Some(value) => value.clone(),
+            None => match ours(name) {
+                Some(value) => value,
+                None => {
+                    ui.note(&format!("--env {}: not set here, so not there", name.display()));
+                    continue;
+                }
+            },
+        };
+        if name.as_bytes().contains(&0) || value.as_bytes().contains(&0) {
+            bail!("--env {}: cannot contain a NUL byte", name.display());
+        }
+        set.retain(|(other, _)| other != name);
+        set.push((name.clone(), value));
+    }
+    let bytes = |text: OsString| Bytes::from(text.into_vec());
+    Ok(set
+        .into_iter()
+        .map(|(name, value)| EnvironmentVariable { name: bytes(name), value: bytes(value) })
+        .collect())
+}
+
+pub(super) fn taken(source: &Source) -> Option<ArtifactId> {
+    match source {
+        Source::Artifact(artifact) => Some(*artifact),
+        Source::Directory(_) => None,
+    }
+}
+
+pub(super) fn forwards_stdin(args: &RunArgs) -> bool {
+    !args.no_stdin && !args.detach && stdin::is_readable()
+}

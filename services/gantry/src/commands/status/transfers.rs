@@ -1,0 +1,87 @@
+//! Transfers that go on.
+
+use std::collections::BTreeSet;
+
+use rpc::client::{Outgoing, peer};
+use rpc::pb::scheduler::Worker;
+use rpc::pb::streamer::streamer_client::StreamerClient;
+use rpc::pb::streamer::{ListTransfersRequest, Route, Transfer, TransferProgress};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use crate::cli::addresses::Addresses;
+use crate::commands::status::services::PATIENCE;
+use crate::render::labels;
+use crate::render::table::{bytes, render};
+
+/// Copies under way, as each streamer that answers has them.
+pub(super) async fn transfers(addresses: &Addresses, outgoing: &Outgoing) -> Vec<Transfer> {
+    let asking = addresses.streamer.split(',').map(|address| async move {
+        let mut streamer = StreamerClient::new(peer(address.trim(), outgoing.clone()).ok()?);
+        let listed = timeout(PATIENCE, streamer.list_transfers(ListTransfersRequest {})).await;
+        // That it does not answer is said of the service.
+        Some(listed.ok()?.ok()?.into_inner().transfers)
+    });
+    let mut transfers: Vec<_> =
+        futures::future::join_all(asking).await.into_iter().flatten().flatten().collect();
+    // Who waits for the copy of another streamer lists it, too, and knows little of it.
+    let going = |transfer: &Transfer| (transfer.artifact_id.clone(), transfer.to_worker_id.clone());
+    let elsewhere = |transfer: &Transfer| {
+        transfer.progress.as_ref().is_some_and(|progress| progress.route() == Route::Elsewhere)
+    };
+    let made: BTreeSet<_> = transfers.iter().filter(|transfer| !elsewhere(transfer)).map(going).collect();
+    transfers.retain(|transfer| !elsewhere(transfer) || !made.contains(&going(transfer)));
+    transfers.sort_by_key(|transfer| transfer.started_at.map(|at| (at.seconds, at.nanos)));
+    transfers
+}
+
+pub(super) fn transfer_document(transfer: &Transfer) -> Value {
+    let progress = transfer.progress.clone().unwrap_or_default();
+    json!({
+        "transfer_id": transfer.transfer_id,
+        "team": transfer.team,
+        "artifact_id": transfer.artifact_id,
+        "route": route(&progress),
+        "from_worker_id": progress.from_worker_id,
+        "to_worker_id": transfer.to_worker_id,
+        "bytes_done": progress.bytes_done,
+        "bytes_total": progress.bytes_total,
+        "bytes_saved": progress.bytes_saved,
+        "bytes_per_second": progress.bytes_per_second,
+        "started_at": transfer.started_at.as_ref().map(labels::instant),
+    })
+}
+
+/// Which way the bytes of a copy go. Empty: nobody knows yet.
+pub(super) fn route(progress: &TransferProgress) -> &'static str {
+    match progress.route() {
+        Route::Unspecified => "",
+        Route::Peer => "gateways",
+        Route::Workers => "workers",
+        Route::Elsewhere => "elsewhere",
+        Route::Store => "store",
+    }
+}
+
+pub(super) fn transfers_text(transfers: &[Transfer], workers: &[Worker]) -> String {
+    if transfers.is_empty() {
+        return String::new();
+    }
+    let name = |id: &str| match workers.iter().find(|worker| worker.worker_id == id) {
+        Some(worker) => worker.name.clone(),
+        None if id.is_empty() => "not known yet".to_owned(),
+        None => id.to_owned(),
+    };
+    let row = |transfer: &Transfer| {
+        let progress = transfer.progress.clone().unwrap_or_default();
+        vec![
+            name(&progress.from_worker_id),
+            name(&transfer.to_worker_id),
+            format!("{} of {}", bytes(progress.bytes_done), bytes(progress.bytes_total)),
+            format!("{}/s", bytes(progress.bytes_per_second)),
+            transfer.artifact_id.clone(),
+        ]
+    };
+    let rows: Vec<_> = transfers.iter().map(row).collect();
+    format!("\n{}", render(&["COPIED FROM", "TO", "DONE", "SPEED", "ARTIFACT"], &rows))
+}

@@ -1,0 +1,246 @@
+//! Tests of output, input and broken calls, against a gateway of this test.
+
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::Mutex;
+
+use bytes::Bytes;
+
+use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
+use rpc::pb::runtime::{Done, GetAttendanceRequest, GetAttendanceResponse, Started, StdinAck, Truncated};
+use tokio::net::UnixListener;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::*;
+
+const PIECE: usize = 10_000;
+const PIECES: usize = 100;
+
+/// A process that says `output`, takes all input, and whose calls break after some pieces.
+#[derive(Clone)]
+struct Gateway {
+    output: Bytes,
+    /// What is still to come of calls that break: after how many pieces.
+    breaks: Arc<Mutex<Vec<usize>>>,
+    /// Output before this is gone.
+    kept_from: usize,
+    input: Arc<Mutex<Vec<u8>>>,
+    input_closed: CancellationToken,
+    acknowledged: Arc<Mutex<u64>>,
+}
+
+type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
+
+fn say(message: Say) -> Result<AttachResponse, Status> {
+    Ok(AttachResponse { message: Some(message) })
+}
+
+#[tonic::async_trait]
+impl Containers for Gateway {
+    type AttachStream = Answers;
+
+    async fn get_attendance(
+        &self,
+        _: Request<GetAttendanceRequest>,
+    ) -> Result<Response<GetAttendanceResponse>, Status> {
+        Err(Status::unimplemented("no test asks"))
+    }
+
+    async fn attach(&self, request: Request<Streaming<AttachRequest>>) -> Result<Response<Answers>, Status> {
+        let (answers, queue) = mpsc::channel(4);
+        let gateway = self.clone();
+        let mut asks = request.into_inner();
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let Ok(Some(AttachRequest { message: Some(Ask::Resume(resume)) })) = asks.message().await else {
+                return;
+            };
+            let breaks_after = gateway.breaks.lock().expect("held").pop();
+            let taken = gateway.input.lock().expect("held").len() as u64;
+            _ = answers.send(say(Say::Started(Started { stdin_offset: taken }))).await;
+            tokio::join!(
+                gateway.speak(resume, breaks_after, &answers),
+                gateway.listen(&mut asks, breaks_after, &answers)
+            );
+        });
+        let answers = futures::stream::unfold((queue, tasks), async |(mut queue, tasks)| {
+            queue.recv().await.map(|answer| (answer, (queue, tasks)))
+        });
+        Ok(Response::new(Box::pin(answers)))
+    }
+}
+
+impl Gateway {
+    async fn speak(
+        &self,
+        resume: Resume,
+        breaks_after: Option<usize>,
+        answers: &mpsc::Sender<Result<AttachResponse, Status>>,
+    ) {
+        let mut at = usize::try_from(resume.stdout_offset).expect("small");
+        if at < self.kept_from {
+            let truncated =
+                Truncated { stream: Stream::Stdout.into(), from: at as u64, to: self.kept_from as u64 };
+            _ = answers.send(say(Say::Truncated(truncated))).await;
+            at = self.kept_from;
+        }
+        for _ in 0..breaks_after.unwrap_or(usize::MAX) {
+            if at == self.output.len() {
+                break;
+            }
+            let end = self.output.len().min(at + PIECE);
+            let data = self.output.slice(at..end);
+            let output = Output { stream: Stream::Stdout.into(), offset: at as u64, data };
+            _ = answers.send(say(Say::Output(output))).await;
+            at = end;
+        }
+        if breaks_after.is_none() {
+            self.input_closed.cancelled().await;
+            let done = Done { stdout_offset: at as u64, stderr_offset: 0 };
+            _ = answers.send(say(Say::Done(done))).await;
+        }
+    }
+
+    async fn listen(
+        &self,
+        asks: &mut Streaming<AttachRequest>,
+        breaks_after: Option<usize>,
+        answers: &mpsc::Sender<Result<AttachResponse, Status>>,
+    ) {
+        let mut pieces = 0;
+        while breaks_after.is_none_or(|breaks_after| pieces < breaks_after) {
+            match asks.message().await {
+                Ok(Some(AttachRequest { message: Some(Ask::Stdin(stdin)) })) => {
+                    pieces += 1;
+                    let taken = {
+                        let mut input = self.input.lock().expect("held");
+                        let known = input.len() - usize::try_from(stdin.offset).expect("small");
+                        input.extend_from_slice(stdin.data.get(known..).unwrap_or_default());
+                        input.len() as u64
+                    };
+                    _ = answers.send(say(Say::StdinAck(StdinAck { offset: taken }))).await;
+                }
+                Ok(Some(AttachRequest { message: Some(Ask::CloseStdin(_)) })) => {
+                    self.input_closed.cancel();
+                    if breaks_after.is_some() {
+                        return;
+                    }
+                }
+                Ok(Some(AttachRequest { message: Some(Ask::Ack(ack)) })) => {
+                    *self.acknowledged.lock().expect("held") = ack.stdout_offset;
+                }
+                Ok(Some(_)) => {}
+                Ok(None) | Err(_) => return,
+            }
+        }
+    }
+}
+
+/// How it ended, how many bytes came, and how many were missing.
+async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Attached, u64, u64) {
+    let directory = tempfile::tempdir().expect("a directory");
+    let socket = directory.path().join("s");
+    let listener = server::Listener::Unix(UnixListener::bind(&socket).expect("bound"));
+    let mut host = server::Host::new();
+    host.add_service(ContainersServer::new(gateway.clone()));
+    let mut serving = JoinSet::new();
+    serving.spawn(host.serve([listener], std::future::pending()));
+
+    let address = format!("unix://{}", socket.display());
+    let connection = Connection::to(&address);
+    let ui = Ui::new(true);
+    let mut streams = Streams {
+        stdout: Sink::to_file(stdout, Which::Stdout, None),
+        stderr: Sink::to_file(std::fs::File::create("/dev/null").expect("there").into(), Which::Stderr, None),
+        stdin,
+        acknowledge: true,
+        process: None,
+        interrupt: Arc::default(),
+        opened: None,
+    };
+    let whereabouts =
+        Whereabouts { gateway_endpoint: address, attempt_id: "it".to_owned(), ..Whereabouts::default() };
+    let end = attach(&connection, &ui, "it", whereabouts, &mut streams).await;
+    (end, streams.stdout.received(), streams.stdout.missing())
+}
+
+fn gateway(breaks: &[usize]) -> Gateway {
+    let output: Vec<u8> = (0..PIECE * PIECES).map(|at| u8::try_from(at % 251).expect("small")).collect();
+    Gateway {
+        output: output.into(),
+        breaks: Arc::new(Mutex::new(breaks.to_vec())),
+        kept_from: 0,
+        input: Arc::default(),
+        input_closed: CancellationToken::new(),
+        acknowledged: Arc::default(),
+    }
+}
+
+fn drain(mut reader: std::io::PipeReader) -> std::thread::JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut all = Vec::new();
+        reader.read_to_end(&mut all).expect("read");
+        all
+    })
+}
+
+#[tokio::test]
+async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
+    let gateway = gateway(&[0, 7, 1, 40]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let output = drain(reader);
+    let (input, pieces) = mpsc::channel(2);
+    let said: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
+    let all: Vec<u8> = said.concat();
+    let mut typing = JoinSet::new();
+    typing.spawn(async move {
+        for piece in said {
+            _ = input.send(piece).await;
+        }
+    });
+
+    let (end, received, missing) = copy(&gateway, Some(Stdin::from(pieces)), writer.into()).await;
+
+    assert!(matches!(end, Attached::Done), "{end:?}");
+    assert_eq!((received, missing), (gateway.output.len() as u64, 0));
+    assert!(output.join().expect("ended") == gateway.output, "the output arrived as it was");
+    assert!(*gateway.input.lock().expect("held") == all, "the input arrived as it was");
+    assert_eq!(*gateway.breaks.lock().expect("held"), Vec::<usize>::new());
+}
+
+#[tokio::test]
+async fn what_is_gone_is_skipped() {
+    let gateway = Gateway { kept_from: 2 * PIECE, ..gateway(&[]) };
+    gateway.input_closed.cancel();
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let output = drain(reader);
+    let (end, received, missing) = copy(&gateway, None, writer.into()).await;
+    assert!(matches!(end, Attached::Done), "{end:?}");
+    assert_eq!((received, missing), (gateway.output.len() as u64, 2 * PIECE as u64));
+    assert!(output.join().expect("ended") == gateway.output[2 * PIECE..]);
+}
+
+#[tokio::test]
+async fn only_output_that_was_written_is_acknowledged() {
+    let gateway = gateway(&[]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    let mut copying = std::pin::pin!(copy(&gateway, None, writer.into()));
+    // Nobody reads: what the pipe holds is all that can have been written.
+    assert!(tokio::time::timeout(Duration::from_millis(300), &mut copying).await.is_err());
+    assert!(*gateway.acknowledged.lock().expect("held") <= 64 << 10);
+    let output = drain(reader);
+    gateway.input_closed.cancel();
+    assert!(matches!(copying.await.0, Attached::Done));
+    assert_eq!(output.join().expect("ended").len(), gateway.output.len());
+}
+
+#[tokio::test]
+async fn a_closed_standard_output_ends_it() {
+    let gateway = gateway(&[]);
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    assert!(matches!(copy(&gateway, None, writer.into()).await.0, Attached::StdoutClosed));
+}
