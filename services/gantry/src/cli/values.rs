@@ -46,7 +46,7 @@ pub(crate) struct CacheArg {
 
 /// `--env`
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Copied {
+pub(crate) struct EnvironmentArg {
     pub(crate) name: OsString,
     /// `None`: copied from our environment.
     pub(crate) value: Option<OsString>,
@@ -64,7 +64,7 @@ pub(crate) fn cache_parser() -> impl TypedValueParser<Value = CacheArg> {
     OsStringValueParser::new().try_map(|text| cache(&text))
 }
 
-pub(crate) fn environment_parser() -> impl TypedValueParser<Value = Copied> {
+pub(crate) fn environment_parser() -> impl TypedValueParser<Value = EnvironmentArg> {
     OsStringValueParser::new().try_map(|text| environment(&text))
 }
 
@@ -153,7 +153,7 @@ fn cache(text: &OsStr) -> Result<CacheArg, String> {
 }
 
 /// Parses `K=V` or `K`.
-fn environment(text: &OsStr) -> Result<Copied, String> {
+fn environment(text: &OsStr) -> Result<EnvironmentArg, String> {
     let os = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
     let (name, value) = match split(text) {
         Some((name, value)) => (name, Some(os(value))),
@@ -162,7 +162,7 @@ fn environment(text: &OsStr) -> Result<Copied, String> {
     if name.is_empty() {
         return Err("write K=V to set a variable, or K to copy one of yours".to_owned());
     }
-    Ok(Copied { name: os(name), value })
+    Ok(EnvironmentArg { name: os(name), value })
 }
 
 fn check_name(name: &[u8]) -> Result<String, String> {
@@ -266,8 +266,9 @@ mod tests {
     #[test]
     fn variables_are_set_or_copied() {
         let parse = |text: &str| environment(OsStr::new(text));
-        let is =
-            |name: &str, value: Option<&str>| Ok(Copied { name: name.into(), value: value.map(Into::into) });
+        let is = |name: &str, value: Option<&str>| {
+            Ok(EnvironmentArg { name: name.into(), value: value.map(Into::into) })
+        };
         assert_eq!(parse("A=b=c"), is("A", Some("b=c")));
         assert_eq!(parse("A="), is("A", Some("")));
         assert_eq!(parse("A"), is("A", None));

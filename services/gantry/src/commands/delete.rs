@@ -120,7 +120,7 @@ async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result
 }
 
 /// What was let go of because a disk is full.
-pub(crate) struct Freed {
+pub(crate) struct FreedArtifacts {
     /// The workers whose disks are full.
     pub(crate) workers: Vec<String>,
     /// The artifacts.
@@ -128,7 +128,7 @@ pub(crate) struct Freed {
     pub(crate) collected: CollectResponse,
 }
 
-impl Freed {
+impl FreedArtifacts {
     pub(crate) fn json(&self) -> serde_json::Value {
         let artifacts: Vec<_> = self.artifacts.iter().map(shown::artifact).collect();
         json!({ "workers": self.workers, "artifacts": artifacts })
@@ -137,7 +137,10 @@ impl Freed {
 
 /// Lets go of artifacts that are only kept for a time, the oldest first, where the disk of their worker is full. `None`: no disk is.
 /// `changes`: whether anything is changed.
-pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> anyhow::Result<Option<Freed>> {
+pub(crate) async fn free_full_disks(
+    connection: &Connection,
+    changes: bool,
+) -> anyhow::Result<Option<FreedArtifacts>> {
     let mut full = full_workers(connection).await?;
     if full.is_empty() {
         return Ok(None);
@@ -169,7 +172,7 @@ pub(crate) async fn free_full_disks(connection: &Connection, changes: bool) -> a
     let collected =
         if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
     let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
-    Ok(Some(Freed { workers, artifacts, collected }))
+    Ok(Some(FreedArtifacts { workers, artifacts, collected }))
 }
 
 /// The workers whose disks are full, and how much is to be made free.
@@ -221,7 +224,7 @@ pub(crate) async fn gc(connection: &Connection, args: &GcArgs, as_json: bool) ->
             "collected": collected,
             "truncated": response.truncated,
             "size_bytes": queries::freed(&response),
-            "full_disks": freed_for_room.as_ref().map(Freed::json),
+            "full_disks": freed_for_room.as_ref().map(FreedArtifacts::json),
         }));
     }
     let mut text = match response.collected.is_empty() {

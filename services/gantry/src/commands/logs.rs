@@ -12,7 +12,7 @@ use crate::client::queries::workload;
 use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
-use crate::follow::end::{Brought, end};
+use crate::follow::end::{Delivery, end};
 use crate::follow::narrate::{Waiting, said};
 use crate::follow::stdin;
 use crate::follow::watch::Watch;
@@ -39,7 +39,7 @@ pub(crate) async fn attach_to(args: &AttachArgs, connection: &Connection, ui: &U
         acknowledge: true,
     };
     let followed = follow.run(&mut signals).await?;
-    let code = end(ui, &followed, &Ok(Brought::Whole));
+    let code = end(ui, &followed, &Ok(Delivery::Whole));
     ui.event("finished", shown::finished(&followed.finished, code));
     Ok(code)
 }

@@ -61,7 +61,7 @@ pub(crate) struct Streams {
 
 /// How an attachment ended.
 #[derive(Debug)]
-pub(crate) enum Attached {
+pub(crate) enum AttachEnd {
     /// All output came and was written.
     Done,
     /// Our standard output was closed.
@@ -73,19 +73,19 @@ pub(crate) enum Attached {
     /// The rest of the output cannot be had.
     Lost(Refused),
     /// The same: the workload has ended, and its worker is not there.
-    Away(Away),
+    Away(MissingWorker),
 }
 
 /// A worker that does not answer, and why nobody waits for it.
 #[derive(Debug)]
-pub(crate) enum Away {
+pub(crate) enum MissingWorker {
     /// It has gone: this was its name.
     Gone(String),
     /// It is lost, and may come back.
     Lost(Box<Worker>),
 }
 
-impl fmt::Display for Away {
+impl fmt::Display for MissingWorker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gone(name) => write!(f, "its worker, {name}, has gone with what it kept"),
@@ -97,7 +97,7 @@ impl fmt::Display for Away {
     }
 }
 
-impl Away {
+impl MissingWorker {
     /// What the scheduler says of the worker of a workload that has ended. `None`: that it may answer, or nothing.
     async fn of(connection: &Connection, ended: &Workload) -> Option<Self> {
         let there = ended.whereabouts.as_ref().filter(|_| ended.state() == WorkloadState::Finished)?;
@@ -123,7 +123,7 @@ pub(crate) async fn attach(
     workload: &str,
     mut whereabouts: Whereabouts,
     streams: &mut Streams,
-) -> Attached {
+) -> AttachEnd {
     let mut outage = Outage::default();
     let interrupted = AtomicBool::new(false);
     loop {
@@ -132,7 +132,7 @@ pub(crate) async fn attach(
                 // Another attempt is another process, with output of its own.
                 match restart(streams).await {
                     Ok(()) => {}
-                    Err(Closed) => return Attached::StdoutClosed,
+                    Err(Closed) => return AttachEnd::StdoutClosed,
                 }
             }
             streams.process = Some(whereabouts.attempt_id.clone());
@@ -143,20 +143,20 @@ pub(crate) async fn attach(
             Err(refused) => refused,
         };
         if refused.is(Reason::Unsupported) && interrupted.load(Ordering::Relaxed) {
-            return Attached::InterruptRefused;
+            return AttachEnd::InterruptRefused;
         }
         if refused.is(Reason::Unsupported) && streams.stdin.take().is_some() {
-            return Attached::InputRefused(refused);
+            return AttachEnd::InputRefused(refused);
         }
         let elsewhere = refused.is(Reason::NotAttended);
         if !refused.is_transient() && !elsewhere {
-            return Attached::Lost(refused);
+            return AttachEnd::Lost(refused);
         }
         if progress(streams) != before {
             outage.over();
         }
         if !outage.goes_on(streams.opened.take()) {
-            return Attached::Lost(refused);
+            return AttachEnd::Lost(refused);
         }
         if outage.is_news() {
             let (worker, why, patience) = (&whereabouts.worker_name, refused.why(), duration(PATIENCE));
@@ -169,8 +169,8 @@ pub(crate) async fn attach(
         // Whether that helps shows in the next try.
         _ = connection.revive(ui).await;
         let Some(now) = current(connection, workload).await else { continue };
-        if let Some(away) = Away::of(connection, &now).await {
-            return Attached::Away(away);
+        if let Some(away) = MissingWorker::of(connection, &now).await {
+            return AttachEnd::Away(away);
         }
         whereabouts = now.whereabouts.unwrap_or(whereabouts);
     }
@@ -199,7 +199,7 @@ async fn once(
     whereabouts: &Whereabouts,
     streams: &mut Streams,
     interrupted: &AtomicBool,
-) -> Result<Attached, Refused> {
+) -> Result<AttachEnd, Refused> {
     let unusable = |error: anyhow::Error| {
         Refused::from(Reason::WorkerUnreachable.status("gantry", crate::ending::error::describe(&error)))
     };
@@ -208,9 +208,9 @@ async fn once(
     let doubt = async {
         tokio::time::sleep(DOUBTED_AFTER).await;
         match current(connection, workload).await {
-            Some(now) => match Away::of(connection, &now).await {
+            Some(now) => match MissingWorker::of(connection, &now).await {
                 // It may answer all the same, later than others.
-                Some(lost @ Away::Lost(_)) => {
+                Some(lost @ MissingWorker::Lost(_)) => {
                     tokio::time::sleep(LOST_AFTER).await;
                     Some(lost)
                 }
@@ -221,7 +221,7 @@ async fn once(
     };
     let (asks, responses) = tokio::select! {
         opened = open(containers, &connection.team, whereabouts, streams) => opened?,
-        Some(away) = doubt => return Ok(Attached::Away(away)),
+        Some(away) = doubt => return Ok(AttachEnd::Away(away)),
     };
 
     let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
@@ -246,7 +246,7 @@ async fn once(
     tokio::select! {
         never = interrupting => match never {},
         end = receive(responses, ui, [stdout, stderr], &taken, opened) => end,
-        Closed = sender.run(stdin.as_mut()) => Ok(Attached::StdoutClosed),
+        Closed = sender.run(stdin.as_mut()) => Ok(AttachEnd::StdoutClosed),
     }
 }
 
@@ -289,18 +289,18 @@ async fn receive(
     mut responses: Streaming<AttachResponse>,
     ui: &Ui,
     [stdout, stderr]: [&mut Sink; 2],
-    taken: &watch::Sender<Option<Taken>>,
+    taken: &watch::Sender<Option<InputPosition>>,
     opened: &mut Option<Instant>,
-) -> Result<Attached, Refused> {
+) -> Result<AttachEnd, Refused> {
     while let Some(AttachResponse { message }) = responses.message().await? {
         let written = match message {
             Some(Say::Started(started)) => {
                 *opened = Some(Instant::now());
-                taken.send_replace(Some(Taken { offset: started.stdin_offset, ended: false }));
+                taken.send_replace(Some(InputPosition { offset: started.stdin_offset, ended: false }));
                 Ok(())
             }
             Some(Say::StdinAck(ack)) => {
-                taken.send_replace(Some(Taken { offset: ack.offset, ended: false }));
+                taken.send_replace(Some(InputPosition { offset: ack.offset, ended: false }));
                 Ok(())
             }
             Some(Say::Exited(_)) => {
@@ -334,12 +334,12 @@ async fn receive(
                     Ok(()) => stderr.flush().await,
                     closed => closed,
                 };
-                return Ok(if flushed.is_ok() { Attached::Done } else { Attached::StdoutClosed });
+                return Ok(if flushed.is_ok() { AttachEnd::Done } else { AttachEnd::StdoutClosed });
             }
             None => Ok(()),
         };
         if let Err(Closed) = written {
-            return Ok(Attached::StdoutClosed);
+            return Ok(AttachEnd::StdoutClosed);
         }
     }
     Err(Refused::cut())
@@ -370,7 +370,7 @@ fn missing(ui: &Ui, sink: &mut Sink, which: Which, bytes: u64) {
 
 /// How much input the process has taken.
 #[derive(Debug, Clone, Copy, Default)]
-struct Taken {
+struct InputPosition {
     offset: u64,
     /// It takes no more.
     ended: bool,
@@ -381,7 +381,7 @@ struct Sender {
     /// Up to where output was written, unless it is not acknowledged.
     written: Option<[watch::Receiver<u64>; 2]>,
     closed: watch::Receiver<u64>,
-    taken: watch::Receiver<Option<Taken>>,
+    taken: watch::Receiver<Option<InputPosition>>,
     asks: mpsc::Sender<AttachRequest>,
 }
 
@@ -412,7 +412,7 @@ impl Sender {
 /// Returns when all input was sent, the process takes no more, or the call broke.
 async fn send_input(
     stdin: &mut Stdin,
-    mut taken: watch::Receiver<Option<Taken>>,
+    mut taken: watch::Receiver<Option<InputPosition>>,
     asks: &mpsc::Sender<AttachRequest>,
 ) {
     let Ok(first) = taken.wait_for(Option::is_some).await.map(|taken| taken.unwrap_or_default()) else {

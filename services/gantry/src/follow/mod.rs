@@ -23,7 +23,7 @@ use crate::client::connect::{Connection, Pause};
 use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
-use crate::follow::attach::{Attached, Streams, attach, detach};
+use crate::follow::attach::{AttachEnd, Streams, attach, detach};
 use crate::follow::narrate::{Waiting, said};
 use crate::follow::stdin::Stdin;
 use crate::follow::watch::Watch;
@@ -63,7 +63,7 @@ pub(crate) struct Follow<'a> {
 }
 
 /// A workload that was followed to its end.
-pub(crate) struct Followed {
+pub(crate) struct FollowResult {
     pub(crate) finished: Finished,
     /// The exit code of whatever made us cancel it.
     pub(crate) asked: Option<u8>,
@@ -92,7 +92,7 @@ struct State {
 
 impl Follow<'_> {
     /// Until the workload has ended and all its output was written. [`Interrupted`]: we do not wait for that.
-    pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<Followed> {
+    pub(crate) async fn run(&self, signals: &mut Signals) -> anyhow::Result<FollowResult> {
         let mut watch = Watch::new(self.connection, self.ui, self.workload.clone());
         let mut state = State::default();
         let mut output_lost = false;
@@ -117,7 +117,7 @@ impl Follow<'_> {
                 code = signals.next() => self.signalled(code, &mut state).await?,
             }
         };
-        Ok(Followed { finished, asked: state.asked, unread: state.unread, output_lost })
+        Ok(FollowResult { finished, asked: state.asked, unread: state.unread, output_lost })
     }
 
     /// Copies output and input until there is no more. Answers whether some of it is lost.
@@ -148,11 +148,11 @@ impl Follow<'_> {
                     },
                 }
             };
-            if let Ok(Attached::InterruptRefused) = &attached {
+            if let Ok(AttachEnd::InterruptRefused) = &attached {
                 self.cancel(state);
                 continue;
             }
-            let Ok(Attached::InputRefused(refused)) = &attached else { break attached };
+            let Ok(AttachEnd::InputRefused(refused)) = &attached else { break attached };
             // It would wait for the rest for ever.
             ui.error(&format!("standard input cannot be sent to the command, which is ended: {refused}"));
             if state.asked.is_none() && state.finished.is_none() {
@@ -161,7 +161,7 @@ impl Follow<'_> {
             state.asked.get_or_insert(exit_code::OURS);
         };
         let failure = match (&attached, streams.stdout.failure()) {
-            (Ok(Attached::StdoutClosed), Some(error)) => {
+            (Ok(AttachEnd::StdoutClosed), Some(error)) => {
                 Some(format!("cannot write to standard output: {error}"))
             }
             _ => None,
@@ -172,19 +172,19 @@ impl Follow<'_> {
         let code = if failure.is_some() { exit_code::OURS } else { exit_code::PIPE };
         match (attached, self.on_signal) {
             // An attach that starts late may miss the first output.
-            (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Leave) => Ok(false),
-            (Ok(Attached::Done | Attached::InterruptRefused), OnSignal::Cancel) => {
+            (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Leave) => Ok(false),
+            (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Cancel) => {
                 Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)
             }
-            (Ok(Attached::Lost(refused) | Attached::InputRefused(refused)), _) => {
+            (Ok(AttachEnd::Lost(refused) | AttachEnd::InputRefused(refused)), _) => {
                 ui.warn(&lost(&self.workload, had(&streams), &refused));
                 Ok(true)
             }
-            (Ok(Attached::Away(away)), _) => {
+            (Ok(AttachEnd::Away(away)), _) => {
                 ui.warn(&format!("{} cannot be had: {away}", output_of(&self.workload, had(&streams))));
                 Ok(true)
             }
-            (Ok(Attached::StdoutClosed), OnSignal::Leave) => {
+            (Ok(AttachEnd::StdoutClosed), OnSignal::Leave) => {
                 self.leave(&whereabouts, &streams, state).await;
                 Err(Interrupted(code).into())
             }
@@ -192,7 +192,7 @@ impl Follow<'_> {
                 self.leave(&whereabouts, &streams, state).await;
                 Err(Interrupted(code).into())
             }
-            (Ok(Attached::StdoutClosed), OnSignal::Cancel) => {
+            (Ok(AttachEnd::StdoutClosed), OnSignal::Cancel) => {
                 if state.finished.is_none() {
                     if state.asked.is_none() {
                         self.cancel(state);

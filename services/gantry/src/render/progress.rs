@@ -18,9 +18,9 @@ const LONGEST: usize = 60;
 
 /// Counts what is done and paints it. Cheap to clone; clones count together. The last one that is dropped wipes the bar away.
 #[derive(Clone)]
-pub(crate) struct Progress(Arc<Painted>);
+pub(crate) struct Progress(Arc<ProgressBar>);
 
-struct Painted {
+struct ProgressBar {
     counts: Arc<Counts>,
     screen: Arc<Screen>,
     /// Ends with it.
@@ -46,7 +46,7 @@ impl Progress {
         if !quiet {
             painter.spawn(paint(counts.clone(), screen.clone()));
         }
-        Self(Arc::new(Painted { counts, screen: screen.clone(), painter }))
+        Self(Arc::new(ProgressBar { counts, screen: screen.clone(), painter }))
     }
 
     /// What is being done to `name` from now on.
@@ -70,7 +70,7 @@ impl Progress {
     }
 }
 
-impl Drop for Painted {
+impl Drop for ProgressBar {
     fn drop(&mut self) {
         *self.counts.ended.lock().unwrap_or_else(PoisonError::into_inner) = true;
         self.painter.abort_all();

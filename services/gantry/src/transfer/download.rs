@@ -35,9 +35,9 @@ use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
-use crate::transfer::receive::{LISTED, Mode, Placed, Staged, ask, next, receive_manifest};
+use crate::transfer::receive::{LISTED, MergeReport, Mode, StagedTree, ask, next, receive_manifest};
 use crate::transfer::staging::{Staging, Target, TargetLock};
-use crate::transfer::tree::{self, Remembered, StopOnDrop};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
 /// How many paths that were not written are named.
 const NAMED: usize = 5;
@@ -65,7 +65,7 @@ impl Downloader<'_> {
         name: &str,
         directory: &Path,
         base: Option<&Arc<Manifest>>,
-    ) -> anyhow::Result<Downloaded> {
+    ) -> anyhow::Result<DownloadResult> {
         let (mut pause, mut avoid) = (Pause::default(), Vec::new());
         for attempt in 1.. {
             self.progress.doing("downloading", name);
@@ -93,7 +93,7 @@ impl Downloader<'_> {
         directory: &Path,
         base: Option<&Arc<Manifest>>,
         avoid: &mut Vec<String>,
-    ) -> anyhow::Result<Downloaded> {
+    ) -> anyhow::Result<DownloadResult> {
         let started = Instant::now();
         if !self.take.follow_links {
             refuse_links(directory)?;
@@ -115,7 +115,7 @@ impl Downloader<'_> {
         avoid.push(gateway_endpoint.clone());
         let path = target.path.clone();
         // Meanwhile, as it takes about as long.
-        let remembered = tokio::task::spawn_blocking(move || Remembered::load("download", &path));
+        let remembered = tokio::task::spawn_blocking(move || DirectoryCache::load("download", &path));
 
         let (asks, queue) = mpsc::channel(4);
         // The queue is empty and its other end is there.
@@ -128,7 +128,7 @@ impl Downloader<'_> {
         }
 
         let whole = Arc::new(manifest);
-        let Compared { tree, dropped, standing } = self.compare(&target, &whole, base).await?;
+        let Comparison { tree, dropped, standing } = self.compare(&target, &whole, base).await?;
         if replaces {
             check_losses(&dropped)?;
         }
@@ -171,7 +171,7 @@ impl Downloader<'_> {
         details["removed_entries"] = placed.gone.removed.into();
         self.ui.event("downloaded", details.clone());
         let has_conflicts = !placed.merged.is_empty() || !placed.gone.changed.is_empty();
-        Ok(Downloaded { details, has_conflicts })
+        Ok(DownloadResult { details, has_conflicts })
     }
 
     /// Leaves out what the target does not take and, of what was sent from it, what the command left alone.
@@ -180,19 +180,19 @@ impl Downloader<'_> {
         target: &Target,
         manifest: &Arc<Manifest>,
         base: Option<&Arc<Manifest>>,
-    ) -> anyhow::Result<Compared> {
+    ) -> anyhow::Result<Comparison> {
         let allowed =
             Allowed { git_programs: self.take.allow_git_hooks, special: self.take.preserve_special };
         let (path, manifest, base) = (target.path.clone(), manifest.clone(), base.cloned());
         let compared = tokio::task::spawn_blocking(move || {
             let Some(base) = base else {
                 let Guarded { tree, dropped } = transfer::guard(&path, &manifest, allowed)?;
-                return Ok(Compared { tree, dropped, standing: None });
+                return Ok(Comparison { tree, dropped, standing: None });
             };
             let changes = transfer::changes(&base, &manifest)?;
             let Guarded { tree, dropped } = transfer::guard(&path, changes.manifest(), allowed)?;
             let standing = Standing::of(&path, &base, tree.manifest(), &manifest, &dropped, allowed);
-            Ok::<_, anyhow::Error>(Compared {
+            Ok::<_, anyhow::Error>(Comparison {
                 tree: tree.within(&changes),
                 dropped,
                 standing: Some(standing),
@@ -202,7 +202,7 @@ impl Downloader<'_> {
     }
 
     /// Names what was changed on both sides.
-    fn say_placed(&self, name: &str, directory: &Path, placed: &Placed) {
+    fn say_placed(&self, name: &str, directory: &Path, placed: &MergeReport) {
         let at = |path: &Path| plain(&directory.join(path).display().to_string(), SHOWN);
         for Conflict { path, result } in placed.merged.iter().take(NAMED) {
             let path = at(path);
@@ -270,8 +270,8 @@ impl Downloader<'_> {
         target: &Target,
         manifest: &Arc<Manifest>,
         replace: bool,
-        remembered: JoinHandle<Remembered>,
-    ) -> anyhow::Result<(Staged, Runs)> {
+        remembered: JoinHandle<DirectoryCache>,
+    ) -> anyhow::Result<(StagedTree, Runs)> {
         let mut remembered = remembered.await.context("reading ended unexpectedly")?;
         let (target, manifest) = (target.clone(), manifest.clone());
         let stop = StopOnDrop(Arc::default());
@@ -300,7 +300,7 @@ impl Downloader<'_> {
                 matches.prepare(&target.path, &mut writer)?;
             }
             let wanted = writer.missing();
-            Ok::<_, anyhow::Error>((Staged { writer, matches, directory, remembered }, wanted))
+            Ok::<_, anyhow::Error>((StagedTree { writer, matches, directory, remembered }, wanted))
         });
         staging.await.context("writing ended unexpectedly")?
     }
@@ -308,9 +308,9 @@ impl Downloader<'_> {
     async fn receive_content(
         &self,
         mut answers: Streaming<ReadResponse>,
-        staged: Staged,
+        staged: StagedTree,
         tree: Arc<Subtree>,
-    ) -> anyhow::Result<Staged> {
+    ) -> anyhow::Result<StagedTree> {
         let (chunks, mut queue) = mpsc::channel::<rpc::pb::runtime::Chunk>(4);
         let progress = self.progress.clone();
         let writing = tokio::task::spawn_blocking(move || {
@@ -366,7 +366,7 @@ impl Downloader<'_> {
         artifact: ArtifactId,
         name: &str,
         directory: &Path,
-        placed: &Placed,
+        placed: &MergeReport,
         manifest: &Manifest,
         fetched: &str,
     ) -> Value {
@@ -395,7 +395,7 @@ fn details(artifact: ArtifactId, name: &str, directory: &str, manifest: &Manifes
 }
 
 /// An artifact that was brought.
-pub(crate) struct Downloaded {
+pub(crate) struct DownloadResult {
     /// What was done, for programs.
     pub(crate) details: Value,
     /// Whether something was changed in the directory and by the command.
@@ -403,7 +403,7 @@ pub(crate) struct Downloaded {
 }
 
 /// A tree that came, compared with the directory that it goes into.
-struct Compared {
+struct Comparison {
     /// What may be written.
     tree: Subtree,
     dropped: Vec<Dropped>,

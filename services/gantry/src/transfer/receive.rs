@@ -18,7 +18,7 @@ use transfer::{
 
 use crate::ending::error::Refused;
 use crate::transfer::staging::{Staging, Target, check_replace};
-use crate::transfer::tree::{self, Remembered};
+use crate::transfer::tree::{self, DirectoryCache};
 
 /// How many paths are listed for programs.
 pub(super) const LISTED: usize = 1000;
@@ -38,14 +38,14 @@ pub(super) enum Mode {
 
 /// What was done to a target.
 #[derive(Default)]
-pub(super) struct Placed {
+pub(super) struct MergeReport {
     /// How many entries were put in place.
     pub(super) written: u64,
     pub(super) merged: Vec<Conflict>,
     pub(super) gone: Gone,
 }
 
-impl Placed {
+impl MergeReport {
     /// What was changed on both sides, for programs: the first of it, and how much it is.
     pub(super) fn conflicts(&self) -> Value {
         let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.as_ref().map(|result| result.to_string_lossy()) });
@@ -90,23 +90,23 @@ pub(super) fn ask(message: Ask) -> ReadRequest {
 }
 
 /// A tree that is being written.
-pub(super) struct Staged {
+pub(super) struct StagedTree {
     pub(super) writer: TreeWriter,
     pub(super) matches: Matches,
     pub(super) directory: Staging,
-    pub(super) remembered: Remembered,
+    pub(super) remembered: DirectoryCache,
 }
 
-impl Staged {
+impl StagedTree {
     pub(super) fn put_in_place(
         self,
         target: &Target,
         manifest: &Manifest,
         mode: &Mode,
-    ) -> anyhow::Result<Placed> {
+    ) -> anyhow::Result<MergeReport> {
         let Self { writer, matches, directory, mut remembered } = self;
         writer.finish()?;
-        let mut placed = Placed::default();
+        let mut placed = MergeReport::default();
         let standing = match mode {
             Mode::InPlace { standing, .. } => Some(standing.as_ref()),
             Mode::Merge | Mode::Replace => None,

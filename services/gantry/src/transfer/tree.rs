@@ -23,12 +23,12 @@ pub(crate) fn digest(bytes: &[u8]) -> anyhow::Result<Digest> {
 }
 
 /// What is remembered of the files of one directory on this machine, from scan to scan.
-pub(crate) struct Remembered {
+pub(crate) struct DirectoryCache {
     file: Option<PathBuf>,
     pub(crate) cache: StatCache,
 }
 
-impl Remembered {
+impl DirectoryCache {
     /// What is known of the directory at `path`, which was scanned for `what` before.
     pub(crate) fn load(what: &str, path: &Path) -> Self {
         // Without a place for it, everything is read each time.

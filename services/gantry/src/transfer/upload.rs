@@ -40,7 +40,7 @@ use crate::transfer::directories::inside;
 use crate::transfer::ignore::Rules;
 use crate::transfer::send::{SendError, send_tree};
 use crate::transfer::staging;
-use crate::transfer::tree::{self, Remembered, StopOnDrop};
+use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
 /// How often a directory whose files change while they are sent is sent.
 const TRIES: usize = 4;
@@ -150,7 +150,7 @@ impl Uploader<'_> {
         Ok(artifact)
     }
 
-    async fn scan(&self, directory: &Directory<'_>) -> anyhow::Result<Scanned> {
+    async fn scan(&self, directory: &Directory<'_>) -> anyhow::Result<ScanResult> {
         let stop = StopOnDrop(Arc::new(AtomicBool::new(false)));
         let (path, left_out) = (directory.path.to_owned(), directory.left_out.clone());
         let (gitignore, stopped) = (self.scan.gitignore, stop.0.clone());
@@ -160,7 +160,7 @@ impl Uploader<'_> {
             let exclude = |path: &Path, is_directory| {
                 path.file_name().is_some_and(staging::is_staging) || rules.exclude(path, is_directory)
             };
-            let mut remembered = Remembered::load("upload", &root);
+            let mut remembered = DirectoryCache::load("upload", &root);
             let options = ScanOptions {
                 ownership: transfer::ScannedOwnership::Root,
                 exclude: Some(&exclude),
@@ -170,7 +170,7 @@ impl Uploader<'_> {
             let scan = transfer::scan(&root, &options, Some(&mut remembered.cache))?;
             rules.finish()?;
             remembered.save();
-            Ok::<_, anyhow::Error>(Scanned { manifest: Arc::new(scan.manifest), problems: scan.problems })
+            Ok::<_, anyhow::Error>(ScanResult { manifest: Arc::new(scan.manifest), problems: scan.problems })
         });
         scanned.await.context("the scan ended unexpectedly")?.map_err(|error| {
             match error.downcast::<ScanError>() {
@@ -221,7 +221,7 @@ impl Uploader<'_> {
         )
     }
 
-    fn say(&self, name: &str, manifest: &Manifest, sent: &Sent, started: Instant) {
+    fn say(&self, name: &str, manifest: &Manifest, sent: &SendResult, started: Instant) {
         let what = format!("{name}: {}", amount(manifest));
         let took = duration(started.elapsed());
         self.ui.note(&match sent.bytes {
@@ -244,7 +244,11 @@ impl Uploader<'_> {
         );
     }
 
-    async fn send(&self, directory: &Directory<'_>, manifest: &Arc<Manifest>) -> Result<Sent, SendError> {
+    async fn send(
+        &self,
+        directory: &Directory<'_>,
+        manifest: &Arc<Manifest>,
+    ) -> Result<SendResult, SendError> {
         let digest = manifest.tree_digest().as_bytes().to_vec();
         let (requests, queue) = mpsc::channel(2);
         let open = UploadOpen {
@@ -273,7 +277,7 @@ impl Uploader<'_> {
                 Some(upload_response::Message::Uploaded(uploaded)) => {
                     let artifact =
                         uploaded.artifact_id.parse().context("the streamer answered no artifact")?;
-                    return Ok(Sent { artifact, bytes: sent });
+                    return Ok(SendResult { artifact, bytes: sent });
                 }
                 Some(upload_response::Message::GoTo(go_to)) => {
                     // An answer before all was sent is a refusal.
@@ -379,12 +383,12 @@ impl Uploader<'_> {
     }
 }
 
-struct Scanned {
+struct ScanResult {
     manifest: Arc<Manifest>,
     problems: Vec<Problem>,
 }
 
-struct Sent {
+struct SendResult {
     artifact: ArtifactId,
     /// `None`: the cluster had it.
     bytes: Option<u64>,

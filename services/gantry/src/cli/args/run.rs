@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::cli::args::transfers::{ScanArgs, TakeArgs};
-use crate::cli::values::{self, CacheArg, Copied, InputArg, OutputArg};
+use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg};
 
 /// `gantry run`
 #[derive(Debug, Args)]
@@ -84,7 +84,7 @@ pub(crate) struct RunArgs {
         value_parser = values::environment_parser(),
         help_heading = "The process"
     )]
-    pub(crate) environment: Vec<Copied>,
+    pub(crate) environment: Vec<EnvironmentArg>,
     /// Working directory, absolute or as seen from /workspace; inputs and outputs are below it
     #[arg(long = "dir", value_name = "PATH", default_value = "/workspace", help_heading = "The process")]
     pub(crate) directory: OsString,

@@ -30,8 +30,8 @@ use crate::client::placement::{self, WorkerChoice};
 use crate::client::{caches, why};
 use crate::ending::error::{self, Interrupted, Refused, refusal};
 use crate::ending::signals::Signals;
-use crate::follow::end::{Brought, end};
-use crate::follow::{Follow, Followed, GRACE, OnSignal, cancel};
+use crate::follow::end::{Delivery, end};
+use crate::follow::{Follow, FollowResult, GRACE, OnSignal, cancel};
 use crate::render::stdout;
 use crate::render::ui::Ui;
 use crate::render::{explanation, json as shown};
@@ -89,7 +89,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     let workload = WorkloadId::new();
 
     // Until the workload is submitted, whoever walks away leaves nothing behind that does not go by itself.
-    let Prepared { inputs, sent, build, caches } = tokio::select! {
+    let RunInputs { inputs, sent, build, caches } = tokio::select! {
         prepared = prepare(args, connection, ui, workload) => prepared?,
         code = signals.next() => return Err(Interrupted(code).into()),
     };
@@ -150,7 +150,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
 }
 
 /// What a workload needs before it is submitted.
-struct Prepared {
+struct RunInputs {
     /// What is uploaded or taken, for each input.
     inputs: Vec<ArtifactId>,
     /// The trees of directories to which outputs come back, by the names of these.
@@ -166,10 +166,10 @@ async fn prepare(
     connection: &Connection,
     ui: &Ui,
     workload: WorkloadId,
-) -> anyhow::Result<Prepared> {
+) -> anyhow::Result<RunInputs> {
     let (inputs, sent, build) = prepare_inputs(args, connection, ui, workload).await?;
     let caches = caches::mounts(connection, &args.caches).await?;
-    Ok(Prepared { inputs, sent, build, caches })
+    Ok(RunInputs { inputs, sent, build, caches })
 }
 
 async fn prepare_inputs(
@@ -259,11 +259,11 @@ async fn download(
     args: &RunArgs,
     connection: &Connection,
     ui: &Ui,
-    followed: &Followed,
+    followed: &FollowResult,
     sent: &HashMap<String, Arc<Manifest>>,
-) -> anyhow::Result<Brought> {
-    let Followed { finished, asked, .. } = followed;
-    let mut brought = Brought::Whole;
+) -> anyhow::Result<Delivery> {
+    let FollowResult { finished, asked, .. } = followed;
+    let mut brought = Delivery::Whole;
     let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
     if finished.outputs.is_empty() {
         if wanted.count() > 0 && finished.failure.is_none() && finished.exit.is_none() {
@@ -318,7 +318,7 @@ async fn download(
                 ));
             })?;
         if downloaded.has_conflicts {
-            brought = Brought::WithConflicts;
+            brought = Delivery::WithConflicts;
         }
     }
     Ok(brought)

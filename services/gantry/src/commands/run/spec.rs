@@ -12,7 +12,7 @@ use rpc::pb::scheduler::{
 };
 
 use crate::cli::args::{NetworkArg, RunArgs};
-use crate::cli::values::{Copied, InputArg, Source};
+use crate::cli::values::{EnvironmentArg, InputArg, Source};
 use crate::follow::stdin;
 use crate::render::ui::Ui;
 
@@ -88,12 +88,12 @@ pub(super) fn spec_input((input, artifact): (&InputArg, ArtifactId)) -> Input {
 
 /// The last one of a name counts. What shall be copied and is not there is left out, and said.
 pub(super) fn environment(
-    variables: &[Copied],
+    variables: &[EnvironmentArg],
     ours: impl Fn(&OsString) -> Option<OsString>,
     ui: &Ui,
 ) -> anyhow::Result<Vec<EnvironmentVariable>> {
     let mut set: Vec<(OsString, OsString)> = Vec::new();
-    for Copied { name, value } in variables {
+    for EnvironmentArg { name, value } in variables {
         let value = match value {
             Some(value) => value.clone(),
             None => match ours(name) {

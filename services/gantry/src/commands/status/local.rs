@@ -15,7 +15,7 @@ use serde_json::json;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{Glance, Seen};
+use super::{ClusterView, Glance};
 use crate::cli::addresses::Addresses;
 use crate::client::token::read_token;
 use crate::cluster::{Paths, lock, start};
@@ -37,7 +37,7 @@ const YOUNG: Duration = Duration::from_secs(10);
 const NONE_RUNS: u8 = 1;
 
 /// Looks at the cluster on this machine.
-pub(crate) async fn status() -> anyhow::Result<Seen> {
+pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     let paths = Paths::find()?;
     let Some(endpoint) = found(&paths).await else {
         if let Some(holder) = lock::holder(&paths.lock()) {
@@ -49,7 +49,11 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
             );
         }
         let text = "no cluster runs on this machine; `gantry run` starts one, `gantry up` keeps one in the foreground\n";
-        return Ok(Seen { text: text.to_owned(), document: json!({ "running": false }), code: NONE_RUNS });
+        return Ok(ClusterView {
+            text: text.to_owned(),
+            document: json!({ "running": false }),
+            code: NONE_RUNS,
+        });
     };
     let peer = peer(&endpoint, Outgoing::internal())?;
     let mut cluster = ClusterClient::new(peer.clone());
@@ -63,7 +67,7 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
     };
     let local = response.map_err(refused("cannot ask the cluster"))?.into_inner();
     let volumes = volumes(&peer).await.map_err(refused("cannot list volumes"))?;
-    let used = Used::of(&volumes);
+    let used = DiskUsage::of(&volumes);
     // Gateways that joined it over TCP ask for its token.
     let token = read_token(&paths.token()).ok();
     let outgoing = Outgoing::internal().with_token(token.as_deref());
@@ -80,7 +84,7 @@ pub(crate) async fn status() -> anyhow::Result<Seen> {
     let mut document = as_document(&local, &used);
     glance.fill(&mut document);
     let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
-    Ok(Seen { text, document, code: 0 })
+    Ok(ClusterView { text, document, code: 0 })
 }
 
 /// The address of the cluster. Waits a moment for one that starts or ends: it holds the lock and does not listen.
@@ -121,14 +125,14 @@ async fn volumes(peer: &Peer) -> Result<Vec<Volume>, Status> {
 
 /// What fills the disk. Blocks that volumes share count for each of them.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Used {
+struct DiskUsage {
     artifacts: u64,
     artifact_bytes: u64,
     volumes: u64,
     volume_bytes: u64,
 }
 
-impl Used {
+impl DiskUsage {
     fn of(volumes: &[Volume]) -> Self {
         let replicas = volumes.iter().filter(|volume| volume.purpose() == VolumePurpose::Replica);
         let artifacts: BTreeMap<_, _> =
@@ -142,7 +146,7 @@ impl Used {
     }
 }
 
-fn as_document(status: &GetStatusResponse, used: &Used) -> serde_json::Value {
+fn as_document(status: &GetStatusResponse, used: &DiskUsage) -> serde_json::Value {
     let seconds = |duration: &prost_types::Duration| duration.seconds;
     json!({
         "running": true,
@@ -160,7 +164,7 @@ fn as_document(status: &GetStatusResponse, used: &Used) -> serde_json::Value {
     })
 }
 
-fn as_fields(status: &GetStatusResponse, used: &Used) -> Vec<(&'static str, String)> {
+fn as_fields(status: &GetStatusResponse, used: &DiskUsage) -> Vec<(&'static str, String)> {
     let time = |time: &Option<prost_types::Duration>| {
         time.and_then(|time| Duration::try_from(time).ok()).map(duration)
     };
@@ -201,8 +205,8 @@ mod tests {
             volume(VolumePurpose::Replica, "b", 2),
             volume(VolumePurpose::Scratch, "", 1),
         ];
-        let used = Used { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 13 };
-        assert_eq!(Used::of(&volumes), used);
+        let used = DiskUsage { artifacts: 2, artifact_bytes: 7, volumes: 4, volume_bytes: 13 };
+        assert_eq!(DiskUsage::of(&volumes), used);
     }
 
     #[test]

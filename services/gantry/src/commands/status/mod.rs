@@ -38,7 +38,7 @@ use crate::render::table::{count, filled, plain, render};
 const EVERY: Duration = Duration::from_secs(1);
 
 /// What was seen of a cluster.
-pub(crate) struct Seen {
+pub(crate) struct ClusterView {
     /// For people.
     pub(crate) text: String,
     /// For programs.
@@ -81,7 +81,7 @@ pub(crate) async fn status(args: &StatusArgs, global: &Global) -> anyhow::Result
     }
 }
 
-fn show(seen: &Seen, as_json: bool) -> anyhow::Result<()> {
+fn show(seen: &ClusterView, as_json: bool) -> anyhow::Result<()> {
     if as_json { print_json(&seen.document) } else { print(&seen.text) }
 }
 
@@ -105,9 +105,9 @@ fn redrawn(text: &str, columns: usize, rows: usize) -> String {
 }
 
 /// A cluster that cannot be seen just now goes on being watched.
-fn failed(error: &anyhow::Error) -> Seen {
+fn failed(error: &anyhow::Error) -> ClusterView {
     let message = describe(error);
-    Seen { text: format!("{message}\n"), document: json!({ "error": message }), code: 1 }
+    ClusterView { text: format!("{message}\n"), document: json!({ "error": message }), code: 1 }
 }
 
 /// What is different only because time passes makes no news.
@@ -123,7 +123,7 @@ fn lasting(document: &Value) -> Value {
     }
 }
 
-async fn look(global: &Global) -> anyhow::Result<Seen> {
+async fn look(global: &Global) -> anyhow::Result<ClusterView> {
     let Some(server) = &global.server else { return local::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
     let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
@@ -135,7 +135,7 @@ async fn look(global: &Global) -> anyhow::Result<Seen> {
     let glance = Glance::of(&addresses, &outgoing).await?;
     let mut document = json!({});
     glance.fill(&mut document);
-    Ok(Seen { text: glance.text(), document, code: glance.code() })
+    Ok(ClusterView { text: glance.text(), document, code: glance.code() })
 }
 
 /// What every cluster has.

@@ -140,7 +140,7 @@ impl Gateway {
 }
 
 /// How it ended, how many bytes came, and how many were missing.
-async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Attached, u64, u64) {
+async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (AttachEnd, u64, u64) {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("s");
     let listener = server::Listener::Unix(UnixListener::bind(&socket).expect("bound"));
@@ -204,7 +204,7 @@ async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
 
     let (end, received, missing) = copy(&gateway, Some(Stdin::from(pieces)), writer.into()).await;
 
-    assert!(matches!(end, Attached::Done), "{end:?}");
+    assert!(matches!(end, AttachEnd::Done), "{end:?}");
     assert_eq!((received, missing), (gateway.output.len() as u64, 0));
     assert!(output.join().expect("ended") == gateway.output, "the output arrived as it was");
     assert!(*gateway.input.lock().expect("held") == all, "the input arrived as it was");
@@ -218,7 +218,7 @@ async fn what_is_gone_is_skipped() {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let output = drain(reader);
     let (end, received, missing) = copy(&gateway, None, writer.into()).await;
-    assert!(matches!(end, Attached::Done), "{end:?}");
+    assert!(matches!(end, AttachEnd::Done), "{end:?}");
     assert_eq!((received, missing), (gateway.output.len() as u64, 2 * PIECE as u64));
     assert!(output.join().expect("ended") == gateway.output[2 * PIECE..]);
 }
@@ -233,7 +233,7 @@ async fn only_output_that_was_written_is_acknowledged() {
     assert!(*gateway.acknowledged.lock().expect("held") <= 64 << 10);
     let output = drain(reader);
     gateway.input_closed.cancel();
-    assert!(matches!(copying.await.0, Attached::Done));
+    assert!(matches!(copying.await.0, AttachEnd::Done));
     assert_eq!(output.join().expect("ended").len(), gateway.output.len());
 }
 
@@ -242,5 +242,5 @@ async fn a_closed_standard_output_ends_it() {
     let gateway = gateway(&[]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
-    assert!(matches!(copy(&gateway, None, writer.into()).await.0, Attached::StdoutClosed));
+    assert!(matches!(copy(&gateway, None, writer.into()).await.0, AttachEnd::StdoutClosed));
 }
