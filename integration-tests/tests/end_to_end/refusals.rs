@@ -357,7 +357,7 @@ fn why_nothing_would_run_is_explained_and_nothing_runs() {
     let said = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
     let said = String::from_utf8(said).expect("text");
     assert!(
-        said.starts_with("no worker that is known could ever run it: who submits it now is refused\n"),
+        said.starts_with("no worker that is known could ever run it: it is refused if it is submitted now\n"),
         "{said}"
     );
     assert!(said.contains("lacks the tag gpu") && said.contains("it has the tag gpu"), "{said}");

@@ -45,7 +45,7 @@ pub(crate) fn text(response: &ExplainResponse, waits: bool) -> String {
             "no worker that is known could ever run it: it waits for one that registers and can\n".to_owned()
         }
         Verdict::Never => {
-            "no worker that is known could ever run it: who submits it now is refused\n".to_owned()
+            "no worker that is known could ever run it: it is refused if it is submitted now\n".to_owned()
         }
         Verdict::Unspecified => "the scheduler gives no verdict that is known here\n".to_owned(),
     };
@@ -155,7 +155,7 @@ mod tests {
         assert!(text(&response, false).contains("\nhow long that may take is unknown: none came free\n"));
         response.verdict = Verdict::Never.into();
         let never = [false, true].map(|waits| text(&response, waits));
-        assert!(never[0].contains("who submits it now is refused\n"), "{}", never[0]);
+        assert!(never[0].contains("it is refused if it is submitted now\n"), "{}", never[0]);
         assert!(never[1].contains("it waits for one that registers and can\n"), "{}", never[1]);
         let ordinals = [1, 2, 11, 12, 13, 21, 102, 111, 1013].map(ordinal);
         assert_eq!(ordinals, ["1st", "2nd", "11th", "12th", "13th", "21st", "102nd", "111th", "1013th"]);

@@ -23,6 +23,14 @@ pub(crate) fn worker_state(state: WorkerState) -> &'static str {
     }
 }
 
+/// The word for a value of a proto's enum: `LEASE_STATE_GRANTED` is `granted`.
+fn word(name: &str, prefix: &str) -> String {
+    match name.trim_start_matches(prefix) {
+        "UNSPECIFIED" => "unknown".to_owned(),
+        word => word.to_lowercase().replace('_', " "),
+    }
+}
+
 /// Whether a worker is in contact, and everything else that decides whether it gets work.
 pub(crate) fn standing(worker: &Worker) -> String {
     let mut words = vec![worker_state(worker.state())];
@@ -56,13 +64,8 @@ pub(crate) fn cores(millis: u64) -> String {
 }
 
 /// What a worker shall do.
-pub(crate) fn desire(desire: WorkerDesire) -> &'static str {
-    match desire {
-        WorkerDesire::Unspecified => "unknown",
-        WorkerDesire::Run => "run",
-        WorkerDesire::Cordon => "cordon",
-        WorkerDesire::Retire => "retire",
-    }
+pub(crate) fn desire(desire: WorkerDesire) -> String {
+    word(desire.as_str_name(), "WORKER_DESIRE_")
 }
 
 /// Whether a workload in this state holds a lease of its worker.
@@ -70,13 +73,8 @@ pub(crate) fn holds_lease(state: WorkloadState) -> bool {
     matches!(state, WorkloadState::Assigned | WorkloadState::Starting | WorkloadState::Running)
 }
 
-pub(crate) fn verdict(verdict: Verdict) -> &'static str {
-    match verdict {
-        Verdict::Unspecified => "unknown",
-        Verdict::Placed => "placed",
-        Verdict::NotNow => "not now",
-        Verdict::Never => "never",
-    }
+pub(crate) fn verdict(verdict: Verdict) -> String {
+    word(verdict.as_str_name(), "VERDICT_")
 }
 
 pub(crate) fn workload_state(state: WorkloadState) -> &'static str {
@@ -137,54 +135,17 @@ pub(crate) fn inventory_state(state: InventoryState) -> &'static str {
     }
 }
 
-pub(crate) fn import_state(state: ImportState) -> &'static str {
-    match state {
-        ImportState::Unspecified => "unknown",
-        ImportState::Importing => "importing",
-        ImportState::Imported => "imported",
-        ImportState::Failed => "failed",
-    }
+pub(crate) fn import_state(state: ImportState) -> String {
+    word(state.as_str_name(), "IMPORT_STATE_")
 }
 
-pub(crate) fn purpose(purpose: VolumePurpose) -> &'static str {
-    match purpose {
-        VolumePurpose::Unspecified => "unknown",
-        VolumePurpose::Replica => "replica",
-        VolumePurpose::Input => "input",
-        VolumePurpose::Output => "output",
-        VolumePurpose::Scratch => "scratch",
-    }
+pub(crate) fn purpose(purpose: VolumePurpose) -> String {
+    word(purpose.as_str_name(), "VOLUME_PURPOSE_")
 }
 
 /// Where something of the artifact store is in its life.
-pub(crate) fn explained_state(state: ExplainedState) -> &'static str {
-    match state {
-        ExplainedState::Unspecified => "unknown",
-        ExplainedState::Open => "open",
-        ExplainedState::Sealed => "sealed",
-        ExplainedState::Deleting => "deleting",
-        ExplainedState::Creating => "creating",
-        ExplainedState::Created => "created",
-        ExplainedState::Unconfirmed => "unconfirmed",
-        ExplainedState::Lost => "lost",
-        ExplainedState::Destroying => "destroying",
-        ExplainedState::Sweeping => "sweeping",
-        ExplainedState::Gone => "gone",
-        ExplainedState::GoingOn => "going on",
-        ExplainedState::Succeeded => "succeeded",
-        ExplainedState::Failed => "failed",
-        ExplainedState::Errored => "errored",
-        ExplainedState::Aborted => "aborted",
-        ExplainedState::Settled => "settled",
-        ExplainedState::Ended => "ended",
-        ExplainedState::Known => "known",
-        ExplainedState::BeingMade => "being made",
-        ExplainedState::Ready => "ready",
-        ExplainedState::Empty => "empty",
-        ExplainedState::Published => "published",
-        ExplainedState::InPlace => "in place",
-        ExplainedState::Orphaned => "orphaned",
-    }
+pub(crate) fn explained_state(state: ExplainedState) -> String {
+    word(state.as_str_name(), "EXPLAINED_STATE_")
 }
 
 /// Why an attempt or a lease shall stop, as `docs/errors.md` has it. Empty: it need not.
@@ -302,25 +263,12 @@ pub(crate) fn amounts(requests: &ResourceRequests) -> String {
     asked.join(", ")
 }
 
-pub(crate) fn lease_kind(kind: PlacementKind) -> &'static str {
-    match kind {
-        PlacementKind::Unspecified => "unknown",
-        PlacementKind::Transfer => "transfer",
-        PlacementKind::Task => "task",
-        PlacementKind::Get => "get",
-        PlacementKind::Put => "put",
-        PlacementKind::Check => "check",
-        PlacementKind::Service => "service",
-    }
+pub(crate) fn lease_kind(kind: PlacementKind) -> String {
+    word(kind.as_str_name(), "PLACEMENT_KIND_")
 }
 
-pub(crate) fn lease_state(state: LeaseState) -> &'static str {
-    match state {
-        LeaseState::Unspecified => "unknown",
-        LeaseState::Granted => "granted",
-        LeaseState::Ending => "ending",
-        LeaseState::Ended => "ended",
-    }
+pub(crate) fn lease_state(state: LeaseState) -> String {
+    word(state.as_str_name(), "LEASE_STATE_")
 }
 
 /// Why a lease ended. `None`: it has not.

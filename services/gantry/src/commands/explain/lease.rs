@@ -69,7 +69,7 @@ fn text(lease: &Lease, held: &[Relation], contact: Option<WorkerState>) -> Strin
     let relations: Vec<_> = held.iter().map(store::related).collect();
     let mut shown = vec![
         ("lease", lease.lease_id.clone()),
-        ("kind", labels::lease_kind(lease.kind()).to_owned()),
+        ("kind", labels::lease_kind(lease.kind())),
         ("state", standing(lease)),
         ("team", lease.team.clone()),
         ("owner", plain(&lease.owner, WIDTH)),
@@ -92,7 +92,7 @@ fn standing(lease: &Lease) -> String {
         LeaseState::Ending => {
             format!("{word} (it shall stop{}, and keeps its slot until it has)", stopped_for(lease))
         }
-        _ => word.to_owned(),
+        _ => word,
     }
 }
 

@@ -143,7 +143,7 @@ fn state(explained: &ExplainResponse) -> String {
         (Thing::Artifact, ExplainedState::Deleting) => "garbage; nothing is left of its bytes",
         (Thing::Artifact, ExplainedState::Sealed) if explained.bytes_lost => "its bytes are lost",
         (Thing::Artifact, ExplainedState::Orphaned) => "the store came out of a backup and does not know it",
-        _ => return word.to_owned(),
+        _ => return word,
     };
     format!("{word} ({means})")
 }

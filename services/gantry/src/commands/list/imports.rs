@@ -35,7 +35,7 @@ fn row(import: &Import, names: &Names) -> Vec<String> {
         names.of(&import.worker_id),
         plain(what, 40),
         plain(&brought.version, 30),
-        labels::import_state(import.state()).to_owned(),
+        labels::import_state(import.state()),
         plain(&brought.path, 60),
         import.artifact_id.clone(),
         plain(&import.failed_why, 100),

@@ -31,8 +31,8 @@ const LEASES: &[&str] = &["ID", "KIND", "STATE", "TEAM", "FOR", "WORKER", "AGE",
 fn row(lease: &Lease) -> Vec<String> {
     vec![
         lease.lease_id.clone(),
-        labels::lease_kind(lease.kind()).to_owned(),
-        labels::lease_state(lease.state()).to_owned(),
+        labels::lease_kind(lease.kind()),
+        labels::lease_state(lease.state()),
         lease.team.clone(),
         match lease.workload_id.as_str() {
             "" => plain(&lease.owner, 60),

@@ -51,7 +51,7 @@ pub(super) fn worker_fields(worker: &Worker) -> Vec<(&'static str, String)> {
         ("name", plain(&worker.name, 255)),
         ("id", worker.worker_id.clone()),
         ("state", labels::standing(worker)),
-        ("shall", labels::desire(worker.desired()).to_owned()),
+        ("shall", labels::desire(worker.desired())),
         ("gets no work", plain(&labels::no_work(worker), 1000)),
         ("drained", worker.drained_at.as_ref().map(labels::instant).unwrap_or_default()),
         ("interrupted at", worker.interrupt_at.as_ref().map(labels::instant).unwrap_or_default()),
