@@ -31,7 +31,7 @@ pub(crate) mod builds;
 pub(crate) mod caches;
 mod claims;
 mod deleted;
-mod dry;
+pub(crate) mod dry;
 mod graves;
 mod holders;
 mod losses;
@@ -222,11 +222,6 @@ async fn round_noting(
     Ok(collected)
 }
 
-/// What [`full_round`] would mark, at least the first `most`. Changes nothing, and holds up nobody.
-pub(crate) async fn dry_round(store: &Store, most: usize) -> Result<Vec<Collected>, DbErr> {
-    dry::round(store.db.read(), &Settings::of(store), most).await
-}
-
 /// The steps of a round, each after those that give it something to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
@@ -265,6 +260,17 @@ impl Step {
         Self::Graves,
         Self::Losses,
         Self::OldLosses,
+    ];
+
+    /// Those that mark something.
+    const MARKING: [Self; 7] = [
+        Self::Builds,
+        Self::ResourceCaches,
+        Self::TaskCaches,
+        Self::Attempts,
+        Self::Claims,
+        Self::Artifacts,
+        Self::Deleted,
     ];
 
     /// The first after those that end what nobody renewed.

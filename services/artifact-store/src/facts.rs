@@ -7,7 +7,6 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
-use sea_orm::sea_query::Values;
 use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter,
     QueryOrder, QuerySelect, Statement,
@@ -162,36 +161,6 @@ pub(crate) async fn artifacts(
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
     let holds = Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await?;
-    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
-}
-
-/// What would hold nothing any more, whatever its row says.
-#[derive(Debug, Default)]
-pub(crate) struct Gone {
-    pub(crate) builds: HashSet<Uuid>,
-    pub(crate) caches: HashSet<Uuid>,
-    pub(crate) volumes: HashSet<Uuid>,
-}
-
-/// What would be known of artifacts, in their order, if nothing of `gone` held any.
-pub(crate) async fn artifacts_without(
-    conn: &impl ConnectionTrait,
-    rows: &[JudgedArtifact],
-    now: Timestamp,
-    gone: &Gone,
-) -> Result<Vec<ArtifactFacts>, DbErr> {
-    if rows.is_empty() {
-        return Ok(Vec::new());
-    }
-    let backend = conn.get_database_backend();
-    let ids = rows.iter().map(|row| row.artifact_id);
-    // However many hold one, and however many of them would be gone: a row is answered for each kind.
-    let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h WHERE h.id NOT IN (GONE)";
-    let sql = sql.replace("GONE", &ids::query(backend, 3));
-    let mut asked = statement(conn, &sql, now, None, ids);
-    let gone = gone.builds.iter().chain(&gone.caches).chain(&gone.volumes).copied();
-    asked.values.get_or_insert_with(|| Values(Vec::new())).0.push(ids::value(backend, gone));
-    let holds = Hold::find_by_statement(asked).all(conn).await?;
     Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 

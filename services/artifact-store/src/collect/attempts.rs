@@ -67,18 +67,18 @@ impl Looks {
 }
 
 /// Containers of the attempts `IDS` that are no garbage.
-pub(super) const CONTAINERS_OF: &str =
+const CONTAINERS_OF: &str =
     "FROM containers WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
 
 /// Volumes of the attempts `IDS` that are no garbage.
-pub(super) const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
+const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
 
 /// A container that is judged.
 #[derive(FromQueryResult)]
-pub(super) struct Container {
-    pub(super) handle: Uuid,
-    pub(super) attempt_id: Uuid,
-    pub(super) touched_at: Option<i64>,
+struct Container {
+    handle: Uuid,
+    attempt_id: Uuid,
+    touched_at: Option<i64>,
 }
 
 async fn containers(

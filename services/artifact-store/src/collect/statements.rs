@@ -1,20 +1,16 @@
-//! A round takes as many statements, with the same texts, however much there is: never one for each row. And what happens between two
-//! statements of a dry run.
+//! A round takes as many statements, with the same texts, however much there is: never one for each row.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use db::Database;
 use domain::{BuildId, CacheId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
-use sea_orm::{
-    ActiveModelTrait, ActiveValue::Set, DatabaseConnection, EntityTrait, IntoActiveModel, TransactionTrait,
-};
+use sea_orm::{ActiveModelTrait, DatabaseConnection, EntityTrait, IntoActiveModel, TransactionTrait};
 use testing::databases::{self, TestDatabase};
 use uuid::Uuid;
 
-use super::{Settings, Step, dry};
+use super::{Settings, Step};
 use crate::entity::{
     ArtifactState, BuildStatus, GraveKind, Purpose, State, UserKind, artifact, attempt, build, cache_use,
     container, grave, holder, owner, resource_cache, task_cache, tombstone, volume, worker,
@@ -27,7 +23,7 @@ use crate::volumes::new_volume;
 const NOW: Timestamp = Timestamp(1_000_000_000_000_000);
 const TEAM: &str = "main";
 
-/// How many of each kind of garbage there are. All of it fits into a page of those that a dry run reads.
+/// How many of each kind of garbage there are.
 const FEW: usize = 4;
 const MANY: usize = 10 * FEW;
 
@@ -322,93 +318,17 @@ async fn a_round_takes_as_many_statements_however_much_there_is(few: TestDatabas
         fill(&db, count).await;
         let asked = Asked::default();
         let connection = asked.connect(&database.url).await;
-        let would_go = dry::round(&connection, &settings(), usize::MAX).await.expect("read").len();
-        let by_dry_run = asked.take();
         let (by_rounds, marked) = rounds(&connection, &asked).await;
         connection.close().await.expect("closed");
         assert!(marked >= 8 * count, "{marked} of {count} of each were marked");
-        assert!(would_go >= 8 * count, "{would_go} of {count} of each would be");
-        runs.push([by_rounds, by_dry_run]);
+        runs.push(by_rounds);
     }
-    let [few, many] = runs.try_into().expect("two");
-    for (what, few, many) in [("a round", &few[0], &many[0]), ("a dry run", &few[1], &many[1])] {
-        let texts = |asked: &[String]| asked.iter().cloned().collect::<BTreeSet<_>>();
-        let (of_few, of_many) = (texts(few), texts(many));
-        let other: Vec<_> = of_few.symmetric_difference(&of_many).collect();
-        assert!(other.is_empty(), "what {what} asks depends on how much there is: {other:#?}");
-        assert_eq!(few.len(), many.len(), "{what} takes more statements for more rows");
-        assert!(!few.is_empty());
-        eprintln!("{what}: {} statements, {} texts, of {FEW} and {MANY} of each", few.len(), of_few.len());
-    }
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_container_is_told_once_though_its_attempt_moves_meanwhile_on_sqlite() {
-    a_container_is_told_once_though_its_attempt_moves_meanwhile(databases::sqlite()).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_container_is_told_once_though_its_attempt_moves_meanwhile_on_postgres() {
-    a_container_is_told_once_though_its_attempt_moves_meanwhile(databases::postgres().await).await;
-}
-
-async fn a_container_is_told_once_though_its_attempt_moves_meanwhile(database: TestDatabase) {
-    // More than a dry run reads at once.
-    const ATTEMPTS: i64 = 1200;
-    let db = Database::connect::<Schema>(&database.url).await.expect("a database");
-    let (worker, workload) = (add_worker(&db).await, WorkloadId::new().uuid());
-    add(
-        &db,
-        vec![holder::Model {
-            holder_id: workload,
-            team: TEAM.to_owned(),
-            created_at: 1,
-            settled_at: None,
-            look_at: 3,
-        }],
-    )
-    .await;
-    let attempts = (0..ATTEMPTS).map(|number| attempt::Model {
-        attempt_id: Uuid::now_v7(),
-        holder_id: workload,
-        worker_id: Some(worker.uuid()),
-        ended_at: Some(2),
-        look_at: Some(3 + number),
-    });
-    let attempts: Vec<_> = attempts.collect();
-    let containers = attempts.iter().map(|row| container(row.attempt_id, workload, worker)).collect();
-    let first = attempts[0].attempt_id;
-    add(&db, attempts).await;
-    add(&db, containers).await;
-
-    // Before anything else is read, the first attempt goes behind all others.
-    let (url, has_moved) = (database.url.clone(), AtomicBool::new(false));
-    let mut connection = sea_orm::Database::connect(&database.url).await.expect("the database");
-    connection.set_metric_callback(move |info| {
-        if info.statement.sql.contains("FROM attempts WHERE look_at")
-            && !has_moved.swap(true, Ordering::Relaxed)
-        {
-            let url = url.clone();
-            let moves = std::thread::spawn(move || move_attempt(&url, first));
-            tokio::task::block_in_place(|| moves.join().expect("moved"));
-        }
-    });
-    let told = dry::round(&connection, &settings(), usize::MAX).await.expect("read");
-    let ids: BTreeSet<_> = told.iter().map(|collected| collected.id).collect();
-    assert_eq!((told.len(), ids.len()), (1200, 1200));
-}
-
-/// Gives an attempt another look, from beside whoever reads.
-fn move_attempt(url: &str, attempt: Uuid) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    runtime.block_on(async {
-        let connection = sea_orm::Database::connect(url).await.expect("the database");
-        let row = attempt::ActiveModel {
-            attempt_id: Set(attempt),
-            look_at: Set(Some(10_000)),
-            ..Default::default()
-        };
-        row.update(&connection).await.expect("moved");
-        connection.close().await.expect("closed");
-    });
+    let [few, many]: [Vec<String>; 2] = runs.try_into().expect("two");
+    let texts = |asked: &[String]| asked.iter().cloned().collect::<BTreeSet<_>>();
+    let (of_few, of_many) = (texts(&few), texts(&many));
+    let other: Vec<_> = of_few.symmetric_difference(&of_many).collect();
+    assert!(other.is_empty(), "what a round asks depends on how much there is: {other:#?}");
+    assert_eq!(few.len(), many.len(), "a round takes more statements for more rows");
+    assert!(!few.is_empty());
+    eprintln!("{} statements, {} texts, of {FEW} and {MANY} of each", few.len(), of_few.len());
 }

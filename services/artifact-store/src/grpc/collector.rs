@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::{Handlers, status};
-use crate::collect;
+use crate::collect::{self, dry, dry::WouldGo};
 use crate::mark::{Collected, Kind};
 
 /// How many messages wait for a slow reader, beside what he misses.
@@ -27,14 +27,17 @@ impl pb::collector_server::Collector for Handlers {
         &self,
         request: Request<pb::CollectRequest>,
     ) -> Result<Response<pb::CollectResponse>, Status> {
-        let collected = match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
-            pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
-            pb::DryRun::Only => collect::dry_round(&self.store, MOST_NAMED + 1).await,
-            pb::DryRun::Off => collect::full_round(&self.store, &self.stopping).await,
-        }
-        .map_err(|error| status::database("collect garbage", &error))?;
+        let WouldGo { collected, is_cut_off } =
+            match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
+                pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
+                pb::DryRun::Only => dry::round(&self.store, MOST_NAMED + 1).await,
+                pb::DryRun::Off => collect::full_round(&self.store, &self.stopping)
+                    .await
+                    .map(|collected| WouldGo { collected, is_cut_off: false }),
+            }
+            .map_err(|error| status::database("collect garbage", &error))?;
 
-        let truncated = collected.len() > MOST_NAMED;
+        let truncated = is_cut_off || collected.len() > MOST_NAMED;
         let collected = collected.iter().take(MOST_NAMED).map(named).collect();
         Ok(Response::new(pb::CollectResponse { collected, truncated }))
     }
