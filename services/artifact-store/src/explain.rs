@@ -6,6 +6,7 @@
 mod artifacts;
 mod caches;
 mod holders;
+mod terms;
 mod volumes;
 
 use std::time::Duration;
@@ -22,9 +23,9 @@ use crate::entity::{
     ALL_TEAMS, GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder,
     resource_cache, set_aside, task_cache, volume, worker,
 };
-use crate::facts::{HoldsUntil, Terms};
 use crate::inventory;
 use crate::mark::{self, Policy, Verdict};
+use terms::Holds;
 
 /// How many things of a kind are named.
 const MOST: u64 = 50;
@@ -142,8 +143,8 @@ impl Keepers {
     }
 
     /// Adds things of which the first are named, and says how long all of them keep it.
-    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, total: u64, holds: HoldsUntil) {
-        self.total += total;
+    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &Holds) {
+        self.total += holds.total;
         self.endless |= holds.endless;
         self.until = Ord::max(self.until, holds.until);
         self.first.extend(first);
@@ -182,12 +183,6 @@ pub(crate) struct Question<'a> {
     pub(crate) policy: Policy,
     pub(crate) tombstone: Duration,
     pub(crate) resource_cache_ttl: Duration,
-}
-
-impl Question<'_> {
-    fn terms(&self) -> Terms {
-        Terms { gc_grace: self.policy.gc_grace, resource_cache_ttl: self.resource_cache_ttl }
-    }
 }
 
 /// Explains whatever has this id. `None`: the team has no such thing, or nobody remembers it.

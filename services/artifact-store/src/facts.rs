@@ -1,10 +1,9 @@
 //! What is known of things before they are judged, in as many statements however many they are.
 //!
-//! What holds an artifact stands in one query, [`HOLDS`]: the collector and whoever asks why something is kept read the same. Until when
-//! that is, only who asks needs to know: [`Terms`].
+//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact stands in one query, `holds!`. Until when that is,
+//! the rows say as far as they know it; the rules of caches and volumes say the rest ([`crate::explain`]).
 
 use std::collections::{HashMap, HashSet};
-use std::time::Duration;
 
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use sea_orm::{
@@ -18,101 +17,64 @@ use crate::mark::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
 use crate::rules::Uses;
 use crate::{ids, marks};
 
-/// Every thing that holds one of the artifacts `IDS` at the instant `$1`: which artifact, what kind of thing, which, and until when.
-const HOLDS: &str = "
+/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term is over does so until it is ended: until then, its
+/// caller may renew it.
+macro_rules! build_keeps {
+    () => {
+        "(b.kept_until IS NULL OR b.kept_until > $1)"
+    };
+}
+
+/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which artifact, what kind of thing, which, and until when, if
+/// its row says so.
+macro_rules! holds {
+    () => {
+        concat!(
+            "
     SELECT o.artifact_id AS artifact_id, 'build' AS kind, b.build_id AS id, b.kept_until AS until
         FROM owners o JOIN builds b ON b.build_id = o.build_id
-        WHERE o.artifact_id IN (IDS) AND BUILD_KEEPS
+        WHERE o.artifact_id IN (SELECT id FROM ids) AND ",
+            build_keeps!(),
+            "
     UNION ALL
-    SELECT c.artifact_id, 'resource cache', c.cache_id, CACHE_UNTIL
-        FROM resource_caches c WHERE c.artifact_id IN (IDS)
+    SELECT c.artifact_id, 'resource cache', c.cache_id, CAST(NULL AS BIGINT)
+        FROM resource_caches c WHERE c.artifact_id IN (SELECT id FROM ids)
     UNION ALL
-    SELECT c.artifact_id, 'task cache', c.cache_id,
-           CASE WHEN EXISTS (SELECT 1 FROM task_cache_uses u WHERE u.cache_id = c.cache_id)
-                THEN CAST(NULL AS BIGINT) ELSE c.last_used + c.ttl END
-        FROM task_caches c WHERE c.artifact_id IN (IDS)
+    SELECT c.artifact_id, 'task cache', c.cache_id, CAST(NULL AS BIGINT)
+        FROM task_caches c WHERE c.artifact_id IN (SELECT id FROM ids)
     UNION ALL
     SELECT t.artifact_id, 'base resource type', t.base_type_id, CAST(NULL AS BIGINT)
-        FROM base_resource_types t WHERE t.artifact_id IN (IDS)
+        FROM base_resource_types t WHERE t.artifact_id IN (SELECT id FROM ids)
     UNION ALL
     SELECT c.artifact_id, 'resource certs', c.worker_id, CAST(NULL AS BIGINT)
-        FROM resource_certs c WHERE c.artifact_id IN (IDS)
+        FROM resource_certs c WHERE c.artifact_id IN (SELECT id FROM ids)
     UNION ALL
-    SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT) FROM pins p WHERE p.artifact_id IN (IDS)
+    SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT)
+        FROM pins p WHERE p.artifact_id IN (SELECT id FROM ids)
     UNION ALL
-    SELECT v.from_artifact_id, 'volume', v.handle, VOLUME_UNTIL
+    SELECT v.from_artifact_id, 'volume', v.handle, CAST(NULL AS BIGINT)
         FROM volumes v
-        WHERE v.from_artifact_id IN (IDS) AND v.purpose <> 'replica' AND v.state NOT IN ('destroying', 'sweeping')
+        WHERE v.from_artifact_id IN (SELECT id FROM ids) AND v.purpose <> 'replica'
+          AND v.state NOT IN ('destroying', 'sweeping')
     UNION ALL
     SELECT v.artifact_id, CASE WHEN v.transfer_id IS NULL THEN 'import' ELSE 'transfer' END,
            COALESCE(v.transfer_id, v.handle), v.claimed_until
         FROM volumes v
-        WHERE v.artifact_id IN (IDS) AND v.complete = FALSE AND v.claimed_until > $1
-          AND v.state NOT IN ('destroying', 'sweeping')";
-
-/// Whether a build `b` keeps what it owns and uses at the instant `$1`. One whose term is over does so until somebody ends it: until then, its
-/// caller may renew it.
-const BUILD_KEEPS: &str = "(b.kept_until IS NULL OR b.kept_until > $1)";
-
-/// Until when a resource cache `c` owns its artifact, if all that uses it ends by itself: `TTL` after its last use. As [`crate::rules`] has it.
-const CACHE_UNTIL: &str = "(
-    SELECT CASE WHEN COUNT(CASE WHEN (b.build_id IS NOT NULL AND b.kept_until IS NULL)
-                                  OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL) THEN 1 END) = 0
-                THEN (CASE WHEN MAX(COALESCE(b.kept_until, h.settled_at, $1)) > c.last_used
-                           THEN MAX(COALESCE(b.kept_until, h.settled_at, $1)) ELSE c.last_used END) + TTL END
-        FROM cache_uses u
-        LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
-        LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
-        WHERE u.cache_id = c.cache_id)";
-
-/// Until when a volume `v` of an attempt that has ended is kept, if nothing is made from it: as long as its container, or a grace after that end.
-/// As [`crate::mark`] has it.
-const VOLUME_UNTIL: &str = "(
-    SELECT COALESCE(MAX(t.touched_at), a.ended_at) + GRACE
-        FROM attempts a
-        LEFT JOIN containers t ON t.attempt_id = a.attempt_id AND t.state NOT IN ('destroying', 'sweeping')
-                              AND t.touched_at > a.ended_at
-        WHERE a.attempt_id = v.attempt_id AND a.ended_at IS NOT NULL AND v.purpose <> 'replica'
-          AND NOT EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND UNMARKED(w))
-        GROUP BY a.ended_at)";
-
-/// The settings that say until when something is kept that ends by itself.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Terms {
-    pub(crate) gc_grace: Duration,
-    pub(crate) resource_cache_ttl: Duration,
+        WHERE v.artifact_id IN (SELECT id FROM ids) AND v.complete = FALSE AND v.claimed_until > $1
+          AND v.state NOT IN ('destroying', 'sweeping')"
+        )
+    };
 }
 
-impl Terms {
-    /// `sql` with what it needs to know of them.
-    fn fill(&self, sql: &str) -> String {
-        let micros = |duration: Duration| i64::try_from(duration.as_micros()).unwrap_or(i64::MAX).to_string();
-        sql.replace("CACHE_UNTIL", CACHE_UNTIL)
-            .replace("VOLUME_UNTIL", VOLUME_UNTIL)
-            .replace("UNMARKED(v)", &marks::without("v"))
-            .replace("UNMARKED(w)", &marks::without("w"))
-            .replace("TTL", &micros(self.resource_cache_ttl))
-            .replace("GRACE", &micros(self.gc_grace))
-    }
-}
-
-/// `sql` with its `IDS`, which are the value `$2`. Without `terms` nothing says until when it is kept that would first have to be worked out.
+/// A statement about `ids`, which are the value `$2`, at the instant `$1`.
 fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
     now: Timestamp,
-    terms: Option<&Terms>,
     ids: impl IntoIterator<Item = Uuid>,
 ) -> Statement {
-    const UNKNOWN: &str = "CAST(NULL AS BIGINT)";
     let backend = conn.get_database_backend();
-    let sql = sql.replace("HOLDS", HOLDS).replace("BUILD_KEEPS", BUILD_KEEPS);
-    let sql = match terms {
-        Some(terms) => terms.fill(&sql),
-        None => sql.replace("CACHE_UNTIL", UNKNOWN).replace("VOLUME_UNTIL", UNKNOWN),
-    };
-    let sql =
-        format!("WITH ids AS ({}) {}", ids::query(backend, 2), sql.replace("IDS", "SELECT id FROM ids"));
+    let sql = format!("WITH ids AS ({}) {sql}", ids::query(backend, 2));
     Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
 }
 
@@ -159,8 +121,8 @@ pub(crate) async fn artifacts(
         return Ok(Vec::new());
     }
     let ids = rows.iter().map(|row| row.artifact_id);
-    let sql = "SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (HOLDS) h";
-    let holds = Hold::find_by_statement(statement(conn, sql, now, None, ids)).all(conn).await?;
+    let sql = concat!("SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (", holds!(), ") h");
+    let holds = Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await?;
     Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 
@@ -207,17 +169,6 @@ pub(crate) async fn keepers(
     now: Timestamp,
     most: u64,
 ) -> Result<HashMap<Uuid, Keepers>, DbErr> {
-    keepers_until(conn, artifacts, now, None, most).await
-}
-
-/// The same, and with `terms` until when each does that ends by itself.
-pub(crate) async fn keepers_until(
-    conn: &impl ConnectionTrait,
-    artifacts: &[Uuid],
-    now: Timestamp,
-    terms: Option<&Terms>,
-    most: u64,
-) -> Result<HashMap<Uuid, Keepers>, DbErr> {
     #[derive(FromQueryResult)]
     struct Hold {
         artifact_id: Uuid,
@@ -230,15 +181,16 @@ pub(crate) async fn keepers_until(
     if artifacts.is_empty() {
         return Ok(HashMap::new());
     }
+    let holds = holds!();
     let sql = format!(
         "SELECT n.artifact_id AS artifact_id, n.kind AS kind, n.id AS id, n.until AS until, n.total AS total
          FROM (SELECT h.artifact_id AS artifact_id, h.kind AS kind, h.id AS id, h.until AS until,
                       COUNT(*) OVER (PARTITION BY h.artifact_id) AS total,
                       ROW_NUMBER() OVER (PARTITION BY h.artifact_id ORDER BY h.kind, h.id) AS place
-               FROM (HOLDS) h) n
+               FROM ({holds}) h) n
          WHERE n.place <= {most} ORDER BY n.artifact_id, n.place"
     );
-    let statement = statement(conn, &sql, now, terms, artifacts.iter().copied());
+    let statement = statement(conn, &sql, now, artifacts.iter().copied());
     let mut keepers: HashMap<_, Keepers> = HashMap::new();
     for hold in Hold::find_by_statement(statement).all(conn).await? {
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
@@ -259,38 +211,6 @@ pub(crate) async fn keepers_until(
     Ok(keepers)
 }
 
-/// How long what holds an artifact holds it.
-#[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct HoldsUntil {
-    /// Whether something of it does not say until when.
-    pub(crate) endless: bool,
-    /// When the last of the rest lets go. `None`: there is none.
-    pub(crate) until: Option<Timestamp>,
-}
-
-/// How long an artifact is held by all that holds it now.
-pub(crate) async fn holds_until(
-    conn: &impl ConnectionTrait,
-    artifact: Uuid,
-    now: Timestamp,
-    terms: &Terms,
-) -> Result<HoldsUntil, DbErr> {
-    #[derive(FromQueryResult)]
-    struct Row {
-        holds: i64,
-        limited: i64,
-        until: Option<i64>,
-    }
-
-    let sql = "SELECT COUNT(*) AS holds, COUNT(h.until) AS limited, MAX(h.until) AS until FROM (HOLDS) h";
-    let statement = statement(conn, sql, now, Some(terms), std::iter::once(artifact));
-    let row = Row::find_by_statement(statement).one(conn).await?;
-    Ok(row.map_or_else(HoldsUntil::default, |row| HoldsUntil {
-        endless: row.holds > row.limited,
-        until: row.until.map(Timestamp),
-    }))
-}
-
 /// How resource caches are used, by their id. What is not answered has no uses, ended or not.
 ///
 /// The end of a use is that of its user: nobody need say it. A user that was forgotten ended some time ago; that counts as now.
@@ -303,29 +223,40 @@ pub(crate) async fn uses(
     struct Row {
         cache_id: Uuid,
         used: i64,
+        endless: i64,
         ended: Option<i64>,
+        last_end: Option<i64>,
     }
 
     if caches.is_empty() {
         return Ok(HashMap::new());
     }
-    let sql = "
+    let sql = concat!(
+        "
         SELECT n.cache_id AS cache_id, CAST(SUM(n.live) AS BIGINT) AS used,
-               MAX(CASE WHEN n.live = 0 THEN n.ended END) AS ended
-        FROM (SELECT u.cache_id AS cache_id,
-                     CASE WHEN (b.build_id IS NOT NULL AND BUILD_KEEPS)
-                               OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL) THEN 1 ELSE 0 END AS live,
-                     COALESCE(b.kept_until, h.settled_at, $1) AS ended
+               CAST(SUM(CASE WHEN n.live = 1 AND n.until IS NULL THEN 1 ELSE 0 END) AS BIGINT) AS endless,
+               MAX(CASE WHEN n.live = 0 THEN COALESCE(n.until, $1) END) AS ended, MAX(n.until) AS last_end
+        FROM (SELECT u.cache_id AS cache_id, COALESCE(b.kept_until, h.settled_at) AS until,
+                     CASE WHEN (b.build_id IS NOT NULL AND ",
+        build_keeps!(),
+        ")
+                               OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL) THEN 1 ELSE 0 END AS live
               FROM cache_uses u
               LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
               LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
-              WHERE u.cache_id IN (IDS)) n
-        GROUP BY n.cache_id";
-    let rows =
-        Row::find_by_statement(statement(conn, sql, now, None, caches.iter().copied())).all(conn).await?;
-    let uses = rows
-        .into_iter()
-        .map(|row| (row.cache_id, Uses { used: row.used > 0, ended: row.ended.map(Timestamp) }));
+              WHERE u.cache_id IN (SELECT id FROM ids)) n
+        GROUP BY n.cache_id"
+    );
+    let rows = statement(conn, sql, now, caches.iter().copied());
+    let uses = Row::find_by_statement(rows).all(conn).await?.into_iter().map(|row| {
+        let uses = Uses {
+            used: row.used > 0,
+            ended: row.ended.map(Timestamp),
+            endless: row.endless > 0,
+            last_end: row.last_end.map(Timestamp),
+        };
+        (row.cache_id, uses)
+    });
     Ok(uses.collect())
 }
 
@@ -344,17 +275,18 @@ pub(crate) async fn users(
         total: i64,
     }
 
+    let build_keeps = build_keeps!();
     let sql = format!(
         "SELECT u.user_kind AS kind, u.user_id AS id, b.kept_until AS until, COUNT(*) OVER () AS total
          FROM cache_uses u
          LEFT JOIN builds b ON u.user_kind = 'build' AND b.build_id = u.user_id
          LEFT JOIN holders h ON u.user_kind = 'workload' AND h.holder_id = u.user_id
-         WHERE u.cache_id IN (IDS)
-           AND ((b.build_id IS NOT NULL AND BUILD_KEEPS) OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL))
+         WHERE u.cache_id IN (SELECT id FROM ids)
+           AND ((b.build_id IS NOT NULL AND {build_keeps}) OR (h.holder_id IS NOT NULL AND h.settled_at IS NULL))
          ORDER BY u.user_kind, u.user_id LIMIT {most}"
     );
     let mut users = Keepers::default();
-    let statement = statement(conn, &sql, now, None, std::iter::once(cache));
+    let statement = statement(conn, &sql, now, std::iter::once(cache));
     for row in Use::find_by_statement(statement).all(conn).await? {
         users.total = u64::try_from(row.total).unwrap_or(0);
         let what = match row.kind.as_str() {
@@ -385,62 +317,54 @@ pub(crate) async fn users_of_task_cache(
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
 
-/// When a resource cache goes that is used by nothing but what ends by itself. `None`: something else uses it.
-pub(crate) async fn cache_until(
-    conn: &impl ConnectionTrait,
-    cache: Uuid,
-    now: Timestamp,
-    terms: &Terms,
-) -> Result<Option<Timestamp>, DbErr> {
-    let sql = "SELECT CACHE_UNTIL AS until FROM resource_caches c WHERE c.cache_id IN (IDS)";
-    let row = conn.query_one_raw(statement(conn, sql, now, Some(terms), std::iter::once(cache))).await?;
-    let until: Option<i64> = row.map(|row| row.try_get("", "until")).transpose()?.flatten();
-    Ok(until.map(Timestamp))
-}
-
-/// Until when a volume of an attempt that has ended is kept, if nothing is made from it. `None`: something is, or its attempt goes on.
-pub(crate) async fn volume_until(
-    conn: &impl ConnectionTrait,
-    volume: Uuid,
-    terms: &Terms,
-) -> Result<Option<Timestamp>, DbErr> {
-    let sql = terms.fill("SELECT VOLUME_UNTIL AS until FROM volumes v WHERE v.handle IN (IDS)");
-    let row = conn.query_one_raw(of_ids(conn, &sql, [volume])).await?;
-    let until: Option<i64> = row.map(|row| row.try_get("", "until")).transpose()?.flatten();
-    Ok(until.map(Timestamp))
-}
-
-/// What is made from a volume and is no garbage: the first `most`, each with how long it is kept, and how long all of it is.
-pub(crate) async fn children_until(
-    conn: &impl ConnectionTrait,
-    parent: Uuid,
-    terms: &Terms,
-    most: u64,
-) -> Result<(Keepers, HoldsUntil), DbErr> {
+/// Volumes that were made from another one and are no garbage: the first `most`, and how many there are.
+pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u64) -> Result<Keepers, DbErr> {
     #[derive(FromQueryResult)]
     struct Child {
-        id: Uuid,
-        until: Option<i64>,
+        handle: Uuid,
         total: i64,
-        limited: i64,
-        last: Option<i64>,
     }
 
     let sql = format!(
-        "SELECT n.id AS id, n.until AS until, COUNT(*) OVER () AS total, COUNT(n.until) OVER () AS limited,
-                MAX(n.until) OVER () AS last
-         FROM (SELECT v.handle AS id, VOLUME_UNTIL AS until FROM volumes v
-               WHERE v.parent IN (IDS) AND UNMARKED(v)) n
-         ORDER BY n.id LIMIT {most}"
+        "SELECT v.handle AS handle, COUNT(*) OVER () AS total FROM volumes v
+         WHERE v.parent = $1 AND {} ORDER BY v.handle LIMIT {most}",
+        marks::without("v")
     );
-    let (mut children, mut holds) = (Keepers::default(), HoldsUntil::default());
-    for row in Child::find_by_statement(of_ids(conn, &terms.fill(&sql), [parent])).all(conn).await? {
+    let of_parent = Statement::from_sql_and_values(conn.get_database_backend(), sql, [parent.into()]);
+    let mut children = Keepers::default();
+    for row in Child::find_by_statement(of_parent).all(conn).await? {
         children.total = u64::try_from(row.total).unwrap_or(0);
-        holds = HoldsUntil { endless: row.total > row.limited, until: row.last.map(Timestamp) };
-        let what = Keeping::Volume(VolumeHandle::from_uuid(row.id));
-        children.first.push(Keeper { what, until: row.until.map(Timestamp) });
+        let what = Keeping::Volume(VolumeHandle::from_uuid(row.handle));
+        children.first.push(Keeper { what, until: None });
     }
-    Ok((children, holds))
+    Ok(children)
+}
+
+/// A volume of an attempt that has ended.
+#[derive(Debug, Clone, Copy, FromQueryResult)]
+pub(crate) struct LeftVolume {
+    pub(crate) handle: Uuid,
+    pub(crate) ended_at: i64,
+    /// When the attempt's container was last used interactively, if it is no garbage.
+    pub(crate) touched_at: Option<i64>,
+    pub(crate) has_live_child: bool,
+}
+
+/// Those of these volumes whose attempts have ended.
+pub(crate) async fn left_volumes(
+    conn: &impl ConnectionTrait,
+    volumes: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<LeftVolume>, DbErr> {
+    let sql = format!(
+        "SELECT v.handle AS handle, a.ended_at AS ended_at,
+                (SELECT MAX(t.touched_at) FROM containers t
+                 WHERE t.attempt_id = v.attempt_id AND t.state NOT IN ('destroying', 'sweeping')) AS touched_at,
+                EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND {}) AS has_live_child
+         FROM volumes v JOIN attempts a ON a.attempt_id = v.attempt_id
+         WHERE v.handle IN (IDS) AND v.purpose <> 'replica' AND a.ended_at IS NOT NULL",
+        marks::without("w")
+    );
+    LeftVolume::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
 }
 
 /// Forgets the uses of resource caches that have ended.
@@ -452,14 +376,17 @@ pub(crate) async fn forget_ended_uses(
     if caches.is_empty() {
         return Ok(());
     }
-    let sql = "
-        DELETE FROM cache_uses WHERE cache_id IN (IDS)
+    let sql = concat!(
+        "DELETE FROM cache_uses WHERE cache_id IN (SELECT id FROM ids)
           AND NOT EXISTS (SELECT 1 FROM builds b
-                          WHERE cache_uses.user_kind = 'build' AND b.build_id = cache_uses.user_id AND BUILD_KEEPS)
+                          WHERE cache_uses.user_kind = 'build' AND b.build_id = cache_uses.user_id AND ",
+        build_keeps!(),
+        ")
           AND NOT EXISTS (SELECT 1 FROM holders h
                           WHERE cache_uses.user_kind = 'workload' AND h.holder_id = cache_uses.user_id
-                            AND h.settled_at IS NULL)";
-    txn.execute_raw(statement(txn, sql, now, None, caches.iter().copied())).await.map(drop)
+                            AND h.settled_at IS NULL)"
+    );
+    txn.execute_raw(statement(txn, sql, now, caches.iter().copied())).await.map(drop)
 }
 
 /// A statement whose only value is these ids: `IDS` is the query of them.

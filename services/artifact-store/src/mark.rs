@@ -218,10 +218,15 @@ pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -
 /// Judges a container.
 pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict {
     let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(Look::WhenTold) };
-    match facts.touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at)) + policy.gc_grace {
+    match grace_ends(ended_at, facts.touched_at, policy) {
         until if until > now => Verdict::Keep(Look::At(until)),
         _ => Verdict::Mark(Why::AttemptEnded),
     }
+}
+
+/// When the grace of an attempt ends: some time after its end, or after its container was last used interactively.
+pub(crate) fn grace_ends(ended_at: Timestamp, touched_at: Option<Timestamp>, policy: &Policy) -> Timestamp {
+    touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at)) + policy.gc_grace
 }
 
 /// Judges a volume.

@@ -72,6 +72,10 @@ pub(crate) struct Uses {
     pub(crate) used: bool,
     /// When the last of those uses ended that have ended and were not forgotten yet.
     pub(crate) ended: Option<Timestamp>,
+    /// Whether something uses it that does not say until when.
+    pub(crate) endless: bool,
+    /// When the last of those uses ends, or ended, that say when.
+    pub(crate) last_end: Option<Timestamp>,
 }
 
 /// What is known of a resource cache.
@@ -124,6 +128,12 @@ impl resource_cache::Model {
     /// Why it goes when it goes by itself.
     pub(crate) fn goes(&self) -> CacheWent {
         if self.claimed_until.is_some() { CacheWent::NotMade } else { CacheWent::Unused }
+    }
+
+    /// When it goes by itself though it is used, if all that uses it ends by itself.
+    pub(crate) fn goes_at(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
+        let last_use = uses.last_end.map_or(self.last_used, |end| Ord::max(self.last_used, end.0));
+        (!uses.endless).then(|| Timestamp(last_use) + ttl)
     }
 
     /// What the rule needs to know of it.
@@ -216,6 +226,15 @@ mod tests {
             look_at: 0,
         };
         let ttl = Duration::from_secs(100);
+        for (endless, last_end, expected) in [
+            (false, None, Some(at(110))),
+            (false, Some(at(5)), Some(at(110))),
+            (false, Some(at(500)), Some(at(600))),
+            (true, Some(at(500)), None),
+        ] {
+            let uses = Uses { used: true, ended: None, endless, last_end };
+            assert_eq!(cache.goes_at(&uses, ttl), expected);
+        }
         for (claimed_until, used, ended, expected) in [
             (None, false, None, LetsGo::At(at(110))),
             (None, false, Some(at(5)), LetsGo::At(at(110))),
@@ -226,7 +245,8 @@ mod tests {
             (Some(at(30).0), true, None, LetsGo::At(at(30))),
         ] {
             let cache = resource_cache::Model { claimed_until, ..cache.clone() };
-            assert_eq!(cache.standing(Uses { used, ended }).lets_go(ttl), expected);
+            let uses = Uses { used, ended, ..Uses::default() };
+            assert_eq!(cache.standing(uses).lets_go(ttl), expected);
         }
     }
 }

@@ -8,7 +8,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, MOST, Question, Thing, caches, holders, related, volumes};
+use super::{Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes};
 use crate::entity::{
     ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
 };
@@ -117,7 +117,7 @@ pub(super) async fn goes_at(
     question: &Question<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = facts::holds_until(conn, row.artifact_id, question.now, &question.terms()).await?;
+    let holds = terms::of_artifact(conn, question, row.artifact_id).await?;
     let unheld = facts::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
@@ -131,10 +131,7 @@ async fn keepers(
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
     let (id, now) = (row.artifact_id, question.now);
-    let terms = question.terms();
-    let holds = facts::holds_until(conn, id, now, &terms).await?;
-    let held = facts::keepers_until(conn, &[id], now, Some(&terms), MOST).await?;
-    let held = held.get(&id).cloned().unwrap_or_default();
+    let held = terms::of_artifact(conn, question, id).await?;
     let builds = held.first.iter().filter_map(|keeper| match keeper.what {
         Keeping::Build(build) => Some(build.uuid()),
         _ => None,
@@ -188,7 +185,7 @@ async fn keepers(
         Keeper { thing, text, until: keeper.until }
     });
     let mut keepers = Keepers::default();
-    keepers.add_all(first, held.total, holds);
+    keepers.add_all(first, &held);
     if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }

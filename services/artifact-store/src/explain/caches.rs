@@ -33,8 +33,7 @@ pub(super) async fn resource_cache(
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
         (_, LetsGo::NotYet) => {
             users(conn, question, row.cache_id, &mut explanation).await?;
-            explanation.goes_at =
-                facts::cache_until(conn, row.cache_id, question.now, &question.terms()).await?;
+            explanation.goes_at = row.goes_at(&uses, question.resource_cache_ttl);
             if explanation.goes_at.is_some() {
                 explanation.why = CacheWent::Unused.to_string();
             }

@@ -4,7 +4,7 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, MOST, Question, Thing, artifacts, inventory_state, is_of_team, related};
+use super::{Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms};
 use crate::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
 use crate::facts;
 use crate::mark::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
@@ -60,7 +60,8 @@ pub(super) async fn volume(
         }
         Belongs::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
         Belongs::ToAttempt { ended_at: Some(ended_at), .. } => {
-            let until = facts::volume_until(conn, row.handle, &question.terms()).await?;
+            let until = terms::volumes_until(conn, question, [row.handle]).await?;
+            let until = until.get(&row.handle).copied();
             grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
         }
     };
@@ -125,14 +126,14 @@ async fn keep_for_children(
     parent: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let (children, holds) = facts::children_until(conn, parent, &question.terms(), MOST).await?;
+    let children = terms::of_volume(conn, question, parent).await?;
     let first = children.first.iter().filter_map(|keeper| match keeper.what {
         Keeping::Volume(handle) => Some((handle.uuid(), keeper.until)),
         _ => None,
     });
     let first =
         first.map(|(id, until)| Keeper { thing: Some((Thing::Volume, id)), text: child(id, until), until });
-    explanation.kept_by.add_all(first, children.total, holds);
+    explanation.kept_by.add_all(first, &children);
     Ok(())
 }
 
@@ -183,10 +184,7 @@ pub(super) async fn container(
     let touched_at = row.touched_at.map(Timestamp);
     let keeper = match attempt_ended_at {
         None => Some(goes_on(row.attempt_id)),
-        Some(ended_at) => {
-            let last = touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at));
-            grace(question, last + question.policy.gc_grace)
-        }
+        Some(ended_at) => grace(question, mark::grace_ends(ended_at, touched_at, &question.policy)),
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
