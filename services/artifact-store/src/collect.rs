@@ -305,7 +305,7 @@ impl Step {
                 "SELECT 1 AS due FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::Graves => "SELECT 1 AS due FROM graves WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::Graves => "SELECT 1 AS due FROM deletion_log WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Losses => losses::NEW,
             Self::OldLosses => losses::OLD,
         };

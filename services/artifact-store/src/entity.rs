@@ -427,7 +427,7 @@ entity! {
 
 entity! {
     /// What a store that came out of a backup does not know.
-    set_aside, "set_aside" {
+    set_aside, "orphans" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
         kind: AsideKind,
@@ -445,7 +445,7 @@ entity! {
 
 entity! {
     /// Volumes, containers and caches that are gone.
-    grave, "graves" {
+    grave, "deletion_log" {
         #[sea_orm(primary_key, auto_increment = false)]
         id: Uuid,
         kind: GraveKind,

@@ -108,7 +108,7 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         let (n, _) = containers.get(&state).copied().unwrap_or_default();
         metrics::gauge!("gantry_store_containers", "state" => state).set(n);
     }
-    let set_aside = count(db, "set_aside", "handle", "'set aside'", "0").await?;
+    let set_aside = count(db, "orphans", "handle", "'set aside'", "0").await?;
     metrics::gauge!("gantry_store_set_aside").set(set_aside.get("set aside").copied().unwrap_or_default().0);
     let pins = count(db, "pins", "holder_id", "'pinned'", "0").await?;
     metrics::gauge!("gantry_store_pins").set(pins.get("pinned").copied().unwrap_or_default().0);

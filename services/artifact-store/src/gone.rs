@@ -97,7 +97,7 @@ pub(crate) async fn forget_worker(
     }
     lock_unnoticed(txn, id).await?;
     note_losses(txn, id, now).await?;
-    let marks = "DELETE FROM marks WHERE worker_id = $1";
+    let marks = "DELETE FROM sweep_queue WHERE worker_id = $1";
     let marks = Statement::from_sql_and_values(txn.get_database_backend(), marks, [id.uuid().into()]);
     txn.execute_raw(marks).await?;
     let volumes =

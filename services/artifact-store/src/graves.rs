@@ -77,7 +77,7 @@ pub(crate) async fn dig(
     let backend = txn.get_database_backend();
     // SQLite takes ON CONFLICT for a part of the query without a condition.
     let sql = format!(
-        "INSERT INTO graves (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
+        "INSERT INTO deletion_log (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
          SELECT id, kind, team, label, marked_why, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
          ON CONFLICT (id) DO NOTHING",
         db::rows::query(backend, 1, &ROW)

@@ -162,7 +162,7 @@ impl Target {
         .await;
         execute(
             db,
-            "INSERT INTO set_aside (handle, kind, worker_id, first_seen_at, judged_after, described, team, artifact_id, digest, size_bytes)
+            "INSERT INTO orphans (handle, kind, worker_id, first_seen_at, judged_after, described, team, artifact_id, digest, size_bytes)
              VALUES ($1, 'volume', $2, 0, 0, TRUE, 'main', $3, $4, 0)",
             vec![aside.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
         )
@@ -632,7 +632,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
         execute(&db, artifact, id()).await;
         let tombstone = "INSERT INTO tombstones (artifact_id, look_at) VALUES ($1, 0)";
         execute(&db, tombstone, id()).await;
-        let mark = "INSERT INTO marks (worker_id, handle, marked_at) SELECT worker_id, handle, 0 FROM volumes WHERE artifact_id = $1";
+        let mark = "INSERT INTO sweep_queue (worker_id, handle, marked_at) SELECT worker_id, handle, 0 FROM volumes WHERE artifact_id = $1";
         execute(&db, mark, id()).await;
 
         let (undeletes, hands_out) = (Party::default(), Party::default());

@@ -43,7 +43,7 @@ pub(crate) async fn mark(
     let sql = match backend {
         DbBackend::Postgres => format!(
             "WITH marked AS ({update} RETURNING volumes.worker_id, volumes.handle),
-                  added AS (INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM marked)
+                  added AS (INSERT INTO sweep_queue (worker_id, handle) SELECT worker_id, handle FROM marked)
              SELECT worker_id, handle FROM marked"
         ),
         _ => format!("{update} RETURNING worker_id, handle"),
@@ -61,8 +61,7 @@ pub(crate) async fn add(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<(), DbErr> {
-    let sql =
-        "INSERT INTO marks (worker_id, handle) SELECT worker_id, handle FROM volumes WHERE handle IN (IDS)";
+    let sql = "INSERT INTO sweep_queue (worker_id, handle) SELECT worker_id, handle FROM volumes WHERE handle IN (IDS)";
     change(txn, sql, volumes, []).await
 }
 
@@ -72,7 +71,7 @@ pub(crate) async fn add_with_artifacts(
     replicas: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
 ) -> Result<(), DbErr> {
-    let sql = "INSERT INTO marks (worker_id, handle, marked_at)
+    let sql = "INSERT INTO sweep_queue (worker_id, handle, marked_at)
          SELECT worker_id, handle, $2 FROM volumes WHERE handle IN (IDS)";
     change(txn, sql, replicas, [now.0.into()]).await
 }
@@ -82,7 +81,7 @@ pub(crate) async fn take_back(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<(), DbErr> {
-    let sql = "DELETE FROM marks
+    let sql = "DELETE FROM sweep_queue
          WHERE (worker_id, handle) IN (SELECT worker_id, handle FROM volumes WHERE handle IN (IDS))";
     change(txn, sql, volumes, []).await
 }
@@ -94,7 +93,7 @@ pub(crate) async fn tell(
     volumes: impl IntoIterator<Item = Uuid>,
     number: i64,
 ) -> Result<(), DbErr> {
-    let sql = "UPDATE marks SET number = $3 WHERE worker_id = $2 AND handle IN (IDS)";
+    let sql = "UPDATE sweep_queue SET number = $3 WHERE worker_id = $2 AND handle IN (IDS)";
     change(txn, sql, volumes, [worker.uuid().into(), number.into()]).await
 }
 
@@ -118,7 +117,7 @@ async fn change<const N: usize>(
 /// The condition that `volume`, as a statement calls it, is no garbage.
 pub(crate) fn without(volume: &str) -> String {
     format!(
-        "NOT EXISTS (SELECT 1 FROM marks WHERE marks.worker_id = {volume}.worker_id AND marks.handle = {volume}.handle)"
+        "NOT EXISTS (SELECT 1 FROM sweep_queue WHERE sweep_queue.worker_id = {volume}.worker_id AND sweep_queue.handle = {volume}.handle)"
     )
 }
 
@@ -128,7 +127,7 @@ pub(crate) fn is_shown_as(state: State) -> Condition {
     match state {
         State::Sweeping => is,
         State::Destroying => Condition::all()
-            .add(Expr::cust("volumes.handle IN (SELECT handle FROM marks WHERE number IS NULL)")),
+            .add(Expr::cust("volumes.handle IN (SELECT handle FROM sweep_queue WHERE number IS NULL)")),
         _ => is.add(Expr::cust(without("volumes"))),
     }
 }
@@ -155,9 +154,9 @@ pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]
     }
     let backend = conn.get_database_backend();
     let sql = format!(
-        "SELECT marks.handle AS handle, marks.marked_at AS marked_at FROM volumes
-         JOIN marks ON marks.worker_id = volumes.worker_id AND marks.handle = volumes.handle
-         WHERE volumes.handle IN ({}) AND marks.marked_at IS NOT NULL",
+        "SELECT sweep_queue.handle AS handle, sweep_queue.marked_at AS marked_at FROM volumes
+         JOIN sweep_queue ON sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle
+         WHERE volumes.handle IN ({}) AND sweep_queue.marked_at IS NOT NULL",
         ids::query(backend, 1)
     );
     let marks = Statement::from_sql_and_values(backend, sql, [ids::value(backend, replicas)]);
@@ -183,7 +182,7 @@ pub(crate) async fn beside_rows(
 ) -> Result<HashSet<Uuid>, DbErr> {
     let statement = Statement::from_sql_and_values(
         conn.get_database_backend(),
-        "SELECT handle FROM marks
+        "SELECT handle FROM sweep_queue
          WHERE worker_id = $1 AND handle > $2 AND handle <= $3 AND number IS NULL AND marked_at IS NOT NULL",
         [worker.uuid().into(), after.into(), last.into()],
     );

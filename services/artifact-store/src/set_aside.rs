@@ -394,7 +394,7 @@ pub(crate) async fn purge(
 ) -> Result<Purged, PurgeError> {
     let of_handles = || set_aside::Entity::find().filter(set_aside::Column::Handle.is_in(handles.to_vec()));
     let backend = txn.get_database_backend();
-    let workers = format!("SELECT worker_id FROM set_aside WHERE handle IN ({})", ids::query(backend, 1));
+    let workers = format!("SELECT worker_id FROM orphans WHERE handle IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, handles.iter().copied())];
     sweep::lock_workers(txn, &workers, values, Wait::Long).await?;
     let rows = of_handles().order_by_asc(set_aside::Column::Handle).lock_exclusive().all(txn).await?;

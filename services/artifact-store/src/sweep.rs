@@ -298,7 +298,7 @@ async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Resul
         "SELECT w.worker_id, w.incarnation, w.session, w.sequence, w.reported,
                 EXISTS (SELECT 1 FROM containers c
                         WHERE c.worker_id = w.worker_id AND c.state IN ('destroying', 'sweeping'))
-                OR EXISTS (SELECT 1 FROM marks m WHERE m.worker_id = w.worker_id) AS marked
+                OR EXISTS (SELECT 1 FROM sweep_queue m WHERE m.worker_id = w.worker_id) AS marked
          FROM workers w WHERE w.worker_id = $1",
         [claims.worker.uuid().into()],
     );
@@ -351,10 +351,10 @@ async fn tell_volumes(
     let backend = txn.get_database_backend();
     let sql = format!(
         "UPDATE volumes SET state = 'sweeping', given_up = TRUE, judged_after = $2,
-                            marked_why = CASE WHEN marks.marked_at IS NULL THEN volumes.marked_why ELSE $3 END,
-                            marked_at = COALESCE(marks.marked_at, volumes.marked_at)
-         FROM marks
-         WHERE marks.worker_id = volumes.worker_id AND marks.handle = volumes.handle
+                            marked_why = CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.marked_why ELSE $3 END,
+                            marked_at = COALESCE(sweep_queue.marked_at, volumes.marked_at)
+         FROM sweep_queue
+         WHERE sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle
            AND volumes.handle IN ({}) AND volumes.state <> 'sweeping'",
         ids::query(backend, 1)
     );
@@ -371,10 +371,10 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
     }
     let statement = Statement::from_sql_and_values(
         conn.get_database_backend(),
-        "SELECT m.handle AS handle FROM marks m
+        "SELECT m.handle AS handle FROM sweep_queue m
          WHERE m.worker_id = $1 AND m.number IS NULL
            AND NOT EXISTS (SELECT 1 FROM volumes c WHERE c.parent = m.handle AND c.state <> 'sweeping')
-           AND NOT EXISTS (SELECT 1 FROM set_aside s WHERE s.parent = m.handle)
+           AND NOT EXISTS (SELECT 1 FROM orphans s WHERE s.parent = m.handle)
          LIMIT $2",
         [worker.into(), i64::try_from(limit).unwrap_or(i64::MAX).into()],
     );
@@ -415,7 +415,7 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
 
 /// Volumes of worker `$1` of which its gateway was told, behind the number `$2` and the handle `$3`.
 const TOLD_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
-    FROM marks m JOIN volumes v ON v.handle = m.handle
+    FROM sweep_queue m JOIN volumes v ON v.handle = m.handle
     WHERE m.worker_id = $1 AND m.number IS NOT NULL AND (m.number, m.handle) > ($2, $3)
     ORDER BY m.number, m.handle";
 

@@ -64,10 +64,12 @@ impl Gone {
     fn of<E: Sweepable>(backend: DbBackend) -> Self {
         let table = E::TABLE;
         let (beside, is_marked, marked) = if E::HAS_QUEUE {
-            let is_marked = "marks.worker_id = volumes.worker_id AND marks.handle = volumes.handle";
-            let why = "CASE WHEN marks.marked_at IS NULL THEN volumes.marked_why ELSE $7 END AS marked_why";
-            let at = "COALESCE(marks.marked_at, volumes.marked_at) AS marked_at";
-            (Some("marks"), is_marked.to_owned(), format!("{why}, {at}"))
+            let is_marked =
+                "sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle";
+            let why =
+                "CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.marked_why ELSE $7 END AS marked_why";
+            let at = "COALESCE(sweep_queue.marked_at, volumes.marked_at) AS marked_at";
+            (Some("sweep_queue"), is_marked.to_owned(), format!("{why}, {at}"))
         } else {
             let is_marked = format!("{table}.state IN ('destroying', 'sweeping')");
             (None, is_marked, "marked_why, marked_at".to_owned())
@@ -80,7 +82,7 @@ impl Gone {
     }
 }
 
-const GRAVES: &str = "INSERT INTO graves (id, kind, label, marked_why, marked_at, gone_at, look_at)";
+const GRAVES: &str = "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
 
 /// Attempts that only wait for what is gone.
 const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
