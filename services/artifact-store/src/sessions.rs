@@ -25,8 +25,8 @@ use sea_orm::{
     ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
 
-use crate::entity::{Purpose, State, container, set_aside, volume, worker};
-use crate::marks;
+use crate::db::entity::{Purpose, State, container, set_aside, volume, worker};
+use crate::marks::sweep_queue;
 
 /// A call of a gateway is refused, or could not be judged.
 #[derive(Debug, thiserror::Error)]
@@ -135,7 +135,7 @@ pub(crate) async fn record(
     }
     let containers = containers.exec(txn).await?.rows_affected;
     let volumes = creating.exec_with_returning(txn).await?;
-    marks::add(txn, volumes.iter().map(|row| row.handle)).await?;
+    sweep_queue::add(txn, volumes.iter().map(|row| row.handle)).await?;
     if new_incarnation {
         volume::Entity::update_many()
             .col_expr(volume::Column::State, Expr::value(State::Unconfirmed))

@@ -8,14 +8,17 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes};
-use crate::entity::{
+use crate::artifacts::restore;
+use crate::db::entity::{
     ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
 };
-use crate::facts;
-use crate::mark::{self, Keeping};
-use crate::undelete;
-use crate::units::size;
+use crate::db::units::size;
+use crate::explain::{
+    Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes,
+};
+use crate::marks::references;
+use crate::policy::garbage;
+use crate::policy::garbage::Keeping;
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,
@@ -45,7 +48,7 @@ pub(super) async fn artifact(
     explanation.relate(left);
     explanation.relate(lost);
     if row.state == ArtifactState::Deleting {
-        let restorable = undelete::restorable(&row).one(conn).await?;
+        let restorable = restore::restorable(&row).one(conn).await?;
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
         explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
@@ -53,13 +56,13 @@ pub(super) async fn artifact(
     } else {
         explanation.bytes_lost = row.state == ArtifactState::Sealed
             && !row.in_store
-            && undelete::restorable(&row).one(conn).await?.is_none();
+            && restore::restorable(&row).one(conn).await?.is_none();
         if explanation.bytes_lost {
             explanation.lost_at = lost_at(conn, row.artifact_id).await?;
         }
         explanation.kept_by = keepers(conn, question, &row).await?;
-        let unheld = facts::unheld(&(&row).into());
-        explanation.goes(question.now, |at| mark::artifact(&unheld, at, &question.policy));
+        let unheld = references::unheld(&(&row).into());
+        explanation.goes(question.now, |at| garbage::artifact(&unheld, at, &question.policy));
     }
     explanation.label = row.label;
     Ok(explanation)
@@ -118,10 +121,11 @@ pub(super) async fn goes_at(
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
     let holds = terms::of_artifact(conn, question, row.artifact_id).await?;
-    let unheld = facts::unheld(&row.into());
+    let unheld = references::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
-    let fate = last.and_then(|last| mark::fate(last, |at| mark::artifact(&unheld, at, &question.policy)));
+    let fate =
+        last.and_then(|last| garbage::fate(last, |at| garbage::artifact(&unheld, at, &question.policy)));
     Ok(fate.map(|(at, _)| at))
 }
 
@@ -186,7 +190,7 @@ async fn keepers(
     });
     let mut keepers = Keepers::default();
     keepers.add_all(first, &held);
-    if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, &question.policy) {
+    if let Some(keeper) = garbage::kept_by_nobody(&references::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }
     Ok(keepers)

@@ -6,11 +6,11 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, MOST, Question, Thing, holders};
-use crate::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
-use crate::facts;
-use crate::mark::Keeping;
-use crate::rules::{CacheWent, LetsGo};
+use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
+use crate::explain::{Explanation, Keeper, MOST, Question, Thing, holders};
+use crate::marks::references;
+use crate::policy::garbage::Keeping;
+use crate::policy::retention::{CacheWent, LetsGo};
 
 /// A resource cache, to a team to which it is answered.
 pub(super) async fn resource_cache(
@@ -28,7 +28,7 @@ pub(super) async fn resource_cache(
         ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let mut uses = facts::uses(conn, &[row.cache_id], question.now).await?;
+    let mut uses = references::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
         (_, LetsGo::NotYet) => {
@@ -55,14 +55,14 @@ async fn users(
     cache: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let users = facts::users(conn, cache, question.now, MOST).await?;
+    let users = references::users(conn, cache, question.now, MOST).await?;
     name_users(conn, question, users, explanation).await
 }
 
 async fn name_users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
-    users: facts::Keepers,
+    users: references::Keepers,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
     let builds = users.first.iter().filter_map(|user| match user.what {
@@ -104,7 +104,7 @@ pub(super) async fn task_cache(
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let users = facts::users_of_task_cache(conn, row.cache_id, MOST).await?;
+    let users = references::users_of_task_cache(conn, row.cache_id, MOST).await?;
     match row.lets_go(users.total > 0) {
         LetsGo::NotYet => name_users(conn, question, users, &mut explanation).await?,
         LetsGo::At(at) => {

@@ -5,12 +5,12 @@ use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter, Statement,
 };
 
-use super::{Explanation, Keeper, Question, Thing, is_of_team, related};
-use crate::entity::{
+use crate::db::entity::{
     BuildStatus, attempt, build, container, holder, owner, pin, resource_certs, set_aside, volume, worker,
 };
-use crate::mark::Why;
-use crate::units::size;
+use crate::db::units::size;
+use crate::explain::{Explanation, Keeper, Question, Thing, is_of_team, related};
+use crate::policy::garbage::Why;
 
 pub(super) async fn build(
     conn: &impl ConnectionTrait,

@@ -1,6 +1,6 @@
 //! How long the things that keep something keep it, if they end by themselves.
 //!
-//! Called by the explanations. The rows come from [`crate::facts`], and [`crate::rules`] and [`crate::mark`] say until when.
+//! Called by the explanations. The rows come from [`crate::marks::references`], and [`crate::policy::retention`] and [`crate::policy::garbage`] say until when.
 
 use std::collections::HashMap;
 
@@ -8,13 +8,15 @@ use domain::Timestamp;
 use sea_orm::{ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{MOST, Question};
-use crate::caches::task;
-use crate::entity::{resource_cache, task_cache};
-use crate::facts::{self, Keepers};
-use crate::ids;
-use crate::mark::{self, Keeper, Keeping};
-use crate::rules::LetsGo;
+use crate::caches::task_caches;
+use crate::db::entity::{resource_cache, task_cache};
+use crate::db::ids;
+use crate::explain::{MOST, Question};
+use crate::marks::references;
+use crate::marks::references::Keepers;
+use crate::policy::garbage;
+use crate::policy::garbage::{Keeper, Keeping};
+use crate::policy::retention::LetsGo;
 
 /// How many of the things that keep something are judged. If there are more, when it goes is not told.
 const MOST_JUDGED: u64 = 10_000;
@@ -37,7 +39,7 @@ pub(super) async fn of_artifact(
     question: &Question<'_>,
     artifact: Uuid,
 ) -> Result<Holds, DbErr> {
-    let mut found = facts::keepers(conn, &[artifact], question.now, MOST_JUDGED).await?;
+    let mut found = references::keepers(conn, &[artifact], question.now, MOST_JUDGED).await?;
     judged(conn, question, found.remove(&artifact).unwrap_or_default()).await
 }
 
@@ -47,7 +49,7 @@ pub(super) async fn of_volume(
     question: &Question<'_>,
     parent: Uuid,
 ) -> Result<Holds, DbErr> {
-    judged(conn, question, facts::children(conn, parent, MOST_JUDGED).await?).await
+    judged(conn, question, references::children(conn, parent, MOST_JUDGED).await?).await
 }
 
 /// Until when volumes of attempts that have ended are kept. Those from which something is made are not answered, nor those whose attempts go on.
@@ -56,11 +58,11 @@ pub(super) async fn volumes_until(
     question: &Question<'_>,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
-    let left = facts::left_volumes(conn, volumes).await?;
+    let left = references::left_volumes(conn, volumes).await?;
     let alone = left.into_iter().filter(|volume| !volume.has_live_child);
     let until = alone.map(|volume| {
         let touched_at = volume.touched_at.map(Timestamp);
-        (volume.handle, mark::grace_ends(Timestamp(volume.ended_at), touched_at, &question.policy))
+        (volume.handle, garbage::grace_ends(Timestamp(volume.ended_at), touched_at, &question.policy))
     });
     Ok(until.collect())
 }
@@ -108,7 +110,7 @@ async fn resource_caches_until(
     if caches.is_empty() {
         return Ok(HashMap::new());
     }
-    let uses = facts::uses(conn, caches, question.now).await?;
+    let uses = references::uses(conn, caches, question.now).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = resource_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| {
@@ -126,7 +128,7 @@ async fn task_caches_until(
     if caches.is_empty() {
         return Ok(HashMap::new());
     }
-    let in_use = task::in_use(conn, caches).await?;
+    let in_use = task_caches::in_use(conn, caches).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = task_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| match row.lets_go(in_use.contains(&row.cache_id)) {

@@ -4,11 +4,14 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms};
-use crate::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
-use crate::facts;
-use crate::mark::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
-use crate::units::size;
+use crate::db::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
+use crate::db::units::size;
+use crate::explain::{
+    Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms,
+};
+use crate::marks::references;
+use crate::policy::garbage;
+use crate::policy::garbage::{Belongs, ContainerFacts, Keeping, VolumeFacts};
 
 pub(super) async fn volume(
     conn: &impl ConnectionTrait,
@@ -43,7 +46,7 @@ pub(super) async fn volume(
         return Ok(Some(explanation));
     }
     explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
-    let Some(facts) = facts::volumes(conn, &[(&row).into()]).await?.pop() else {
+    let Some(facts) = references::volumes(conn, &[(&row).into()]).await?.pop() else {
         return Ok(Some(explanation));
     };
     keep_for_children(conn, question, row.handle, &mut explanation).await?;
@@ -79,7 +82,7 @@ pub(super) async fn volume(
             claimed @ Belongs::ToArtifact { .. } => claimed,
         },
     };
-    explanation.goes(question.now, |at| mark::volume(&left, at, &question.policy));
+    explanation.goes(question.now, |at| garbage::volume(&left, at, &question.policy));
     Ok(Some(explanation))
 }
 
@@ -184,13 +187,13 @@ pub(super) async fn container(
     let touched_at = row.touched_at.map(Timestamp);
     let keeper = match attempt_ended_at {
         None => Some(goes_on(row.attempt_id)),
-        Some(ended_at) => grace(question, mark::grace_ends(ended_at, touched_at, &question.policy)),
+        Some(ended_at) => grace(question, garbage::grace_ends(ended_at, touched_at, &question.policy)),
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
     }
     let facts = ContainerFacts { attempt_ended_at, touched_at };
-    explanation.goes(question.now, |at| mark::container(&facts, at, &question.policy));
+    explanation.goes(question.now, |at| garbage::container(&facts, at, &question.policy));
     Ok(Some(explanation))
 }
 
