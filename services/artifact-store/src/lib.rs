@@ -17,8 +17,8 @@
 //! sessions    which session may speak for a worker
 //! store_life  whether this database is what it was, or came out of a backup
 //! marks       what holds things, and the rows that say what is garbage and what went
-//! policy      when owners let go, and what is garbage: pure
 //! db          tables, the schema, and lists of ids in statements
+//! policy      when owners let go, and what is garbage: pure
 //! ```
 //!
 //! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
@@ -29,8 +29,9 @@
 mod clock;
 mod config;
 
-mod db;
 mod policy;
+
+mod db;
 
 mod marks;
 mod sessions;

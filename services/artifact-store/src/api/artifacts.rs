@@ -13,15 +13,11 @@ use crate::api::{
     Handlers, MOST_ARTIFACTS, SERVICE, artifact, errors, location, parse_artifacts, parse_state,
     parse_workers,
 };
-use crate::artifacts;
-use crate::artifacts::NewArtifact;
-use crate::artifacts::inline;
-use crate::artifacts::inline::NewTree;
-use crate::artifacts::restore;
-use crate::artifacts::restore::KeptBy;
+use crate::artifacts::inline::{self, NewTree};
+use crate::artifacts::restore::{self, KeptBy};
+use crate::artifacts::{self, NewArtifact};
 use crate::builds;
-use crate::explain;
-use crate::explain::Question;
+use crate::explain::{self, Question};
 use crate::marks::references::Keepers;
 
 /// How long an artifact that comes back is kept when its caller does not say.

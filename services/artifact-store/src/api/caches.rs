@@ -10,12 +10,9 @@ use uuid::Uuid;
 
 use crate::api::{Handlers, MOST_ARTIFACTS, SERVICE, errors, location};
 use crate::caches;
-use crate::caches::base_types;
-use crate::caches::base_types::BaseType;
-use crate::caches::resource_caches;
-use crate::caches::resource_caches::{Ask, Found, User};
-use crate::caches::task_caches;
-use crate::caches::task_caches::{Key, Which};
+use crate::caches::base_types::{self, BaseType};
+use crate::caches::resource_caches::{self, Ask, Found, User};
+use crate::caches::task_caches::{self, Key, Which};
 use crate::db::entity::{ALL_TEAMS, base_resource_type, resource_cache, task_cache};
 
 /// The longest name of a job, a step or a type, in bytes.

@@ -13,8 +13,7 @@ use tonic::{Request, Response, Status};
 
 use crate::api::{Handlers, errors};
 use crate::gc;
-use crate::gc::dry_run;
-use crate::gc::dry_run::WouldGo;
+use crate::gc::dry_run::{self, WouldGo};
 use crate::policy::garbage::{Collected, Kind};
 
 /// How many messages wait for a slow reader, beside what he misses.

@@ -9,8 +9,7 @@ use crate::api::caches::{LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT, at_most, name
 use crate::api::{Handlers, SERVICE, errors, parse_why};
 use crate::db::entity::import;
 use crate::inventory::Bytes;
-use crate::inventory::imports;
-use crate::inventory::imports::{Brought, Progress};
+use crate::inventory::imports::{self, Brought, Progress};
 
 impl Handlers {
     pub(super) async fn prepare_brought(

@@ -17,15 +17,11 @@ use crate::api::{Handlers, MOST_TASK_CACHES, SERVICE, errors, orphans, parse_why
 use crate::artifacts;
 use crate::db::entity::{Purpose, State, container, volume};
 use crate::db::units;
-use crate::inventory;
-use crate::inventory::losses;
-use crate::inventory::losses::Told;
-use crate::inventory::report;
-use crate::inventory::report::{Holdings, MOST_HANDLES};
-use crate::inventory::{Bytes, NeededVolume, Needs, StartsWith};
+use crate::inventory::losses::{self, Told};
+use crate::inventory::report::{self, Holdings, MOST_HANDLES};
+use crate::inventory::sweep::{self, Sweep};
+use crate::inventory::{self, Bytes, NeededVolume, Needs, StartsWith};
 use crate::inventory::{delete_requests, worker_removal};
-use crate::marks;
-use crate::marks::Sweep;
 use crate::store_life::receipts::Token;
 
 /// How many volumes a list may be asked for by their handles: a page.
@@ -321,7 +317,7 @@ impl pb::inventory_server::Inventory for Handlers {
         let (sweeps, stream) = mpsc::channel(SWEEPS_AHEAD);
         let handlers = self.clone();
         self.tasks.spawn(async move {
-            let watched = marks::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
+            let watched = sweep::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
             if let Err(error) = watched {
                 // Whoever left does not want to know.
                 sweeps.send(Err(handlers.noticing(error))).await.ok();

@@ -7,8 +7,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use crate::api::{Handlers, parse_build_status};
-use crate::builds;
-use crate::builds::NewBuild;
+use crate::builds::{self, NewBuild};
 use crate::db::entity::BuildStatus;
 
 /// The longest term of a build: callers renew it.

@@ -11,8 +11,7 @@ use crate::api::{
     Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, errors, location, parse_artifacts,
     parse_build_status,
 };
-use crate::pins;
-use crate::pins::{SettledOutput, Settlement, Used};
+use crate::pins::{self, SettledOutput, Settlement, Used};
 
 #[tonic::async_trait]
 impl pb::pins_server::Pins for Handlers {

@@ -4,10 +4,8 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use crate::api::{Handlers, artifact, errors, parse_why};
-use crate::artifacts::replicas;
-use crate::artifacts::replicas::{Direction, Outcome, Plan};
-use crate::inventory::delete_requests;
-use crate::inventory::delete_requests::Drop;
+use crate::artifacts::replicas::{self, Direction, Outcome, Plan};
+use crate::inventory::delete_requests::{self, Drop};
 use crate::marks::references::Keepers;
 
 #[tonic::async_trait]

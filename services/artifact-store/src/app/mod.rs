@@ -14,8 +14,7 @@ use tokio::sync::watch;
 use crate::app::feed::Collections;
 use crate::config::{Config, KeySource};
 use crate::db::migrations::Schema;
-use crate::sessions;
-use crate::sessions::SessionError;
+use crate::sessions::{self, SessionError};
 use crate::store_life;
 
 /// The store, as one process has it. Everything that must last is in the database.

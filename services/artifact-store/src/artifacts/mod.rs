@@ -29,15 +29,12 @@ use uuid::Uuid;
 pub(crate) use self::lookup::Locating;
 use crate::artifacts::access::usable_by;
 use crate::artifacts::inline::NewTree;
-use crate::builds;
-use crate::builds::OwnerEnded;
+use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ALL_TEAMS, ArtifactState, Purpose, artifact, owner, volume};
 use crate::db::{ids, units, volumes};
-use crate::marks::references;
-use crate::marks::references::Keepers;
+use crate::marks::references::{self, Keepers};
 use crate::marks::sweep_queue;
-use crate::policy::garbage;
-use crate::policy::garbage::Policy;
+use crate::policy::garbage::{self, Policy};
 
 /// How many of the things that keep an artifact are named.
 const MOST_KEEPERS: u64 = 50;

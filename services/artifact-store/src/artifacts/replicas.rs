@@ -21,13 +21,11 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts;
-use crate::artifacts::Located;
 use crate::artifacts::access;
+use crate::artifacts::{self, Located};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::db::{units, volumes};
-use crate::marks;
-use crate::marks::tombstones;
+use crate::marks::{self, tombstones};
 use crate::policy::garbage::Why;
 
 #[derive(Debug, thiserror::Error)]

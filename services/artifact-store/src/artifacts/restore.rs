@@ -15,11 +15,9 @@ use domain::{ArtifactId, BuildId, Timestamp};
 use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect};
 
-use crate::builds;
-use crate::builds::OwnerEnded;
+use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, volume};
-use crate::marks;
-use crate::marks::Wait;
+use crate::marks::{self, Wait};
 use crate::marks::{sweep_queue, tombstones};
 
 /// What keeps an artifact that comes back.

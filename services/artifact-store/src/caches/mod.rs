@@ -32,8 +32,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts;
-use crate::artifacts::Located;
+use crate::artifacts::{self, Located};
 use crate::db::entity::{ALL_TEAMS, ArtifactState, artifact, resource_cache, task_cache};
 use crate::db::ids;
 

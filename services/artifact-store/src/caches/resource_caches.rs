@@ -11,15 +11,12 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::Located;
-use crate::builds;
-use crate::builds::OwnerEnded;
+use crate::builds::{self, OwnerEnded};
 use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
 use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::db::ids;
-use crate::holders;
-use crate::holders::HolderError;
-use crate::marks::deletion_log;
-use crate::marks::deletion_log::Epitaph;
+use crate::holders::{self, HolderError};
+use crate::marks::deletion_log::{self, Epitaph};
 use crate::marks::references;
 use crate::policy::retention::CacheWent;
 

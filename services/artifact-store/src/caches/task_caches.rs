@@ -14,14 +14,12 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts;
-use crate::artifacts::Located;
+use crate::artifacts::{self, Located};
 use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
 use crate::db::entity::{ArtifactState, artifact, task_cache, task_cache_use};
 use crate::db::ids;
 use crate::db::units::micros;
-use crate::marks::deletion_log;
-use crate::marks::deletion_log::Epitaph;
+use crate::marks::deletion_log::{self, Epitaph};
 use crate::policy::retention::CacheWent;
 
 /// How many are deleted in one transaction.

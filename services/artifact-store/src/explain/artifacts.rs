@@ -17,8 +17,7 @@ use crate::explain::{
     Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes,
 };
 use crate::marks::references;
-use crate::policy::garbage;
-use crate::policy::garbage::Keeping;
+use crate::policy::garbage::{self, Keeping};
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,

@@ -24,8 +24,7 @@ use crate::db::entity::{
     resource_cache, set_aside, task_cache, volume, worker,
 };
 use crate::inventory;
-use crate::policy::garbage;
-use crate::policy::garbage::{Policy, Verdict};
+use crate::policy::garbage::{self, Policy, Verdict};
 use terms::Holds;
 
 /// How many things of a kind are named.

@@ -12,10 +12,8 @@ use crate::caches::task_caches;
 use crate::db::entity::{resource_cache, task_cache};
 use crate::db::ids;
 use crate::explain::{MOST, Question};
-use crate::marks::references;
-use crate::marks::references::Keepers;
-use crate::policy::garbage;
-use crate::policy::garbage::{Keeper, Keeping};
+use crate::marks::references::{self, Keepers};
+use crate::policy::garbage::{self, Keeper, Keeping};
 use crate::policy::retention::LetsGo;
 
 /// How many of the things that keep something are judged. If there are more, when it goes is not told.

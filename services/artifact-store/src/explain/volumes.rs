@@ -10,8 +10,7 @@ use crate::explain::{
     Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms,
 };
 use crate::marks::references;
-use crate::policy::garbage;
-use crate::policy::garbage::{Belongs, ContainerFacts, Keeping, VolumeFacts};
+use crate::policy::garbage::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
 
 pub(super) async fn volume(
     conn: &impl ConnectionTrait,

@@ -50,7 +50,7 @@ use crate::app::Store;
 use crate::artifacts::replicas;
 use crate::db::ids;
 use crate::policy::garbage::{Collected, Kind, Look, Policy, Why};
-use crate::{builds, caches as cache_rows, marks};
+use crate::{builds, caches as cache_rows, clock};
 use batch_size::Pace;
 
 /// After how long something is looked at again that may change unseen.
@@ -99,7 +99,7 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
     let mut looked = store.now();
     let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
-        let pause = marks::jittered(store.config.collect_interval);
+        let pause = clock::jittered(store.config.collect_interval);
         tokio::select! {
             () = stopping.cancelled() => return,
             () = tokio::time::sleep(pause) => {}

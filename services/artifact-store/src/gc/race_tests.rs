@@ -20,26 +20,20 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
-use crate::artifacts::replicas;
-use crate::artifacts::replicas::Plan;
-use crate::artifacts::restore;
-use crate::artifacts::restore::KeptBy;
+use crate::artifacts::replicas::{self, Plan};
+use crate::artifacts::restore::{self, KeptBy};
 use crate::builds::NewBuild;
-use crate::caches::resource_caches;
-use crate::caches::resource_caches::{Ask, Found, User};
-use crate::caches::task_caches;
-use crate::caches::task_caches::Key;
+use crate::caches::resource_caches::{self, Ask, Found, User};
+use crate::caches::task_caches::{self, Key};
 use crate::db::entity::{BuildStatus, Purpose};
 use crate::db::migrations::Schema;
-use crate::gc;
-use crate::gc::Settings;
-use crate::inventory;
-use crate::inventory::orphans;
+use crate::gc::{self, Settings};
+use crate::inventory::sweep;
+use crate::inventory::{self, orphans};
 use crate::inventory::{NeededVolume, Needs, StartsWith};
-use crate::pins;
-use crate::pins::{Settlement, Used};
+use crate::pins::{self, Settlement, Used};
 use crate::policy::garbage::Policy;
-use crate::{artifacts, builds, marks};
+use crate::{artifacts, builds};
 
 const TEAM: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -659,7 +653,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
                                 restore::undelete(&txn, TEAM, target.artifact, kept_by, NOW).await;
                             undeleted.map_err(|_| Failed::Refused)
                         } else {
-                            marks::hand_out(&txn, &target.claims).await.map_err(|_| Failed::Refused)
+                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| Failed::Refused)
                         }
                     }
                 };

@@ -8,11 +8,9 @@ use domain::{ArtifactId, ContainerHandle, Timestamp, VolumeHandle, WorkerId};
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QueryOrder, QuerySelect};
 
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume, worker};
-use crate::marks;
 use crate::marks::schedule::make_due;
-use crate::marks::{references, sweep_queue};
-use crate::policy::garbage;
-use crate::policy::garbage::{Policy, Verdict};
+use crate::marks::{self, references, sweep_queue};
+use crate::policy::garbage::{self, Policy, Verdict};
 use crate::sessions::{SessionError, fence};
 
 #[derive(Debug, thiserror::Error)]

@@ -30,15 +30,13 @@ use uuid::Uuid;
 
 use crate::artifacts;
 use crate::caches::HandOverError;
-use crate::caches::base_types;
-use crate::caches::base_types::BaseType;
+use crate::caches::base_types::{self, BaseType};
 use crate::db::entity::{
     ALL_TEAMS, ArtifactState, Purpose, State, artifact, base_resource_type, import, resource_certs, volume,
 };
 use crate::db::volumes;
 use crate::inventory::Bytes;
-use crate::marks;
-use crate::marks::sweep_queue;
+use crate::marks::{self, sweep_queue};
 use crate::policy::garbage::Why;
 use crate::sessions::{SessionError, fence};
 

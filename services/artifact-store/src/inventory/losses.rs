@@ -22,10 +22,9 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use crate::app::Store;
-use crate::artifacts;
-use crate::artifacts::Replica;
+use crate::artifacts::{self, Replica};
+use crate::clock::jittered;
 use crate::db::entity::{attempt, container, loss, store, volume};
-use crate::marks::jittered;
 use crate::marks::references::Keepers;
 use crate::policy::garbage::{Keeping, Policy};
 

@@ -17,6 +17,7 @@ pub(crate) mod losses;
 pub(crate) mod orphans;
 pub(crate) mod report;
 mod report_removals;
+pub(crate) mod sweep;
 pub(crate) mod worker_removal;
 
 use std::collections::{HashMap, HashSet};
@@ -35,8 +36,7 @@ use uuid::Uuid;
 use crate::caches::task_caches;
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, attempt, container, volume};
 use crate::db::volumes;
-use crate::holders;
-use crate::holders::HolderError;
+use crate::holders::{self, HolderError};
 use crate::marks::sweep_queue;
 use crate::pins;
 use crate::sessions::{SessionError, fence};

@@ -26,14 +26,10 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts;
-use crate::artifacts::replicas;
-use crate::artifacts::replicas::SealError;
-use crate::artifacts::restore;
-use crate::artifacts::restore::{KeptBy, UndeleteError};
-use crate::artifacts::{CreateError, NewArtifact};
-use crate::builds;
-use crate::builds::OwnerEnded;
+use crate::artifacts::replicas::{self, SealError};
+use crate::artifacts::restore::{self, KeptBy, UndeleteError};
+use crate::artifacts::{self, CreateError, NewArtifact};
+use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{
     ArtifactState, AsideKind, Purpose, State, artifact, container, grave, set_aside, volume, worker,
 };

@@ -33,11 +33,9 @@ use crate::marks::Sweepable;
 use crate::marks::deletion_log;
 use crate::marks::sweep_queue;
 use crate::policy::garbage;
-use crate::sessions;
-use crate::sessions::SessionError;
+use crate::sessions::{self, SessionError};
 use crate::store_life;
-use crate::store_life::receipts;
-use crate::store_life::receipts::Token;
+use crate::store_life::receipts::{self, Token};
 
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;

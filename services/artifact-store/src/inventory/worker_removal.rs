@@ -18,13 +18,10 @@ use crate::caches;
 use crate::db::entity::{State, artifact, container, set_aside, volume, worker};
 use crate::db::ids;
 use crate::inventory::imports;
-use crate::inventory::losses;
-use crate::inventory::losses::Lost;
-use crate::marks::references;
-use crate::marks::references::JudgedArtifact;
+use crate::inventory::losses::{self, Lost};
+use crate::marks::references::{self, JudgedArtifact};
 use crate::marks::sweep_queue;
-use crate::policy::garbage;
-use crate::policy::garbage::{Policy, Verdict};
+use crate::policy::garbage::{self, Policy, Verdict};
 use crate::policy::retention::FORGOTTEN_LATER;
 
 /// How many rows are looked at by one statement.

@@ -27,13 +27,11 @@ use uuid::Uuid;
 
 pub(crate) use self::batch::Pins;
 pub(crate) use self::settle::{SettleError, SettledOutput, Settlement, settle};
-use crate::artifacts;
-use crate::artifacts::Located;
+use crate::artifacts::{self, Located};
 use crate::builds::OwnerEnded;
 use crate::caches::task_caches;
 use crate::db::entity::{artifact, attempt, build};
-use crate::holders;
-use crate::holders::HolderError;
+use crate::holders::{self, HolderError};
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PinError {

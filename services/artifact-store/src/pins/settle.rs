@@ -12,16 +12,13 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::builds;
-use crate::builds::OwnerEnded;
-use crate::caches::outputs;
-use crate::caches::outputs::Owned;
+use crate::builds::{self, OwnerEnded};
+use crate::caches::outputs::{self, Owned};
 use crate::db::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, task_cache_use, volume,
 };
 use crate::db::ids;
-use crate::holders;
-use crate::holders::HolderError;
+use crate::holders::{self, HolderError};
 use crate::marks::schedule::make_due;
 
 /// How a workload is settled.

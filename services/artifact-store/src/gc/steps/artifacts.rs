@@ -8,15 +8,12 @@ use uuid::Uuid;
 use crate::db::entity::artifact;
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::steps::deleted;
-use crate::gc::steps::deleted::Replicas;
+use crate::gc::steps::deleted::{self, Replicas};
 use crate::gc::{Batch, Collected, Kind, Settings, look_next};
 use crate::marks::Wait;
-use crate::marks::references;
-use crate::marks::references::JudgedArtifact;
+use crate::marks::references::{self, JudgedArtifact};
 use crate::marks::tombstones;
-use crate::policy::garbage;
-use crate::policy::garbage::{Verdict, Why};
+use crate::policy::garbage::{self, Verdict, Why};
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let backend = txn.get_database_backend();

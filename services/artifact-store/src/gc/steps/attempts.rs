@@ -13,13 +13,10 @@ use crate::db::entity::{Purpose, attempt, container, volume};
 use crate::db::ids;
 use crate::db::units::size;
 use crate::gc::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
-use crate::marks;
-use crate::marks::Wait;
-use crate::marks::references;
-use crate::marks::references::JudgedVolume;
+use crate::marks::references::{self, JudgedVolume};
 use crate::marks::schedule::make_due;
-use crate::policy::garbage;
-use crate::policy::garbage::{ContainerFacts, Verdict};
+use crate::marks::{self, Wait};
+use crate::policy::garbage::{self, ContainerFacts, Verdict};
 use crate::policy::retention::FORGOTTEN_LATER;
 
 /// How many volumes are judged at a time: an attempt may have thousands.

@@ -14,8 +14,7 @@ use crate::caches::{resource_caches, task_caches};
 use crate::db::entity::{artifact, resource_cache, task_cache};
 use crate::db::ids;
 use crate::gc::{Batch, LATER, Look, Settings, lock_due, look_next};
-use crate::marks::deletion_log;
-use crate::marks::deletion_log::Epitaph;
+use crate::marks::deletion_log::{self, Epitaph};
 use crate::marks::references;
 use crate::policy::retention::{CacheWent, LetsGo, Uses};
 

@@ -13,13 +13,10 @@ use crate::db::entity::volume;
 use crate::db::ids;
 use crate::db::units::size;
 use crate::gc::{Batch, Collected, Kind, Settings, by_reason};
-use crate::marks;
-use crate::marks::Wait;
-use crate::marks::references;
-use crate::marks::references::JudgedVolume;
+use crate::marks::references::{self, JudgedVolume};
 use crate::marks::schedule::make_due;
-use crate::policy::garbage;
-use crate::policy::garbage::Verdict;
+use crate::marks::{self, Wait};
+use crate::policy::garbage::{self, Verdict};
 
 pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let candidates: Vec<Uuid> = volume::Entity::find()

@@ -10,10 +10,9 @@ use crate::db::entity::tombstone;
 use crate::db::ids;
 use crate::db::units::size;
 use crate::gc::{Batch, Collected, Kind, Look, Settings, look_next};
-use crate::marks;
-use crate::marks::Wait;
 use crate::marks::schedule::make_due;
 use crate::marks::sweep_queue;
+use crate::marks::{self, Wait};
 use crate::policy::garbage::Why;
 
 pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {

@@ -9,8 +9,7 @@ use sea_orm::{
 use crate::db::entity::{State, container, loss, store, volume};
 use crate::db::ids;
 use crate::gc::{Batch, Settings};
-use crate::inventory::losses;
-use crate::inventory::losses::Lost;
+use crate::inventory::losses::{self, Lost};
 use crate::marks::sweep_queue;
 
 /// What is lost and was not noticed, since `$1` or before.
