@@ -455,7 +455,7 @@ pub(crate) async fn end_with(
 }
 
 /// Gives every build that its caller must renew at least a full term from `now`: the caller could perhaps not renew it.
-pub(crate) async fn be_patient(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
+pub(crate) async fn extend_terms(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
     let full = || Expr::col(build::Column::Term).add(now.0);
     build::Entity::update_many()
         .col_expr(build::Column::TermEndsAt, full())

@@ -67,7 +67,7 @@ use app::Store;
 pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
     config.check()?;
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
-    gc::be_patient(&store).await.context("cannot give those who went on without us a full term")?;
+    gc::extend_terms(&store).await.context("cannot give those who went on without us a full term")?;
     host.spawn(gc::collect_forever(store.clone(), host.stopping()));
     api::add_services(&store, host);
     host.describe(server::Service {

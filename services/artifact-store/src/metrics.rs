@@ -39,8 +39,8 @@ pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
     );
     metrics::describe_gauge!("gantry_store_containers", "Containers on all workers, by state.");
     metrics::describe_gauge!(
-        "gantry_store_set_aside",
-        "Volumes and containers that are set aside: an operator decides about them."
+        "gantry_store_orphans",
+        "Orphans: volumes and containers that a restored store does not know."
     );
     metrics::describe_gauge!("gantry_store_pins", "Pins of workloads on artifacts.");
     metrics::describe_gauge!("gantry_store_builds", "Builds that have not ended.");
@@ -108,8 +108,8 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         let (n, _) = containers.get(&state).copied().unwrap_or_default();
         metrics::gauge!("gantry_store_containers", "state" => state).set(n);
     }
-    let set_aside = count(db, "orphans", "handle", "'set aside'", "0").await?;
-    metrics::gauge!("gantry_store_set_aside").set(set_aside.get("set aside").copied().unwrap_or_default().0);
+    let orphans = count(db, "orphans", "handle", "'orphan'", "0").await?;
+    metrics::gauge!("gantry_store_orphans").set(orphans.get("orphan").copied().unwrap_or_default().0);
     let pins = count(db, "pins", "holder_id", "'pinned'", "0").await?;
     metrics::gauge!("gantry_store_pins").set(pins.get("pinned").copied().unwrap_or_default().0);
     let ended = "CASE WHEN ended_at IS NULL THEN 'open' ELSE 'ended' END";

@@ -25,7 +25,7 @@ use sea_orm::{
     ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
 
-use crate::db::entity::{Purpose, State, container, set_aside, volume, worker};
+use crate::db::entity::{Purpose, State, container, orphan, volume, worker};
 use crate::marks::sweep_queue;
 
 /// A call of a gateway is refused, or could not be judged.
@@ -145,10 +145,10 @@ pub(crate) async fn record(
             .exec(txn)
             .await?;
         // Nor is it known what is left of what is set aside: its gateway says so again, after it was reported.
-        set_aside::Entity::update_many()
-            .col_expr(set_aside::Column::Described, Expr::value(false))
-            .col_expr(set_aside::Column::Digest, Expr::value(None::<Vec<u8>>))
-            .filter(set_aside::Column::WorkerId.eq(id))
+        orphan::Entity::update_many()
+            .col_expr(orphan::Column::Described, Expr::value(false))
+            .col_expr(orphan::Column::Digest, Expr::value(None::<Vec<u8>>))
+            .filter(orphan::Column::WorkerId.eq(id))
             .exec(txn)
             .await?;
         // What comes back from its mark is no surer than what was not marked.

@@ -50,7 +50,7 @@ impl pb::collector_server::Collector for Handlers {
         &self,
         _: Request<pb::WatchCollectionsRequest>,
     ) -> Result<Response<Self::WatchCollectionsStream>, Status> {
-        let collections = self.store.collections.subscribe();
+        let collections = self.store.feed.subscribe();
         let (messages, stream) = mpsc::channel(AHEAD);
         let stopping = self.stopping.clone();
         self.tasks.spawn(async move { pass_on(collections, &messages, &stopping).await });
@@ -107,19 +107,19 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::app::feed::Collections;
-    use crate::policy::garbage::Why;
+    use crate::app::feed::CollectionFeed;
+    use crate::policy::garbage::MarkReason;
 
     #[tokio::test]
     async fn who_is_too_slow_is_told_how_much_was_left_out() {
         const TOLD: u64 = 1000;
-        let collections = Collections::default();
+        let collections = CollectionFeed::default();
         let watching = collections.subscribe();
         for _ in 0..TOLD {
             collections.tell(&[Collected {
                 kind: Kind::Artifact,
                 id: Uuid::now_v7(),
-                why: Why::NeverOwned,
+                why: MarkReason::NeverOwned,
                 size_bytes: 1,
             }]);
         }

@@ -9,7 +9,7 @@ use crate::api::caches::{LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT, at_most, name
 use crate::api::{Handlers, SERVICE, errors, parse_why};
 use crate::db::entity::import;
 use crate::inventory::Bytes;
-use crate::inventory::imports::{self, Brought, Progress};
+use crate::inventory::imports::{self, Progress, ProvidedItem};
 
 impl Handlers {
     pub(super) async fn prepare_brought(
@@ -17,7 +17,7 @@ impl Handlers {
         request: pb::PrepareImportRequest,
     ) -> Result<pb::PrepareImportResponse, Status> {
         let brought = rpc::required("brought", request.brought)?;
-        let brought = &Brought {
+        let brought = &ProvidedItem {
             resource_type: at_most("brought.resource_type", brought.resource_type, LONGEST_NAME)?,
             version: at_most("brought.version", brought.version, LONGEST_TEXT)?,
             path: named("brought.path", brought.path, LONGEST_PATH)?,
@@ -32,7 +32,7 @@ impl Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(pb::PrepareImportResponse {
             artifact_id: prepared.artifact.to_string(),
             volume_handle: prepared.volume.to_string(),
@@ -80,7 +80,7 @@ impl Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(pb::FailImportResponse {})
     }
 

@@ -17,7 +17,7 @@ use crate::api::{Handlers, MOST_TASK_CACHES, SERVICE, errors, orphans, parse_why
 use crate::artifacts;
 use crate::db::entity::{Purpose, State, container, volume};
 use crate::db::units;
-use crate::inventory::losses::{self, Told};
+use crate::inventory::losses::{self, LossNotice};
 use crate::inventory::report::{self, Holdings, MOST_HANDLES};
 use crate::inventory::sweep::{self, Sweep};
 use crate::inventory::{self, Bytes, NeededVolume, Needs, StartsWith};
@@ -151,7 +151,7 @@ impl pb::inventory_server::Inventory for Handlers {
                 .await
                 .map_err(|error| self.noticing(error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::FailedResponse {}))
     }
 
@@ -188,7 +188,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::MarkContainerResponse {}))
     }
 
@@ -210,7 +210,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .await
             .map_err(|error| self.noticing(error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::MarkVolumeResponse {}))
     }
 
@@ -714,7 +714,7 @@ fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
     lost_at.filter(|_| state == State::Lost).map(Timestamp)
 }
 
-fn lost(told: Told) -> pb::WatchLostResponse {
+fn lost(told: LossNotice) -> pb::WatchLostResponse {
     pb::WatchLostResponse {
         revision: told.revision,
         worker_id: told.worker.to_string(),

@@ -11,7 +11,7 @@ use crate::api::inventory::text;
 use crate::api::{Handlers, SERVICE, artifact, errors};
 use crate::artifacts;
 use crate::artifacts::restore::KeptBy;
-use crate::db::entity::{AsideKind, set_aside};
+use crate::db::entity::{OrphanKind, orphan};
 use crate::db::units;
 use crate::inventory::orphans as aside;
 use crate::inventory::orphans::{Adoption, Description};
@@ -57,7 +57,7 @@ impl Handlers {
         let (id, marked) =
             self.store.db.write(|txn| async move { aside::adopt(&txn, adoption, now).await }).await?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         let found = artifacts::get(self.store.db.read(), &adoption.team, id, now, &self.policy())
             .await
             .map_err(|error| errors::database("look for an artifact", &error))?;
@@ -77,7 +77,7 @@ impl Handlers {
         let purged =
             self.store.db.write(|txn| async move { aside::purge(&txn, handles, worker, now).await }).await?;
 
-        self.store.marks.wake(purged.workers);
+        self.store.sweep_wakers.wake(purged.workers);
         Ok(pb::PurgeResponse { volumes: purged.volumes, containers: purged.containers })
     }
 }
@@ -104,11 +104,11 @@ fn parse_description(volume: pb::VolumeDescription) -> Result<Description, Statu
     })
 }
 
-fn listed(row: set_aside::Model) -> pb::SetAside {
+fn listed(row: orphan::Model) -> pb::SetAside {
     let handle = row.handle.to_string();
     let of = |kind| if row.kind == kind { handle.clone() } else { String::new() };
-    let (volume_handle, container_handle) = (of(AsideKind::Volume), of(AsideKind::Container));
-    let description = (row.kind == AsideKind::Volume && row.described).then(|| pb::VolumeDescription {
+    let (volume_handle, container_handle) = (of(OrphanKind::Volume), of(OrphanKind::Container));
+    let description = (row.kind == OrphanKind::Volume && row.described).then(|| pb::VolumeDescription {
         volume_handle: handle.clone(),
         parent_handle: text(row.parent),
         team: row.team.unwrap_or_default(),

@@ -11,13 +11,13 @@ use crate::api::{
     Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, errors, location, parse_artifacts,
     parse_build_status,
 };
-use crate::pins::{self, SettledOutput, Settlement, Used};
+use crate::pins::{self, PinRequest, SettledOutput, Settlement};
 
 #[tonic::async_trait]
 impl pb::pins_server::Pins for Handlers {
     async fn pin(&self, request: Request<pb::PinRequest>) -> Result<Response<pb::PinResponse>, Status> {
         let request = request.into_inner();
-        let used = Used {
+        let used = PinRequest {
             holder: rpc::parse_id("holder_id", &request.holder_id)?,
             team: rpc::parse_team("team", request.team)?,
             artifacts: distinct(parse_artifacts("artifact_ids", &request.artifact_ids)?),

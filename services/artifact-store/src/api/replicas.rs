@@ -26,7 +26,7 @@ impl pb::replicas_server::Replicas for Handlers {
         let planned =
             self.store.db.write(|txn| async move { replicas::plan(&txn, plan, now, term).await }).await?;
 
-        self.store.marks.wake(planned.marked);
+        self.store.sweep_wakers.wake(planned.marked);
         let (outcome, transfer) = match planned.outcome {
             Outcome::Yours => (pb::PlanOutcome::Yours, Some(plan.transfer)),
             Outcome::BeingMade(transfer) => (pb::PlanOutcome::BeingMade, Some(transfer)),
@@ -93,7 +93,7 @@ impl pb::replicas_server::Replicas for Handlers {
             .write(|txn| async move { replicas::seal(&txn, team, id, digest, now).await })
             .await?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::SealUploadResponse { artifact: Some(artifact(sealed, &Keepers::default())) }))
     }
 
@@ -113,7 +113,7 @@ impl pb::replicas_server::Replicas for Handlers {
             .await
             .map_err(|error| errors::database("abandon a transfer", &error))?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::AbandonUploadResponse {}))
     }
 
@@ -137,7 +137,7 @@ impl pb::replicas_server::Replicas for Handlers {
             .write(|txn| async move { delete_requests::drop_replica(&txn, drop, now, policy).await })
             .await?;
 
-        self.store.marks.wake(marked);
+        self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::DropReplicaResponse {}))
     }
 }

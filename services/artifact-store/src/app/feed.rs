@@ -14,15 +14,15 @@ const AHEAD: usize = 64;
 
 /// Who looks on.
 #[derive(Debug)]
-pub(crate) struct Collections(broadcast::Sender<Arc<[Collected]>>);
+pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[Collected]>>);
 
-impl Default for Collections {
+impl Default for CollectionFeed {
     fn default() -> Self {
         Self(broadcast::Sender::new(AHEAD))
     }
 }
 
-impl Collections {
+impl CollectionFeed {
     /// What is marked from now on. Who is too slow is told how many messages he missed.
     pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[Collected]>> {
         self.0.subscribe()

@@ -11,7 +11,7 @@ use domain::{Timestamp, WorkerId};
 use rpc::token::{Keys, VerifyError};
 use tokio::sync::watch;
 
-use crate::app::feed::Collections;
+use crate::app::feed::CollectionFeed;
 use crate::config::{Config, KeySource};
 use crate::db::migrations::Schema;
 use crate::sessions::{self, SessionError};
@@ -21,8 +21,8 @@ use crate::store_life;
 pub(crate) struct Store {
     pub(crate) db: Database,
     pub(crate) config: Config,
-    pub(crate) marks: Marks,
-    pub(crate) collections: Collections,
+    pub(crate) sweep_wakers: SweepWakers,
+    pub(crate) feed: CollectionFeed,
     keys: Keys,
     recorded: Mutex<HashMap<WorkerId, SessionClaims>>,
 }
@@ -41,8 +41,8 @@ impl Store {
         Ok(Self {
             db,
             config,
-            marks: Marks::default(),
-            collections: Collections::default(),
+            sweep_wakers: SweepWakers::default(),
+            feed: CollectionFeed::default(),
             keys,
             recorded: Mutex::default(),
         })
@@ -69,7 +69,7 @@ impl Store {
         let now = self.now();
         let marked = self.db.write(|txn| async move { sessions::record(&txn, claims, now).await }).await?;
         if marked {
-            self.marks.wake([claims.worker]);
+            self.sweep_wakers.wake([claims.worker]);
         }
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).insert(claims.worker, claims.clone());
         Ok(())
@@ -83,9 +83,9 @@ impl Store {
 
 /// Tells the streams of this process that something of a worker was marked. A hint only: streams look by themselves, too.
 #[derive(Debug, Default)]
-pub(crate) struct Marks(Mutex<HashMap<WorkerId, watch::Sender<()>>>);
+pub(crate) struct SweepWakers(Mutex<HashMap<WorkerId, watch::Sender<()>>>);
 
-impl Marks {
+impl SweepWakers {
     /// Changes whenever something of `worker` was marked.
     pub(crate) fn subscribe(&self, worker: WorkerId) -> watch::Receiver<()> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);

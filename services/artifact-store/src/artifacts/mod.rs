@@ -448,7 +448,7 @@ async fn describe(
         let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
         if keepers.total == 0
             && row.state != ArtifactState::Deleting
-            && let Some(keeper) = garbage::kept_by_nobody(&references::unheld(&row.into()), now, policy)
+            && let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, policy)
         {
             keepers = Keepers { first: vec![keeper], total: 1 };
         }

@@ -26,7 +26,7 @@ use crate::artifacts::{self, Located};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::db::{units, volumes};
 use crate::marks::{self, tombstones};
-use crate::policy::garbage::Why;
+use crate::policy::garbage::MarkReason;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PlanError {
@@ -138,7 +138,7 @@ pub(crate) async fn plan(
                 return Ok(planned(handle, Outcome::BeingMade(transfer)));
             }
             OnWorker::Nothing { given_up } => {
-                marked = marks::mark_volumes(txn, &given_up, Why::ClaimRanOut, now).await?;
+                marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimRanOut, now).await?;
             }
         }
     }
@@ -288,7 +288,7 @@ pub(crate) async fn progress(
 
 /// Gives every transfer that has not arrived at least a full `term` from `now`: it could perhaps not say that it goes on. However often
 /// this is done at one time, no claim gets more than that one term.
-pub(crate) async fn be_patient(
+pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
     term: Duration,
@@ -360,7 +360,7 @@ pub(crate) async fn seal(
             .exec(txn)
             .await?;
         let other: Vec<_> = other.iter().map(|volume| volume.handle).collect();
-        marked = marks::mark_volumes(txn, &other, Why::OtherBytesSealed, now).await?;
+        marked = marks::mark_volumes(txn, &other, MarkReason::OtherBytesSealed, now).await?;
     }
     let located = artifacts::locate_rows(txn, vec![row]).await?.pop();
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
@@ -394,7 +394,7 @@ pub(crate) async fn abandon(
                 .one(txn)
                 .await?;
             let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
-            return marks::mark_volumes(txn, &unfinished, Why::TransferAbandoned, now).await;
+            return marks::mark_volumes(txn, &unfinished, MarkReason::TransferAbandoned, now).await;
         }
         // So will be the volume; or it is nothing that this team may use, or change.
         Some((ArtifactState::Deleting | ArtifactState::Open, _)) | None => return Ok(Vec::new()),
@@ -404,14 +404,14 @@ pub(crate) async fn abandon(
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
             .col_expr(artifact::Column::LookAt, Expr::value(None::<i64>))
-            .col_expr(artifact::Column::MarkedWhy, Expr::value(Why::TransferAbandoned.to_string()))
+            .col_expr(artifact::Column::MarkedWhy, Expr::value(MarkReason::TransferAbandoned.to_string()))
             .filter(artifact::Column::ArtifactId.eq(id))
             .filter(artifact::Column::State.eq(ArtifactState::Open))
             .exec(txn)
             .await?;
         tombstones::add(txn, [id], now.0).await?;
     }
-    marks::mark_volumes(txn, &[planned.handle], Why::TransferAbandoned, now).await
+    marks::mark_volumes(txn, &[planned.handle], MarkReason::TransferAbandoned, now).await
 }
 
 /// Whether somebody pinned an open artifact, or another transfer fills it.

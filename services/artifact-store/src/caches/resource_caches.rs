@@ -16,9 +16,9 @@ use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
 use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::db::ids;
 use crate::holders::{self, HolderError};
-use crate::marks::deletion_log::{self, Epitaph};
+use crate::marks::deletion_log::{self, LogEntry};
 use crate::marks::references;
-use crate::policy::retention::CacheWent;
+use crate::policy::retention::CacheEndReason;
 
 /// Who uses a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -438,7 +438,8 @@ pub(crate) async fn delete(
     }
     let_go(txn, row.artifact_id, now).await?;
     remove(txn, &[row.cache_id]).await?;
-    deletion_log::dig(txn, &[Epitaph::of_resource_cache(&row, CacheWent::Deleted)], now, tombstone).await?;
+    deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, CacheEndReason::Deleted)], now, tombstone)
+        .await?;
     Ok(())
 }
 
@@ -450,7 +451,7 @@ pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result
 }
 
 /// Gives every claim at least a full `term` from `now`: its maker could perhaps not renew it.
-pub(crate) async fn be_patient(
+pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
     term: Duration,

@@ -19,8 +19,8 @@ use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
 use crate::db::entity::{ArtifactState, artifact, task_cache, task_cache_use};
 use crate::db::ids;
 use crate::db::units::micros;
-use crate::marks::deletion_log::{self, Epitaph};
-use crate::policy::retention::CacheWent;
+use crate::marks::deletion_log::{self, LogEntry};
+use crate::policy::retention::CacheEndReason;
 
 /// How many are deleted in one transaction.
 pub(crate) const BATCH: u64 = 500;
@@ -318,8 +318,9 @@ pub(crate) async fn delete(
     }
     let_go(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
     let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
-    let epitaphs: Vec<_> = rows.iter().map(|row| Epitaph::of_task_cache(row, CacheWent::Deleted)).collect();
-    deletion_log::dig(txn, &epitaphs, now, tombstone).await?;
+    let entries: Vec<_> =
+        rows.iter().map(|row| LogEntry::of_task_cache(row, CacheEndReason::Deleted)).collect();
+    deletion_log::append(txn, &entries, now, tombstone).await?;
     Ok(gone)
 }
 

@@ -56,29 +56,29 @@ pub(crate) enum BuildStatus {
     Aborted,
 }
 
-/// What of a worker is set aside.
+/// What kind of thing an orphan is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
-pub(crate) enum AsideKind {
+pub(crate) enum OrphanKind {
     Volume,
     Container,
 }
 
-/// What is in a grave.
+/// What kind of thing is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
-pub(crate) enum GraveKind {
+pub(crate) enum DeletionKind {
     Volume,
     Container,
     ResourceCache,
     TaskCache,
 }
 
-impl From<AsideKind> for GraveKind {
-    fn from(kind: AsideKind) -> Self {
+impl From<OrphanKind> for DeletionKind {
+    fn from(kind: OrphanKind) -> Self {
         match kind {
-            AsideKind::Volume => Self::Volume,
-            AsideKind::Container => Self::Container,
+            OrphanKind::Volume => Self::Volume,
+            OrphanKind::Container => Self::Container,
         }
     }
 }
@@ -101,7 +101,7 @@ macro_rules! entity {
         $(#[$doc])*
         pub(crate) mod $module {
             #[allow(unused_imports, reason = "not every table has every kind of column")]
-            use super::{ArtifactState, AsideKind, BuildStatus, GraveKind, Purpose, State, UserKind};
+            use super::{ArtifactState, OrphanKind, BuildStatus, DeletionKind, Purpose, State, UserKind};
             use sea_orm::entity::prelude::*;
 
             #[derive(Debug, Clone, PartialEq, Eq, DeriveEntityModel)]
@@ -426,11 +426,11 @@ entity! {
 }
 
 entity! {
-    /// What a store that came out of a backup does not know.
-    set_aside, "orphans" {
+    /// Orphans: what a store that came out of a backup does not know.
+    orphan, "orphans" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
-        kind: AsideKind,
+        kind: OrphanKind,
         worker_id: Uuid,
         first_seen_at: i64,
         judged_after: i64,
@@ -445,10 +445,10 @@ entity! {
 
 entity! {
     /// Volumes, containers and caches that are gone.
-    grave, "deletion_log" {
+    deletion, "deletion_log" {
         #[sea_orm(primary_key, auto_increment = false)]
         id: Uuid,
-        kind: GraveKind,
+        kind: DeletionKind,
         team: Option<String>,
         label: String,
         marked_why: Option<String>,

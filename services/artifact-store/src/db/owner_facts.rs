@@ -7,7 +7,7 @@ use std::time::Duration;
 use domain::Timestamp;
 
 use super::entity::{BuildStatus, build, resource_cache, task_cache};
-use crate::policy::retention::{Build, BuildEnd, CacheWent, LetsGo, ResourceCache, Uses};
+use crate::policy::retention::{Build, BuildEnd, CacheEndReason, ReleaseTime, ResourceCache, Uses};
 
 impl resource_cache::Model {
     /// What it is called, for people.
@@ -16,8 +16,8 @@ impl resource_cache::Model {
     }
 
     /// Why it goes when it goes by itself.
-    pub(crate) fn goes(&self) -> CacheWent {
-        if self.claimed_until.is_some() { CacheWent::NotMade } else { CacheWent::Unused }
+    pub(crate) fn goes(&self) -> CacheEndReason {
+        if self.claimed_until.is_some() { CacheEndReason::NotMade } else { CacheEndReason::Unused }
     }
 
     /// When it goes by itself though it is used, if all that uses it ends by itself.
@@ -46,11 +46,11 @@ impl task_cache::Model {
     }
 
     /// `used`: a workload that was not settled uses it.
-    pub(crate) fn lets_go(&self, used: bool) -> LetsGo {
+    pub(crate) fn lets_go(&self, used: bool) -> ReleaseTime {
         if used {
-            return LetsGo::NotYet;
+            return ReleaseTime::NotYet;
         }
-        LetsGo::At(Timestamp(self.last_used.saturating_add(self.ttl)))
+        ReleaseTime::At(Timestamp(self.last_used.saturating_add(self.ttl)))
     }
 }
 
@@ -101,13 +101,13 @@ mod tests {
             assert_eq!(cache.goes_at(&uses, ttl), expected);
         }
         for (claimed_until, used, ended, expected) in [
-            (None, false, None, LetsGo::At(at(110))),
-            (None, false, Some(at(5)), LetsGo::At(at(110))),
-            (None, false, Some(at(20)), LetsGo::At(at(120))),
-            (None, true, Some(at(20)), LetsGo::NotYet),
-            (Some(at(30).0), false, None, LetsGo::At(at(30))),
+            (None, false, None, ReleaseTime::At(at(110))),
+            (None, false, Some(at(5)), ReleaseTime::At(at(110))),
+            (None, false, Some(at(20)), ReleaseTime::At(at(120))),
+            (None, true, Some(at(20)), ReleaseTime::NotYet),
+            (Some(at(30).0), false, None, ReleaseTime::At(at(30))),
             // Who waits for it does not keep it from being made by somebody else.
-            (Some(at(30).0), true, None, LetsGo::At(at(30))),
+            (Some(at(30).0), true, None, ReleaseTime::At(at(30))),
         ] {
             let cache = resource_cache::Model { claimed_until, ..cache.clone() };
             let uses = Uses { used, ended, ..Uses::default() };

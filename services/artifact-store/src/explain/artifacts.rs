@@ -10,14 +10,14 @@ use uuid::Uuid;
 
 use crate::artifacts::restore;
 use crate::db::entity::{
-    ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
+    ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, orphan, volume,
 };
 use crate::db::units::size;
 use crate::explain::{
     Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes,
 };
 use crate::marks::references;
-use crate::policy::garbage::{self, Keeping};
+use crate::policy::garbage::{self, KeeperKind};
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,
@@ -93,17 +93,15 @@ pub(super) async fn set_aside(
     question: &Question<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
-    let held = set_aside::Entity::find().filter(set_aside::Column::ArtifactId.eq(id)).filter(
-        Condition::any()
-            .add(set_aside::Column::Team.is_null())
-            .add(set_aside::Column::Team.eq(question.team)),
+    let held = orphan::Entity::find().filter(orphan::Column::ArtifactId.eq(id)).filter(
+        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(question.team)),
     );
-    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), set_aside::Column::Handle).await?;
+    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), orphan::Column::Handle).await?;
     if volumes.total == 0 {
         return Ok(None);
     }
-    let whole = held.filter(set_aside::Column::Digest.is_not_null());
-    let whole = whole.order_by_asc(set_aside::Column::Handle).one(conn).await?;
+    let whole = held.filter(orphan::Column::Digest.is_not_null());
+    let whole = whole.order_by_asc(orphan::Column::Handle).one(conn).await?;
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
@@ -136,7 +134,7 @@ async fn keepers(
     let (id, now) = (row.artifact_id, question.now);
     let held = terms::of_artifact(conn, question, id).await?;
     let builds = held.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::Build(build) => Some(build.uuid()),
+        KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
     let builds: HashMap<Uuid, build::Model> = build::Entity::find()
@@ -147,7 +145,7 @@ async fn keepers(
         .map(|row| (row.build_id, row))
         .collect();
     let types = held.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::BaseResourceType(id) => Some(id),
+        KeeperKind::BaseResourceType(id) => Some(id),
         _ => None,
     });
     let types: HashMap<Uuid, base_resource_type::Model> = base_resource_type::Entity::find()
@@ -159,37 +157,39 @@ async fn keepers(
         .collect();
     let first = held.first.iter().map(|keeper| {
         let (thing, text) = match keeper.what {
-            Keeping::Build(id) => {
+            KeeperKind::Build(id) => {
                 let which = builds.get(&id.uuid()).map(holders::which_build).unwrap_or_default();
                 (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
             }
-            Keeping::Pin(id) => {
+            KeeperKind::Pin(id) => {
                 let text = format!("workload or lease {id}, which pins it until it is settled");
                 (Some((Thing::Workload, id.uuid())), text)
             }
-            Keeping::Volume(id) => {
+            KeeperKind::Volume(id) => {
                 (Some((Thing::Volume, id.uuid())), volumes::child(id.uuid(), keeper.until))
             }
-            Keeping::Transfer(id) => {
+            KeeperKind::Transfer(id) => {
                 let text =
                     format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");
                 (Some((Thing::Transfer, id.uuid())), text)
             }
-            Keeping::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
-            Keeping::ResourceCache(id) => (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string()),
-            Keeping::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
-            Keeping::BaseResourceType(id) => {
+            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
+            KeeperKind::ResourceCache(id) => {
+                (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string())
+            }
+            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
+            KeeperKind::BaseResourceType(id) => {
                 let which = types.get(&id).map(caches::which_type).unwrap_or_default();
                 (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
             }
-            Keeping::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
-            Keeping::Youth | Keeping::Reprieve => (None, keeper.what.to_string()),
+            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
+            KeeperKind::Youth | KeeperKind::Reprieve => (None, keeper.what.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
     });
     let mut keepers = Keepers::default();
     keepers.add_all(first, &held);
-    if let Some(keeper) = garbage::kept_by_nobody(&references::unheld(&row.into()), now, &question.policy) {
+    if let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }
     Ok(keepers)

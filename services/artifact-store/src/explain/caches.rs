@@ -9,8 +9,8 @@ use uuid::Uuid;
 use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
 use crate::explain::{Explanation, Keeper, MOST, Question, Thing, holders};
 use crate::marks::references;
-use crate::policy::garbage::Keeping;
-use crate::policy::retention::{CacheWent, LetsGo};
+use crate::policy::garbage::KeeperKind;
+use crate::policy::retention::{CacheEndReason, ReleaseTime};
 
 /// A resource cache, to a team to which it is answered.
 pub(super) async fn resource_cache(
@@ -31,18 +31,18 @@ pub(super) async fn resource_cache(
     let mut uses = references::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
-        (_, LetsGo::NotYet) => {
+        (_, ReleaseTime::NotYet) => {
             users(conn, question, row.cache_id, &mut explanation).await?;
             explanation.goes_at = row.goes_at(&uses, question.resource_cache_ttl);
             if explanation.goes_at.is_some() {
-                explanation.why = CacheWent::Unused.to_string();
+                explanation.why = CacheEndReason::Unused.to_string();
             }
         }
-        (true, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "whoever makes it", CacheWent::NotMade);
+        (true, ReleaseTime::At(at)) => {
+            explanation.lets_go(question.now, at, "whoever makes it", CacheEndReason::NotMade);
         }
-        (false, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
+        (false, ReleaseTime::At(at)) => {
+            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -66,20 +66,20 @@ async fn name_users(
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
     let builds = users.first.iter().filter_map(|user| match user.what {
-        Keeping::Build(build) => Some(build.uuid()),
+        KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
     let builds = build::Entity::find().filter(build::Column::BuildId.is_in(builds)).all(conn).await?;
     let builds: HashMap<Uuid, build::Model> = builds.into_iter().map(|row| (row.build_id, row)).collect();
     for user in users.first {
         let (thing, text) = match user.what {
-            Keeping::Build(id) => {
+            KeeperKind::Build(id) => {
                 // Another team's build, where the cache is shared, is named and no more.
                 let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
                 let which = row.map(holders::which_build).unwrap_or_default();
                 ((Thing::Build, id.uuid()), format!("build {id}{which}, which uses it"))
             }
-            Keeping::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
+            KeeperKind::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
             _ => continue,
         };
         explanation.kept_by.add(Keeper { thing: Some(thing), text, until: user.until });
@@ -106,9 +106,9 @@ pub(super) async fn task_cache(
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
     let users = references::users_of_task_cache(conn, row.cache_id, MOST).await?;
     match row.lets_go(users.total > 0) {
-        LetsGo::NotYet => name_users(conn, question, users, &mut explanation).await?,
-        LetsGo::At(at) => {
-            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
+        ReleaseTime::NotYet => name_users(conn, question, users, &mut explanation).await?,
+        ReleaseTime::At(at) => {
+            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -140,7 +140,7 @@ pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation
 
 impl Explanation {
     /// Says when it goes by itself: it is kept by something until then.
-    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheWent) {
+    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheEndReason) {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
         }

@@ -20,8 +20,8 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::db::entity::{
-    ALL_TEAMS, GraveKind, State, artifact, attempt, base_resource_type, build, container, grave, holder,
-    resource_cache, set_aside, task_cache, volume, worker,
+    ALL_TEAMS, DeletionKind, State, artifact, attempt, base_resource_type, build, container, deletion,
+    holder, orphan, resource_cache, task_cache, volume, worker,
 };
 use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
@@ -205,7 +205,7 @@ pub(crate) async fn explain(
     if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {
         return volumes::container(conn, question, row).await;
     }
-    if let Some(row) = set_aside::Entity::find_by_id(id).one(conn).await? {
+    if let Some(row) = orphan::Entity::find_by_id(id).one(conn).await? {
         return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::set_aside(&row)));
     }
     if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
@@ -240,19 +240,19 @@ pub(crate) async fn explain(
     if let Some(row) = worker::Entity::find_by_id(id).one(conn).await? {
         return holders::worker(conn, &row).await.map(Some);
     }
-    if let Some(row) = grave::Entity::find_by_id(id).one(conn).await? {
-        return Ok(row.team.as_deref().is_none_or(of_team).then(|| buried(question, row)));
+    if let Some(row) = deletion::Entity::find_by_id(id).one(conn).await? {
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| logged(question, row)));
     }
     artifacts::set_aside(conn, question, id).await
 }
 
 /// What is gone, as far as it is remembered.
-fn buried(question: &Question<'_>, row: grave::Model) -> Explanation {
+fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
     let thing = match row.kind {
-        GraveKind::Volume => Thing::Volume,
-        GraveKind::Container => Thing::Container,
-        GraveKind::ResourceCache => Thing::ResourceCache,
-        GraveKind::TaskCache => Thing::TaskCache,
+        DeletionKind::Volume => Thing::Volume,
+        DeletionKind::Container => Thing::Container,
+        DeletionKind::ResourceCache => Thing::ResourceCache,
+        DeletionKind::TaskCache => Thing::TaskCache,
     };
     Explanation {
         marked_at: row.marked_at.map(Timestamp),

@@ -13,8 +13,8 @@ use crate::db::entity::{resource_cache, task_cache};
 use crate::db::ids;
 use crate::explain::{MOST, Question};
 use crate::marks::references::{self, Keepers};
-use crate::policy::garbage::{self, Keeper, Keeping};
-use crate::policy::retention::LetsGo;
+use crate::policy::garbage::{self, Keeper, KeeperKind};
+use crate::policy::retention::ReleaseTime;
 
 /// How many of the things that keep something are judged. If there are more, when it goes is not told.
 const MOST_JUDGED: u64 = 10_000;
@@ -75,9 +75,9 @@ async fn judged(
     let (mut resource_caches, mut task_caches, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
     for keeper in &first {
         match keeper.what {
-            Keeping::ResourceCache(id) => resource_caches.push(id.uuid()),
-            Keeping::TaskCache(id) => task_caches.push(id.uuid()),
-            Keeping::Volume(handle) => volumes.push(handle.uuid()),
+            KeeperKind::ResourceCache(id) => resource_caches.push(id.uuid()),
+            KeeperKind::TaskCache(id) => task_caches.push(id.uuid()),
+            KeeperKind::Volume(handle) => volumes.push(handle.uuid()),
             _ => {}
         }
     }
@@ -86,10 +86,10 @@ async fn judged(
     known.extend(volumes_until(conn, question, volumes).await?);
     for keeper in &mut first {
         match keeper.what {
-            Keeping::ResourceCache(id) | Keeping::TaskCache(id) => {
+            KeeperKind::ResourceCache(id) | KeeperKind::TaskCache(id) => {
                 keeper.until = known.get(&id.uuid()).copied();
             }
-            Keeping::Volume(handle) => keeper.until = known.get(&handle.uuid()).copied(),
+            KeeperKind::Volume(handle) => keeper.until = known.get(&handle.uuid()).copied(),
             _ => {}
         }
     }
@@ -130,8 +130,8 @@ async fn task_caches_until(
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = task_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| match row.lets_go(in_use.contains(&row.cache_id)) {
-        LetsGo::At(at) => Some((row.cache_id, at)),
-        LetsGo::NotYet => None,
+        ReleaseTime::At(at) => Some((row.cache_id, at)),
+        ReleaseTime::NotYet => None,
     });
     Ok(until.collect())
 }

@@ -4,13 +4,13 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use crate::db::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
+use crate::db::entity::{OrphanKind, Purpose, State, artifact, attempt, container, orphan, volume};
 use crate::db::units::size;
 use crate::explain::{
     Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms,
 };
 use crate::marks::references;
-use crate::policy::garbage::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
+use crate::policy::garbage::{self, Belonging, ContainerFacts, KeeperKind, VolumeFacts};
 
 pub(super) async fn volume(
     conn: &impl ConnectionTrait,
@@ -50,9 +50,9 @@ pub(super) async fn volume(
     };
     keep_for_children(conn, question, row.handle, &mut explanation).await?;
     let keeper = match facts.belongs {
-        Belongs::ToArtifact { artifact_marked: true, .. } => None,
-        Belongs::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
-        Belongs::ToArtifact { claimed_until: Some(until), .. } => {
+        Belonging::ToArtifact { artifact_marked: true, .. } => None,
+        Belonging::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
+        Belonging::ToArtifact { claimed_until: Some(until), .. } => {
             let text = row.transfer_id.map_or_else(
                 || "its gateway, by which it is imported; it renews its claim while it goes on".to_owned(),
                 |id| format!("transfer {id}, which fills it; it renews its claim while it goes on"),
@@ -60,8 +60,8 @@ pub(super) async fn volume(
             let thing = row.transfer_id.map(|id| (Thing::Transfer, id));
             (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
         }
-        Belongs::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
-        Belongs::ToAttempt { ended_at: Some(ended_at), .. } => {
+        Belonging::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
+        Belonging::ToAttempt { ended_at: Some(ended_at), .. } => {
             let until = terms::volumes_until(conn, question, [row.handle]).await?;
             let until = until.get(&row.handle).copied();
             grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
@@ -74,11 +74,13 @@ pub(super) async fn volume(
     let left = VolumeFacts {
         has_live_child: false,
         belongs: match facts.belongs {
-            Belongs::ToArtifact { claimed_until: None, .. } => {
-                Belongs::ToArtifact { artifact_marked: true, claimed_until: None }
+            Belonging::ToArtifact { claimed_until: None, .. } => {
+                Belonging::ToArtifact { artifact_marked: true, claimed_until: None }
             }
-            Belongs::ToAttempt { ended_at, .. } => Belongs::ToAttempt { ended_at, has_live_container: false },
-            claimed @ Belongs::ToArtifact { .. } => claimed,
+            Belonging::ToAttempt { ended_at, .. } => {
+                Belonging::ToAttempt { ended_at, has_live_container: false }
+            }
+            claimed @ Belonging::ToArtifact { .. } => claimed,
         },
     };
     explanation.goes(question.now, |at| garbage::volume(&left, at, &question.policy));
@@ -89,10 +91,10 @@ pub(super) async fn volume(
 pub(super) const SET_ASIDE: &str = "set aside";
 
 /// What nobody but an operator decides about.
-pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
+pub(super) fn set_aside(row: &orphan::Model) -> Explanation {
     let thing = match row.kind {
-        AsideKind::Volume => Thing::Volume,
-        AsideKind::Container => Thing::Container,
+        OrphanKind::Volume => Thing::Volume,
+        OrphanKind::Container => Thing::Container,
     };
     let mut explanation =
         Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, SET_ASIDE) };
@@ -130,7 +132,7 @@ async fn keep_for_children(
 ) -> Result<(), DbErr> {
     let children = terms::of_volume(conn, question, parent).await?;
     let first = children.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::Volume(handle) => Some((handle.uuid(), keeper.until)),
+        KeeperKind::Volume(handle) => Some((handle.uuid(), keeper.until)),
         _ => None,
     });
     let first =

@@ -6,7 +6,7 @@ use crate::app::Store;
 
 /// The pace of one step of a round.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Pace {
+pub(super) struct BatchSize {
     /// How many rows the next batch has.
     pub(super) rows: u64,
     /// How long a batch shall take.
@@ -18,7 +18,7 @@ pub(super) struct Pace {
 /// As many rows a batch has at most.
 const MOST: u64 = 10_000;
 
-impl Pace {
+impl BatchSize {
     /// The pace to begin with.
     pub(super) fn of(store: &Store) -> Self {
         if store.db.is_sqlite() {
@@ -44,7 +44,7 @@ mod tests {
 
     #[test]
     fn batches_come_to_take_what_they_shall() {
-        let mut pace = Pace { rows: 500, aim: Duration::from_millis(40), fewest: 200 };
+        let mut pace = BatchSize { rows: 500, aim: Duration::from_millis(40), fewest: 200 };
         let mut batches = Vec::new();
         for micros_a_row in [10, 100, 4] {
             for _ in 0..10 {

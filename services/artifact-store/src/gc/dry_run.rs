@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sea_orm::{DatabaseTransaction, DbErr};
 
 use crate::app::Store;
-use crate::gc::{Collected, Settings, Step, wait_no_longer};
+use crate::gc::{Collected, Settings, Step, make_all_due};
 
 /// How long the transaction of a dry run goes on at most, in seconds: callers that write may wait for its locks, and give up after ten.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -50,7 +50,7 @@ pub(crate) async fn round(store: &Store, most: usize) -> Result<WouldGo, DbErr> 
 async fn run_batches(txn: &DatabaseTransaction, settings: &Settings, most: usize) -> Result<WouldGo, DbErr> {
     let begun = Instant::now();
     let mut would_go = WouldGo::default();
-    wait_no_longer(txn, settings).await?;
+    make_all_due(txn, settings).await?;
     for step in Step::MARKING {
         while step.is_due(txn, settings).await? {
             let batch = step.run(txn, settings).await?;

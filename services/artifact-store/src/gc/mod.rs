@@ -22,7 +22,7 @@
 //! side by side on PostgreSQL, as two replicas would.
 //!
 //! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
-//! something that says when it ends ([`Look::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::marks::schedule`]). What is kept by something
+//! something that says when it ends ([`NextLook::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::marks::schedule`]). What is kept by something
 //! that may end unseen is looked at again after a while, so a look that somebody forgot to ask for costs time and no more.
 
 mod batch_size;
@@ -49,9 +49,9 @@ use uuid::Uuid;
 use crate::app::Store;
 use crate::artifacts::replicas;
 use crate::db::ids;
-use crate::policy::garbage::{Collected, Kind, Look, Policy, Why};
+use crate::policy::garbage::{Collected, Kind, MarkReason, NextLook, Policy};
 use crate::{builds, caches as cache_rows, clock};
-use batch_size::Pace;
+use batch_size::BatchSize;
 
 /// After how long something is looked at again that may change unseen.
 const LATER: Duration = Duration::from_secs(60);
@@ -73,7 +73,7 @@ impl Settings {
     fn of(store: &Store) -> Self {
         let config = &store.config;
         Self {
-            batch: Pace::of(store).rows,
+            batch: BatchSize::of(store).rows,
             now: store.now(),
             policy: Policy { unowned_ttl: config.unowned_ttl, gc_grace: config.gc_grace },
             tombstone: config.tombstone,
@@ -84,11 +84,11 @@ impl Settings {
     }
 
     /// As the column `look_at` has it.
-    fn column(&self, look: Look) -> Option<i64> {
+    fn column(&self, look: NextLook) -> Option<i64> {
         match look {
-            Look::WhenTold => None,
-            Look::At(at) => Some(at.0),
-            Look::Later => Some((self.now + LATER).0),
+            NextLook::WhenTold => None,
+            NextLook::At(at) => Some(at.0),
+            NextLook::Later => Some((self.now + LATER).0),
         }
     }
 }
@@ -109,9 +109,9 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
                 tracing::warn!(
                     "could not look for a while: transfers, builds and makers of caches get a full term"
                 );
-                be_patient(&store).await?;
+                extend_terms(&store).await?;
             }
-            round_noting(&store, &stopping, &mut looked).await
+            run_round(&store, &stopping, &mut looked).await
         };
         match collected.await {
             Ok(collected) if collected.is_empty() => {}
@@ -126,14 +126,14 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
 }
 
 /// Gives all who must renew a claim or a build a full term from now on, in one transaction: nobody could while we were away.
-pub(crate) async fn be_patient(store: &Store) -> Result<(), DbErr> {
+pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
     let (now, claim_term) = (store.now(), store.config.claim_term);
     store
         .db
         .write(|txn| async move {
-            builds::be_patient(&txn, now).await?;
-            cache_rows::resource_caches::be_patient(&txn, now, claim_term).await?;
-            replicas::be_patient(&txn, now, claim_term).await
+            builds::extend_terms(&txn, now).await?;
+            cache_rows::resource_caches::extend_terms(&txn, now, claim_term).await?;
+            replicas::extend_terms(&txn, now, claim_term).await
         })
         .await
 }
@@ -141,12 +141,12 @@ pub(crate) async fn be_patient(store: &Store) -> Result<(), DbErr> {
 /// A round that somebody asked for: it looks also at what would be looked at after a while, for something may have changed unseen.
 pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
     let settings = Settings::of(store);
-    store.db.write(|txn| async move { wait_no_longer(&txn, &settings).await }).await?;
+    store.db.write(|txn| async move { make_all_due(&txn, &settings).await }).await?;
     round(store, stopping).await
 }
 
 /// Makes due what is looked at after a while.
-async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
+async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
     // Tombstones come last: see there.
     for table in
         ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches", "tombstones"]
@@ -163,11 +163,11 @@ async fn wait_no_longer(txn: &DatabaseTransaction, settings: &Settings) -> Resul
 ///
 /// A round that is told to stop ends after the batch it is at.
 pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
-    round_noting(store, stopping, &mut store.now()).await
+    run_round(store, stopping, &mut store.now()).await
 }
 
 /// The same, and notes when all steps were done that end what nobody renewed.
-async fn round_noting(
+async fn run_round(
     store: &Store,
     stopping: &CancellationToken,
     looked: &mut Timestamp,
@@ -178,7 +178,7 @@ async fn round_noting(
         if step == Step::AFTER_TERMS {
             *looked = store.now();
         }
-        let mut pace = Pace::of(store);
+        let mut pace = BatchSize::of(store);
         let mut side_by_side = false;
         // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
         while step.is_due(store.db.read(), &settings).await? {
@@ -197,8 +197,8 @@ async fn round_noting(
                 match slice {
                     Ok(batch) => {
                         looked |= batch.looked;
-                        store.marks.wake(batch.workers);
-                        store.collections.tell(&batch.collected);
+                        store.sweep_wakers.wake(batch.workers);
+                        store.feed.tell(&batch.collected);
                         collected.extend(batch.collected);
                     }
                     Err(error) => failed = Some(error),
@@ -229,7 +229,7 @@ enum Step {
     Artifacts,
     Deleted,
     Holders,
-    Graves,
+    DeletionLog,
     Losses,
     OldLosses,
 }
@@ -253,7 +253,7 @@ impl Step {
         Self::Artifacts,
         Self::Deleted,
         Self::Holders,
-        Self::Graves,
+        Self::DeletionLog,
         Self::Losses,
         Self::OldLosses,
     ];
@@ -301,7 +301,7 @@ impl Step {
                 "SELECT 1 AS due FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT 1"
             }
             Self::Holders => "SELECT 1 AS due FROM holders WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
-            Self::Graves => "SELECT 1 AS due FROM deletion_log WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
+            Self::DeletionLog => "SELECT 1 AS due FROM deletion_log WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
             Self::Losses => steps::losses::NEW,
             Self::OldLosses => steps::losses::OLD,
         };
@@ -329,7 +329,7 @@ impl Step {
             Self::Artifacts => steps::artifacts::look(txn, settings).await,
             Self::Deleted => steps::deleted::look(txn, settings).await,
             Self::Holders => steps::holders::look(txn, settings).await,
-            Self::Graves => steps::deletion_log::look(txn, settings).await,
+            Self::DeletionLog => steps::deletion_log::look(txn, settings).await,
             Self::Losses => steps::losses::notice(txn, settings).await,
             Self::OldLosses => steps::losses::forget(txn, settings).await,
         }
@@ -337,25 +337,25 @@ impl Step {
 }
 
 /// A table of things that are looked at.
-trait Looked: EntityTrait {
+trait Scheduled: EntityTrait {
     const ID: Self::Column;
     const LOOK_AT: Self::Column;
 }
 
-macro_rules! looked {
+macro_rules! scheduled {
     ($($table:ident: $id:ident),+) => {$(
-        impl Looked for crate::db::entity::$table::Entity {
+        impl Scheduled for crate::db::entity::$table::Entity {
             const ID: Self::Column = crate::db::entity::$table::Column::$id;
             const LOOK_AT: Self::Column = crate::db::entity::$table::Column::LookAt;
         }
     )+};
 }
 
-looked!(
+scheduled!(
     artifact: ArtifactId,
     attempt: AttemptId,
     build: BuildId,
-    grave: Id,
+    deletion: Id,
     holder: HolderId,
     resource_cache: CacheId,
     task_cache: CacheId,
@@ -363,7 +363,7 @@ looked!(
 );
 
 /// Locks the rows that are due longest, as many as a batch has, without those that others have locked.
-async fn lock_due<E: Looked>(
+async fn lock_due<E: Scheduled>(
     txn: &DatabaseTransaction,
     query: sea_orm::Select<E>,
     settings: &Settings,
@@ -378,10 +378,10 @@ async fn lock_due<E: Looked>(
 }
 
 /// Says when each of these rows is looked at next.
-async fn look_next<E: Looked>(
+async fn look_next<E: Scheduled>(
     txn: &DatabaseTransaction,
     settings: &Settings,
-    looks: &[(Uuid, Look)],
+    looks: &[(Uuid, NextLook)],
 ) -> Result<(), DbErr> {
     if looks.is_empty() {
         return Ok(());
@@ -397,7 +397,7 @@ async fn look_next<E: Looked>(
 }
 
 /// What was marked, by the reason.
-fn by_reason(collected: &[Collected]) -> HashMap<Why, Vec<Uuid>> {
+fn by_reason(collected: &[Collected]) -> HashMap<MarkReason, Vec<Uuid>> {
     let mut by_reason: HashMap<_, Vec<_>> = HashMap::new();
     for collected in collected {
         by_reason.entry(collected.why).or_default().push(collected.id);

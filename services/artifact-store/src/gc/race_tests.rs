@@ -31,7 +31,7 @@ use crate::gc::{self, Settings};
 use crate::inventory::sweep;
 use crate::inventory::{self, orphans};
 use crate::inventory::{NeededVolume, Needs, StartsWith};
-use crate::pins::{self, Settlement, Used};
+use crate::pins::{self, PinRequest, Settlement};
 use crate::policy::garbage::Policy;
 use crate::{artifacts, builds};
 
@@ -229,7 +229,7 @@ impl Target {
     async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), Failed> {
         let refused = match reference {
             Reference::Pin => {
-                let used = Used {
+                let used = PinRequest {
                     holder: WorkloadId::new(),
                     team: TEAM.to_owned(),
                     artifacts: vec![self.artifact],

@@ -11,8 +11,8 @@ use testing::databases::{self, TestDatabase};
 use uuid::Uuid;
 
 use crate::db::entity::{
-    ArtifactState, BuildStatus, GraveKind, Purpose, State, UserKind, artifact, attempt, build, cache_use,
-    container, grave, holder, owner, resource_cache, task_cache, tombstone, volume, worker,
+    ArtifactState, BuildStatus, DeletionKind, Purpose, State, UserKind, artifact, attempt, build, cache_use,
+    container, deletion, holder, owner, resource_cache, task_cache, tombstone, volume, worker,
 };
 use crate::db::migrations::Schema;
 use crate::db::volumes::new_volume;
@@ -29,9 +29,9 @@ const MANY: usize = 10 * FEW;
 
 /// What was asked of a database.
 #[derive(Debug, Clone, Default)]
-struct Asked(Arc<Mutex<Vec<String>>>);
+struct StatementLog(Arc<Mutex<Vec<String>>>);
 
-impl Asked {
+impl StatementLog {
     /// A connection of which everything is noted that is asked by it.
     async fn connect(&self, url: &str) -> DatabaseConnection {
         let mut connection = sea_orm::Database::connect(url).await.expect("the database");
@@ -132,13 +132,13 @@ async fn add_worker(db: &Database) -> WorkerId {
 }
 
 /// So much garbage of each kind: what builds owned that let go, or ended by their terms; what caches owned; what nobody did; what is deleted; what
-/// attempts made; what transfers left; workloads, graves and losses that can be forgotten.
+/// attempts made; what transfers left; workloads, deletions and losses that can be forgotten.
 async fn fill(db: &Database, count: usize) {
     db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("minted");
     let worker = add_worker(db).await;
     let (mut artifacts, mut volumes, mut owners, mut tombstones) = (vec![], vec![], vec![], vec![]);
     let (mut builds, mut holders, mut attempts, mut containers) = (vec![], vec![], vec![], vec![]);
-    let (mut resource_caches, mut task_caches, mut uses, mut graves) = (vec![], vec![], vec![], vec![]);
+    let (mut resource_caches, mut task_caches, mut uses, mut deletions) = (vec![], vec![], vec![], vec![]);
     for number in 0..count {
         let workload = WorkloadId::new().uuid();
         holders.push(holder::Model {
@@ -255,9 +255,9 @@ async fn fill(db: &Database, count: usize) {
             ..made.clone()
         });
         containers.push(made);
-        graves.push(grave::Model {
+        deletions.push(deletion::Model {
             id: Uuid::new_v4(),
-            kind: GraveKind::Volume,
+            kind: DeletionKind::Volume,
             team: None,
             label: String::new(),
             marked_why: None,
@@ -277,11 +277,11 @@ async fn fill(db: &Database, count: usize) {
     add(db, resource_caches).await;
     add(db, task_caches).await;
     add(db, uses).await;
-    add(db, graves).await;
+    add(db, deletions).await;
 }
 
 /// What rounds ask until there is nothing to do, and how much they mark.
-async fn rounds(connection: &DatabaseConnection, asked: &Asked) -> (Vec<String>, usize) {
+async fn rounds(connection: &DatabaseConnection, asked: &StatementLog) -> (Vec<String>, usize) {
     let mut marked = 0;
     // What one leaves to the next, and losses that were just noticed.
     for _ in 0..3 {
@@ -316,7 +316,7 @@ async fn a_round_takes_as_many_statements_however_much_there_is(few: TestDatabas
     for (database, count) in [(few, FEW), (many, MANY)] {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         fill(&db, count).await;
-        let asked = Asked::default();
+        let asked = StatementLog::default();
         let connection = asked.connect(&database.url).await;
         let (by_rounds, marked) = rounds(&connection, &asked).await;
         connection.close().await.expect("closed");

@@ -37,12 +37,12 @@ use crate::db::entity::{
 use crate::db::volumes;
 use crate::inventory::Bytes;
 use crate::marks::{self, sweep_queue};
-use crate::policy::garbage::Why;
+use crate::policy::garbage::MarkReason;
 use crate::sessions::{SessionError, fence};
 
 /// Something that a worker brings along.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Brought {
+pub(crate) struct ProvidedItem {
     /// Whose image it is. Empty: the certs.
     pub(crate) resource_type: String,
     pub(crate) version: String,
@@ -74,7 +74,7 @@ pub(crate) enum PrepareError {
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    brought: &Brought,
+    brought: &ProvidedItem,
     now: Timestamp,
     term: Duration,
 ) -> Result<(Prepared, Vec<WorkerId>), PrepareError> {
@@ -103,7 +103,7 @@ pub(crate) async fn prepare(
                 .await?
                 .map(|volume| volume.handle);
             if let Some(old) = going_on.filter(|_| !is_same) {
-                marked = marks::mark_volumes(txn, &[old], Why::ImportReplaced, now).await?;
+                marked = marks::mark_volumes(txn, &[old], MarkReason::ImportReplaced, now).await?;
             }
             (ArtifactId::from_uuid(row.artifact_id), going_on.filter(|_| is_same))
         }
@@ -138,7 +138,7 @@ pub(crate) async fn prepare(
 async fn find_or_begin(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    brought: &Brought,
+    brought: &ProvidedItem,
 ) -> Result<import::Model, DbErr> {
     let key = (worker.uuid(), brought.resource_type.clone());
     if let Some(row) = import::Entity::find_by_id(key.clone()).lock_exclusive().one(txn).await? {

@@ -26,14 +26,14 @@ use crate::artifacts::{self, Replica};
 use crate::clock::jittered;
 use crate::db::entity::{attempt, container, loss, store, volume};
 use crate::marks::references::Keepers;
-use crate::policy::garbage::{Keeping, Policy};
+use crate::policy::garbage::{KeeperKind, Policy};
 
 /// How many losses are read at a time.
 const PAGE: u64 = 100;
 
 /// Something that was lost.
 #[derive(Debug, Clone)]
-pub(crate) struct Lost {
+pub(crate) struct NewLoss {
     worker: Uuid,
     volume: Option<Uuid>,
     container: Option<Uuid>,
@@ -42,7 +42,7 @@ pub(crate) struct Lost {
     lost_at: Option<i64>,
 }
 
-impl From<&volume::Model> for Lost {
+impl From<&volume::Model> for NewLoss {
     fn from(row: &volume::Model) -> Self {
         Self {
             worker: row.worker_id,
@@ -55,7 +55,7 @@ impl From<&volume::Model> for Lost {
     }
 }
 
-impl From<&container::Model> for Lost {
+impl From<&container::Model> for NewLoss {
     fn from(row: &container::Model) -> Self {
         Self {
             worker: row.worker_id,
@@ -69,7 +69,7 @@ impl From<&container::Model> for Lost {
 }
 
 /// Notes what was lost, under the next revisions.
-pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[Lost], now: Timestamp) -> Result<(), DbErr> {
+pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[NewLoss], now: Timestamp) -> Result<(), DbErr> {
     let Some(count) = i64::try_from(lost.len()).ok().filter(|count| *count > 0) else { return Ok(()) };
     let raised = store::Entity::update_many()
         .col_expr(store::Column::Losses, Expr::col(store::Column::Losses).add(count))
@@ -120,7 +120,7 @@ const ROW: [(&str, Column); 7] = [
 
 /// A loss, with what depends on it when it is told.
 #[derive(Debug, Clone)]
-pub(crate) struct Told {
+pub(crate) struct LossNotice {
     pub(crate) revision: u64,
     pub(crate) worker: Uuid,
     pub(crate) volume: Option<VolumeHandle>,
@@ -154,7 +154,7 @@ pub(crate) async fn watch(
     store: &Store,
     mut revision: u64,
     policy: &Policy,
-    losses: &mpsc::Sender<Result<Told, WatchError>>,
+    losses: &mpsc::Sender<Result<LossNotice, WatchError>>,
     stopping: &CancellationToken,
 ) -> Result<(), WatchError> {
     loop {
@@ -178,7 +178,7 @@ pub(crate) async fn watch(
 }
 
 /// The next losses after a revision.
-async fn after(store: &Store, revision: u64, policy: &Policy) -> Result<Vec<Told>, WatchError> {
+async fn after(store: &Store, revision: u64, policy: &Policy) -> Result<Vec<LossNotice>, WatchError> {
     let conn = store.db.read();
     let rows = loss::Entity::find()
         .filter(loss::Column::Revision.gt(column(revision)))
@@ -206,7 +206,7 @@ async fn describe(
     rows: Vec<loss::Model>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<Told>, DbErr> {
+) -> Result<Vec<LossNotice>, DbErr> {
     if rows.is_empty() {
         return Ok(Vec::new());
     }
@@ -236,12 +236,12 @@ async fn describe(
         let mut builds = Vec::new();
         for keeper in &keepers.first {
             match keeper.what {
-                Keeping::Pin(workload) if !workloads.contains(&workload) => workloads.push(workload),
-                Keeping::Build(build) => builds.push(build),
+                KeeperKind::Pin(workload) if !workloads.contains(&workload) => workloads.push(workload),
+                KeeperKind::Build(build) => builds.push(build),
                 _ => {}
             }
         }
-        Told {
+        LossNotice {
             revision: row.revision.unsigned_abs(),
             worker: row.worker_id,
             volume: row.volume.map(VolumeHandle::from_uuid),
@@ -283,7 +283,7 @@ mod tests {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("a store");
         let volumes: Vec<_> = (0..10_001).map(|_| Uuid::now_v7()).collect();
-        let of_volume = |volume: &Uuid| Lost {
+        let of_volume = |volume: &Uuid| NewLoss {
             worker: Uuid::nil(),
             volume: Some(*volume),
             container: None,

@@ -31,11 +31,11 @@ use crate::artifacts::restore::{self, KeptBy, UndeleteError};
 use crate::artifacts::{self, CreateError, NewArtifact};
 use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{
-    ArtifactState, AsideKind, Purpose, State, artifact, container, grave, set_aside, volume, worker,
+    ArtifactState, OrphanKind, Purpose, State, artifact, container, deletion, orphan, volume, worker,
 };
 use crate::db::{ids, volumes};
 use crate::marks::Wait;
-use crate::marks::deletion_log::Epitaph;
+use crate::marks::deletion_log::LogEntry;
 use crate::marks::sweep_queue;
 use crate::sessions::{SessionError, fence};
 use crate::{inventory, marks};
@@ -51,36 +51,36 @@ const VANISHED: &str =
 pub(crate) async fn of_worker(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
-) -> Result<Vec<set_aside::Model>, DbErr> {
-    set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(worker.uuid())).all(conn).await
+) -> Result<Vec<orphan::Model>, DbErr> {
+    orphan::Entity::find().filter(orphan::Column::WorkerId.eq(worker.uuid())).all(conn).await
 }
 
 /// Sets things aside that a report names and nobody knows. The caller holds their worker's row.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     worker: &worker::Model,
-    kind: AsideKind,
+    kind: OrphanKind,
     handles: &[Uuid],
     now: Timestamp,
 ) -> Result<(), DbErr> {
     if handles.is_empty() {
         return Ok(());
     }
-    let rows = handles.iter().map(|handle| set_aside::ActiveModel {
+    let rows = handles.iter().map(|handle| orphan::ActiveModel {
         handle: Set(*handle),
         kind: Set(kind),
         worker_id: Set(worker.worker_id),
         first_seen_at: Set(now.0),
         judged_after: Set(worker.sequence),
-        described: Set(kind == AsideKind::Container),
+        described: Set(kind == OrphanKind::Container),
         parent: Set(None),
         team: Set(None),
         artifact_id: Set(None),
         digest: Set(None),
         size_bytes: Set(0),
     });
-    set_aside::Entity::insert_many(rows)
-        .on_conflict_do_nothing_on([set_aside::Column::Handle])
+    orphan::Entity::insert_many(rows)
+        .on_conflict_do_nothing_on([orphan::Column::Handle])
         .exec_without_returning(txn)
         .await
         .map(|_| ())
@@ -92,19 +92,19 @@ pub(crate) async fn forget(
     handles: &[Uuid],
     sequence: i64,
     now: Timestamp,
-) -> Result<Vec<Epitaph>, DbErr> {
+) -> Result<Vec<LogEntry>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
     }
-    let gone = set_aside::Entity::delete_many()
-        .filter(set_aside::Column::Handle.is_in(handles.iter().copied()))
-        .filter(set_aside::Column::JudgedAfter.lt(sequence))
+    let gone = orphan::Entity::delete_many()
+        .filter(orphan::Column::Handle.is_in(handles.iter().copied()))
+        .filter(orphan::Column::JudgedAfter.lt(sequence))
         .exec_with_returning(txn)
         .await?;
-    let epitaph = |row: set_aside::Model| {
-        Epitaph::of(row.handle, row.kind.into(), Some(VANISHED.to_owned()), Some(now.0))
+    let entry = |row: orphan::Model| {
+        LogEntry::of(row.handle, row.kind.into(), Some(VANISHED.to_owned()), Some(now.0))
     };
-    Ok(gone.into_iter().map(epitaph).collect())
+    Ok(gone.into_iter().map(entry).collect())
 }
 
 /// What a worker knows of a volume.
@@ -126,19 +126,19 @@ pub(crate) async fn describe(
 ) -> Result<(), SessionError> {
     fence(txn, claims).await?;
     for description in descriptions {
-        set_aside::Entity::update_many()
-            .col_expr(set_aside::Column::Described, Expr::value(true))
-            .col_expr(set_aside::Column::Parent, Expr::value(description.parent.map(VolumeHandle::uuid)))
-            .col_expr(set_aside::Column::Team, Expr::value(description.team.clone()))
-            .col_expr(set_aside::Column::ArtifactId, Expr::value(description.artifact.map(ArtifactId::uuid)))
+        orphan::Entity::update_many()
+            .col_expr(orphan::Column::Described, Expr::value(true))
+            .col_expr(orphan::Column::Parent, Expr::value(description.parent.map(VolumeHandle::uuid)))
+            .col_expr(orphan::Column::Team, Expr::value(description.team.clone()))
+            .col_expr(orphan::Column::ArtifactId, Expr::value(description.artifact.map(ArtifactId::uuid)))
             .col_expr(
-                set_aside::Column::Digest,
+                orphan::Column::Digest,
                 Expr::value(description.digest.map(|digest| digest.as_bytes().to_vec())),
             )
-            .col_expr(set_aside::Column::SizeBytes, Expr::value(description.size_bytes))
-            .filter(set_aside::Column::Handle.eq(description.volume.uuid()))
-            .filter(set_aside::Column::WorkerId.eq(claims.worker.uuid()))
-            .filter(set_aside::Column::Kind.eq(AsideKind::Volume))
+            .col_expr(orphan::Column::SizeBytes, Expr::value(description.size_bytes))
+            .filter(orphan::Column::Handle.eq(description.volume.uuid()))
+            .filter(orphan::Column::WorkerId.eq(claims.worker.uuid()))
+            .filter(orphan::Column::Kind.eq(OrphanKind::Volume))
             .exec(txn)
             .await?;
     }
@@ -150,13 +150,13 @@ pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
     page: rpc::page::Page,
-) -> Result<Vec<set_aside::Model>, DbErr> {
-    let mut query = set_aside::Entity::find().order_by_desc(set_aside::Column::Handle).limit(page.size);
+) -> Result<Vec<orphan::Model>, DbErr> {
+    let mut query = orphan::Entity::find().order_by_desc(orphan::Column::Handle).limit(page.size);
     if let Some(worker) = worker {
-        query = query.filter(set_aside::Column::WorkerId.eq(worker.uuid()));
+        query = query.filter(orphan::Column::WorkerId.eq(worker.uuid()));
     }
     if let Some(after) = page.after {
-        query = query.filter(set_aside::Column::Handle.lt(after));
+        query = query.filter(orphan::Column::Handle.lt(after));
     }
     query.all(conn).await
 }
@@ -211,7 +211,7 @@ pub(crate) async fn adopt(
     now: Timestamp,
 ) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
     let handle = adoption.volume;
-    let Some(row) = set_aside::Entity::find_by_id(handle.uuid()).one(txn).await? else {
+    let Some(row) = orphan::Entity::find_by_id(handle.uuid()).one(txn).await? else {
         return adopted(txn, adoption, now).await;
     };
     let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
@@ -236,7 +236,7 @@ pub(crate) async fn adopt(
     if let Some(parent) = row.parent {
         volume::Entity::find_by_id(parent).lock_shared().one(txn).await?;
     }
-    let taken = set_aside::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
+    let taken = orphan::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
     if taken.rows_affected == 0 {
         // Somebody else decided.
         return adopted(txn, adoption, now).await;
@@ -269,7 +269,7 @@ pub(crate) async fn adopt(
 /// Whether a volume that was made for another team holds what belongs to the one that adopts it: a copy of something that both may use.
 async fn holds_of(
     txn: &DatabaseTransaction,
-    row: &set_aside::Model,
+    row: &orphan::Model,
     adoption: &Adoption,
 ) -> Result<bool, DbErr> {
     let Some(noted) = row.artifact_id else { return Ok(false) };
@@ -345,7 +345,7 @@ async fn adopted(
 ) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
     let (handle, refused) = (adoption.volume.uuid(), AdoptionError::NotSetAside(adoption.volume));
     let Some(row) = volume::Entity::find_by_id(handle).one(txn).await? else {
-        let known = grave::Entity::find_by_id(handle).one(txn).await?.is_some()
+        let known = deletion::Entity::find_by_id(handle).one(txn).await?.is_some()
             || container::Entity::find_by_id(handle).one(txn).await?.is_some();
         return Err(if known {
             refused
@@ -394,12 +394,12 @@ pub(crate) async fn purge(
     on: Option<WorkerId>,
     now: Timestamp,
 ) -> Result<Purged, PurgeError> {
-    let of_handles = || set_aside::Entity::find().filter(set_aside::Column::Handle.is_in(handles.to_vec()));
+    let of_handles = || orphan::Entity::find().filter(orphan::Column::Handle.is_in(handles.to_vec()));
     let backend = txn.get_database_backend();
     let workers = format!("SELECT worker_id FROM orphans WHERE handle IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, handles.iter().copied())];
     marks::lock_workers(txn, &workers, values, Wait::Long).await?;
-    let rows = of_handles().order_by_asc(set_aside::Column::Handle).lock_exclusive().all(txn).await?;
+    let rows = of_handles().order_by_asc(orphan::Column::Handle).lock_exclusive().all(txn).await?;
     if let Some(row) = rows.iter().find(|row| on.is_some_and(|on| on.uuid() != row.worker_id)) {
         return Err(PurgeError::NotFound(row.handle, Where(on)));
     }
@@ -409,11 +409,11 @@ pub(crate) async fn purge(
     }
     let of_workers = worker::Column::WorkerId.is_in(rows.iter().map(|row| row.worker_id));
     let workers = worker::Entity::find().filter(of_workers).all(txn).await?;
-    let sequence = |row: &set_aside::Model| {
+    let sequence = |row: &orphan::Model| {
         workers.iter().find(|worker| worker.worker_id == row.worker_id).map_or(0, |worker| worker.sequence)
     };
-    set_aside::Entity::delete_many()
-        .filter(set_aside::Column::Handle.is_in(found.iter().copied()))
+    orphan::Entity::delete_many()
+        .filter(orphan::Column::Handle.is_in(found.iter().copied()))
         .exec(txn)
         .await?;
 
@@ -421,13 +421,13 @@ pub(crate) async fn purge(
     for row in &rows {
         purged.workers.insert(WorkerId::from_uuid(row.worker_id));
         match row.kind {
-            AsideKind::Volume => {
+            OrphanKind::Volume => {
                 purged.volumes += 1;
                 let garbage = garbage_volume(row, sequence(row), now).into_active_model().reset_all();
                 volume::Entity::insert(garbage).exec_without_returning(txn).await?;
                 sweep_queue::add(txn, [row.handle]).await?;
             }
-            AsideKind::Container => {
+            OrphanKind::Container => {
                 purged.containers += 1;
                 let garbage = garbage_container(row, sequence(row), now).into_active_model().reset_all();
                 container::Entity::insert(garbage).exec_without_returning(txn).await?;
@@ -453,12 +453,12 @@ async fn must_be_garbage(
         }
         Some((_, state)) if state.is_garbage() => Ok(()),
         Some(_) => Err(PurgeError::NotSetAside(handle)),
-        None if grave::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
+        None if deletion::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
         None => Err(PurgeError::NotFound(handle, Where(on))),
     }
 }
 
-fn garbage_volume(row: &set_aside::Model, sequence: i64, now: Timestamp) -> volume::Model {
+fn garbage_volume(row: &orphan::Model, sequence: i64, now: Timestamp) -> volume::Model {
     let (handle, worker) = (VolumeHandle::from_uuid(row.handle), WorkerId::from_uuid(row.worker_id));
     volume::Model {
         state: State::Destroying,
@@ -471,7 +471,7 @@ fn garbage_volume(row: &set_aside::Model, sequence: i64, now: Timestamp) -> volu
     }
 }
 
-fn garbage_container(row: &set_aside::Model, sequence: i64, now: Timestamp) -> container::Model {
+fn garbage_container(row: &orphan::Model, sequence: i64, now: Timestamp) -> container::Model {
     container::Model {
         handle: row.handle,
         worker_id: row.worker_id,

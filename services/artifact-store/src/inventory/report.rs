@@ -26,9 +26,9 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::app::Store;
-use crate::db::entity::{AsideKind, State, container, set_aside as aside, volume, worker};
+use crate::db::entity::{OrphanKind, State, container, orphan, volume, worker};
 use crate::inventory::orphans;
-use crate::inventory::report_removals::{Memory, forget};
+use crate::inventory::report_removals::{LogTerms, forget};
 use crate::marks::Sweepable;
 use crate::marks::deletion_log;
 use crate::marks::sweep_queue;
@@ -54,7 +54,7 @@ const ROWS: usize = 1_000;
 
 /// A report that was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Begun {
+pub(crate) struct ReportStart {
     pub(crate) token: Token,
     /// The life that ended with it: the worker remembers more than this database does, which came out of a backup.
     pub(crate) ended: Option<StoreLife>,
@@ -72,7 +72,7 @@ pub(crate) async fn begin(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     last: Option<(Token, Option<Receipt>)>,
-) -> Result<Begun, SessionError> {
+) -> Result<ReportStart, SessionError> {
     let worker::Model { sequence, reported, .. } = sessions::advance(txn, claims).await?;
     let current = store_life::current(txn).await?;
     let unknown = last.filter(|(last, _)| last.life == current && last.sequence > reported);
@@ -85,7 +85,7 @@ pub(crate) async fn begin(
     } else {
         (current, None)
     };
-    Ok(Begun { token: Token { sequence, life }, ended, unproven: unknown.is_some() && !went_back })
+    Ok(ReportStart { token: Token { sequence, life }, ended, unproven: unknown.is_some() && !went_back })
 }
 
 /// Everything that a worker holds, as it was listed after the token was taken.
@@ -201,7 +201,7 @@ async fn keep_aside(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    aside: &[aside::Model],
+    aside: &[orphan::Model],
     unknown: &mut Unknown,
 ) -> Result<u64, ReportError> {
     if aside.is_empty() {
@@ -218,7 +218,7 @@ async fn keep_aside(
             let txn: db::Transaction = txn;
             goes_on(&sessions::fence(&txn, claims).await?, token)?;
             let gone = orphans::forget(&txn, some, token.sequence, now).await?;
-            deletion_log::dig(&txn, &gone, now, store.config.tombstone).await?;
+            deletion_log::append(&txn, &gone, now, store.config.tombstone).await?;
             Ok::<_, ReportError>(())
         };
         store.db.write(forget).await?;
@@ -235,7 +235,7 @@ async fn put_aside(
 ) -> Result<u64, ReportError> {
     let now = store.now();
     let Unknown { volumes, containers } = unknown;
-    for (kind, handles) in [(AsideKind::Volume, &volumes), (AsideKind::Container, &containers)] {
+    for (kind, handles) in [(OrphanKind::Volume, &volumes), (OrphanKind::Container, &containers)] {
         for some in handles.chunks(ROWS) {
             let put = |txn| async move {
                 let txn: db::Transaction = txn;
@@ -261,12 +261,12 @@ async fn put_aside(
 
 /// Volumes of a worker that are set aside, and of which its gateway has not said what they are.
 async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<VolumeHandle>, DbErr> {
-    let handles: Vec<Uuid> = aside::Entity::find()
+    let handles: Vec<Uuid> = orphan::Entity::find()
         .select_only()
-        .column(aside::Column::Handle)
-        .filter(aside::Column::WorkerId.eq(claims.worker.uuid()))
-        .filter(aside::Column::Described.eq(false))
-        .order_by_asc(aside::Column::Handle)
+        .column(orphan::Column::Handle)
+        .filter(orphan::Column::WorkerId.eq(claims.worker.uuid()))
+        .filter(orphan::Column::Described.eq(false))
+        .order_by_asc(orphan::Column::Handle)
         .limit(u64::try_from(MOST_UNDESCRIBED).unwrap_or(u64::MAX))
         .into_tuple()
         .all(store.db.read())
@@ -298,7 +298,7 @@ fn goes_on(row: &worker::Model, token: Token) -> Result<(), ReportError> {
 
 /// What a report says about one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Judgement {
+enum Change {
     Nothing,
     /// It is there.
     Found,
@@ -310,23 +310,23 @@ enum Judgement {
     TellAgain,
 }
 
-fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Judgement {
+fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Change {
     if token <= judged_after {
-        return Judgement::Nothing;
+        return Change::Nothing;
     }
     match (state, reported) {
-        (State::Unconfirmed | State::Lost, true) => Judgement::Found,
-        (State::Created | State::Unconfirmed, false) => Judgement::Lose,
-        (State::Destroying | State::Sweeping, false) => Judgement::Forget,
-        (State::Sweeping, true) => Judgement::TellAgain,
+        (State::Unconfirmed | State::Lost, true) => Change::Found,
+        (State::Created | State::Unconfirmed, false) => Change::Lose,
+        (State::Destroying | State::Sweeping, false) => Change::Forget,
+        (State::Sweeping, true) => Change::TellAgain,
         (State::Creating | State::Created | State::Destroying, true)
-        | (State::Creating | State::Lost, false) => Judgement::Nothing,
+        | (State::Creating | State::Lost, false) => Change::Nothing,
     }
 }
 
 /// What a report brought about among things of one kind.
 #[derive(Debug, Default)]
-struct Judged {
+struct PageOutcome {
     forgotten: u64,
     lost: u64,
     /// Reported, and no row has it.
@@ -343,17 +343,17 @@ async fn judge_all<E: Sweepable>(
     claims: &SessionClaims,
     token: Token,
     mut reported: Vec<Uuid>,
-) -> Result<Judged, ReportError> {
+) -> Result<PageOutcome, ReportError> {
     reported.sort_unstable();
     reported.dedup();
     let mut reported = reported.into_iter().peekable();
-    let mut all = Judged::default();
+    let mut all = PageOutcome::default();
     let mut after = Some(Uuid::nil());
     while let Some(from) = after {
         let page = page::<E>(store.db.read(), claims, from).await?;
         let marked = marked_beside::<E>(store.db.read(), claims, from, &page).await?;
         after = page.last().filter(|_| page.len() == PAGE).map(|(handle, ..)| *handle);
-        let mut judged: HashMap<Judgement, Vec<Uuid>> = HashMap::new();
+        let mut judged: HashMap<Change, Vec<Uuid>> = HashMap::new();
         for (handle, state, judged_after) in page {
             while let Some(unknown) = reported.next_if(|reported| *reported < handle) {
                 all.unknown.push(unknown);
@@ -361,11 +361,11 @@ async fn judge_all<E: Sweepable>(
             let is_reported = reported.next_if_eq(&handle).is_some();
             let state = if marked.contains(&handle) { State::Destroying } else { state };
             match judge(state, judged_after, is_reported, token.sequence) {
-                Judgement::Nothing => {}
+                Change::Nothing => {}
                 judgement => judged.entry(judgement).or_default().push(handle),
             }
         }
-        all.again.append(&mut judged.remove(&Judgement::TellAgain).unwrap_or_default());
+        all.again.append(&mut judged.remove(&Change::TellAgain).unwrap_or_default());
         if !judged.is_empty() {
             let (lost, forgotten) = carry_out::<E>(store, claims, token, &judged).await?;
             all.lost += lost;
@@ -414,11 +414,11 @@ async fn carry_out<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    judged: &HashMap<Judgement, Vec<Uuid>>,
+    judged: &HashMap<Change, Vec<Uuid>>,
 ) -> Result<(u64, u64), ReportError> {
     let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
     let now = store.now();
-    let (found, lost, forgotten) = (of(Judgement::Found), of(Judgement::Lose), of(Judgement::Forget));
+    let (found, lost, forgotten) = (of(Change::Found), of(Change::Lose), of(Change::Forget));
     store
         .db
         .write(|txn| async move {
@@ -426,7 +426,7 @@ async fn carry_out<E: Sweepable>(
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
-            let memory = Memory { now, tombstone: store.config.tombstone };
+            let memory = LogTerms { now, tombstone: store.config.tombstone };
             let forgotten = forget::<E>(&txn, claims.worker, forgotten, token, memory).await?;
             Ok((lost, forgotten))
         })
@@ -489,7 +489,7 @@ async fn tell_again(
     for some in garbage::children_first(&parents).chunks(PAGE) {
         store.db.write(|txn| async move { renew::<volume::Entity>(&txn, claims, some, token).await }).await?;
     }
-    store.marks.wake([claims.worker]);
+    store.sweep_wakers.wake([claims.worker]);
     Ok(())
 }
 
@@ -524,22 +524,22 @@ mod tests {
     fn a_report_judges_only_what_is_older_than_its_token() {
         for state in [State::Created, State::Unconfirmed, State::Lost, State::Destroying, State::Sweeping] {
             for reported in [false, true] {
-                assert_eq!(judge(state, 7, reported, 7), Judgement::Nothing, "{state:?}");
+                assert_eq!(judge(state, 7, reported, 7), Change::Nothing, "{state:?}");
             }
         }
-        assert_eq!(judge(State::Created, 6, false, 7), Judgement::Lose);
-        assert_eq!(judge(State::Sweeping, 6, false, 7), Judgement::Forget);
+        assert_eq!(judge(State::Created, 6, false, 7), Change::Lose);
+        assert_eq!(judge(State::Sweeping, 6, false, 7), Change::Forget);
     }
 
     #[test]
     fn what_is_being_made_is_never_judged_and_what_is_named_never_forgotten() {
-        assert_eq!(judge(State::Creating, 0, false, 7), Judgement::Nothing);
+        assert_eq!(judge(State::Creating, 0, false, 7), Change::Nothing);
         for state in [State::Creating, State::Created, State::Destroying] {
-            assert_eq!(judge(state, 0, true, 7), Judgement::Nothing);
+            assert_eq!(judge(state, 0, true, 7), Change::Nothing);
         }
-        assert_eq!(judge(State::Sweeping, 0, true, 7), Judgement::TellAgain);
-        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Judgement::Found);
-        assert_eq!(judge(State::Lost, 0, true, 7), Judgement::Found);
-        assert_eq!(judge(State::Lost, 0, false, 7), Judgement::Nothing);
+        assert_eq!(judge(State::Sweeping, 0, true, 7), Change::TellAgain);
+        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Change::Found);
+        assert_eq!(judge(State::Lost, 0, true, 7), Change::Found);
+        assert_eq!(judge(State::Lost, 0, false, 7), Change::Nothing);
     }
 }

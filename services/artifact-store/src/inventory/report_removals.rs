@@ -9,13 +9,13 @@ use uuid::Uuid;
 
 use crate::db::ids;
 use crate::marks::Sweepable;
-use crate::policy::garbage::Why;
+use crate::policy::garbage::MarkReason;
 use crate::policy::retention::FORGOTTEN_LATER;
 use crate::store_life::receipts::Token;
 
 /// How long what is forgotten is remembered, and from when on.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Memory {
+pub(super) struct LogTerms {
     pub(super) now: Timestamp,
     pub(super) tombstone: Duration,
 }
@@ -28,7 +28,7 @@ pub(super) async fn forget<E: Sweepable>(
     worker: WorkerId,
     handles: &[Uuid],
     token: Token,
-    memory: Memory,
+    memory: LogTerms,
 ) -> Result<u64, DbErr> {
     if handles.is_empty() {
         return Ok(0);
@@ -36,11 +36,11 @@ pub(super) async fn forget<E: Sweepable>(
     let backend = txn.get_database_backend();
     let handles = ids::value(backend, handles.iter().copied());
     let which = [handles, worker.uuid().into(), token.sequence.into()];
-    let Memory { now, tombstone } = memory;
+    let LogTerms { now, tombstone } = memory;
     let mut values = Vec::from(which.clone());
     values.extend([now.0.into(), (now + tombstone).0.into(), (now + FORGOTTEN_LATER).0.into()]);
     if E::HAS_QUEUE {
-        values.push(Why::ArtifactDeleted.to_string().into());
+        values.push(MarkReason::ArtifactDeleted.to_string().into());
     }
     match backend {
         DbBackend::Postgres => at_once::<E>(txn, values).await,
@@ -82,7 +82,8 @@ impl Gone {
     }
 }
 
-const GRAVES: &str = "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
+const INSERT_ENTRIES: &str =
+    "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
 
 /// Attempts that only wait for what is gone.
 const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
@@ -104,7 +105,7 @@ async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) ->
               waiting AS (SELECT a.attempt_id FROM (SELECT DISTINCT attempt_id FROM gone WHERE attempt_id IS NOT NULL) AS g
                           CROSS JOIN LATERAL ({WAITING} AND attempt_id = g.attempt_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a),
               due AS (UPDATE attempts SET look_at = $4 WHERE attempt_id IN (SELECT attempt_id FROM waiting)),
-              dug AS ({GRAVES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
+              dug AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
          SELECT COUNT(*) AS number FROM gone"
     );
     let row = txn.query_one_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
@@ -122,7 +123,7 @@ async fn one_after_the_other<E: Sweepable>(
     let Gone { table, beside, goes, marked } = Gone::of::<E>(backend);
     let from = beside.map(|beside| format!(", {beside}")).unwrap_or_default();
     let dig = format!(
-        "{GRAVES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5
+        "{INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5
          FROM (SELECT {table}.handle AS handle, {marked} FROM {table}{from} WHERE {goes}) AS gone WHERE TRUE
          ON CONFLICT (id) DO NOTHING",
         kind = E::KIND.to_value(),

@@ -26,7 +26,7 @@ use crate::clock::jittered;
 use crate::db::entity::{State, container, worker};
 use crate::db::ids;
 use crate::marks::sweep_queue;
-use crate::policy::garbage::{self, Why};
+use crate::policy::garbage::{self, MarkReason};
 use crate::sessions::{self, SessionError};
 
 /// How many rows are handed out in one transaction, and sent in one message.
@@ -46,7 +46,7 @@ pub(crate) async fn watch(
     sweeps: &mpsc::Sender<Result<Sweep, SessionError>>,
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
-    let mut marks = store.marks.subscribe(claims.worker);
+    let mut marks = store.sweep_wakers.subscribe(claims.worker);
     let mut sent = Sent::default();
     loop {
         marks.mark_unchanged();
@@ -150,7 +150,7 @@ async fn tell_volumes(
         ids::query(backend, 1)
     );
     let volumes = ids::value(backend, volumes.iter().copied());
-    let values = [volumes, sequence.into(), Why::ArtifactDeleted.to_string().into()];
+    let values = [volumes, sequence.into(), MarkReason::ArtifactDeleted.to_string().into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 

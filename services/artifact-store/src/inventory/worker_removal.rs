@@ -15,10 +15,10 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::caches;
-use crate::db::entity::{State, artifact, container, set_aside, volume, worker};
+use crate::db::entity::{State, artifact, container, orphan, volume, worker};
 use crate::db::ids;
 use crate::inventory::imports;
-use crate::inventory::losses::{self, Lost};
+use crate::inventory::losses::{self, NewLoss};
 use crate::marks::references::{self, JudgedArtifact};
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy, Verdict};
@@ -42,7 +42,7 @@ pub(crate) struct Held {
 
 /// Artifacts that are kept, and whose bytes are on one worker only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct HeldAlone {
+pub(crate) struct LastReplicas {
     /// Up to [`MOST_COUNTED`].
     pub(crate) count: u64,
     /// Some of them.
@@ -52,7 +52,7 @@ pub(crate) struct HeldAlone {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ForgetError {
     #[error("worker {0} has the last replica of {1}")]
-    LastReplica(WorkerId, HeldAlone),
+    LastReplica(WorkerId, LastReplicas),
     #[error("volumes or containers of worker {0} are set aside, and nobody has decided what becomes of them")]
     HoldsSetAside(WorkerId),
     /// Nothing speaks against it, and nobody wants more than to know that: what was done is taken back.
@@ -62,7 +62,7 @@ pub(crate) enum ForgetError {
     Database(#[from] DbErr),
 }
 
-impl fmt::Display for HeldAlone {
+impl fmt::Display for LastReplicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
             1 => f.write_str("an artifact that something keeps")?,
@@ -107,7 +107,7 @@ pub(crate) async fn forget_worker(
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     let containers =
         container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
-    set_aside::Entity::delete_many().filter(set_aside::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    orphan::Entity::delete_many().filter(orphan::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
     look_at_attempts(txn, id, now).await?;
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
@@ -155,7 +155,7 @@ async fn may_go(
 }
 
 async fn holds_set_aside(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {
-    let row = set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(id.uuid())).one(txn).await?;
+    let row = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id.uuid())).one(txn).await?;
     Ok(row.is_some())
 }
 
@@ -189,7 +189,7 @@ async fn kept_here_only(
     id: WorkerId,
     now: Timestamp,
     policy: &Policy,
-) -> Result<HeldAlone, DbErr> {
+) -> Result<LastReplicas, DbErr> {
     let sql = format!(
         "SELECT a.artifact_id AS artifact_id FROM artifacts a
          WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.in_store = FALSE AND a.artifact_id IN ({ARTIFACTS_HERE})
@@ -197,7 +197,7 @@ async fn kept_here_only(
                            AND o.purpose = 'replica' AND o.complete = TRUE AND o.state = 'created')
          ORDER BY a.artifact_id LIMIT {PAGE}"
     );
-    let (mut alone, mut after) = (HeldAlone::default(), Uuid::nil());
+    let (mut alone, mut after) = (LastReplicas::default(), Uuid::nil());
     loop {
         let values = [id.uuid().into(), after.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
@@ -250,7 +250,7 @@ async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) ->
             .await?;
         let Some(last) = rows.last() else { break };
         after = last.handle;
-        losses::append(txn, &rows.iter().map(Lost::from).collect::<Vec<_>>(), now).await?;
+        losses::append(txn, &rows.iter().map(NewLoss::from).collect::<Vec<_>>(), now).await?;
     }
     let mut after = Uuid::nil();
     loop {
@@ -268,6 +268,6 @@ async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) ->
             .await?;
         let Some(last) = rows.last() else { return Ok(()) };
         after = last.handle;
-        losses::append(txn, &rows.iter().map(Lost::from).collect::<Vec<_>>(), now).await?;
+        losses::append(txn, &rows.iter().map(NewLoss::from).collect::<Vec<_>>(), now).await?;
     }
 }

@@ -8,14 +8,14 @@ use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, Statement
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::db::entity::{ALL_TEAMS, GraveKind, resource_cache, task_cache};
-use crate::policy::retention::CacheWent;
+use crate::db::entity::{ALL_TEAMS, DeletionKind, resource_cache, task_cache};
+use crate::policy::retention::CacheEndReason;
 
 /// What is written of something that is gone.
 #[derive(Debug, Clone)]
-pub(crate) struct Epitaph {
+pub(crate) struct LogEntry {
     pub(crate) id: Uuid,
-    kind: GraveKind,
+    kind: DeletionKind,
     /// Who may read it. `None`: everybody.
     team: Option<String>,
     /// What it was called, for people.
@@ -24,17 +24,22 @@ pub(crate) struct Epitaph {
     marked_at: Option<i64>,
 }
 
-impl Epitaph {
+impl LogEntry {
     /// Of a volume or container.
-    pub(crate) fn of(id: Uuid, kind: GraveKind, marked_why: Option<String>, marked_at: Option<i64>) -> Self {
+    pub(crate) fn of(
+        id: Uuid,
+        kind: DeletionKind,
+        marked_why: Option<String>,
+        marked_at: Option<i64>,
+    ) -> Self {
         Self { id, kind, team: None, label: String::new(), marked_why, marked_at }
     }
 
     /// Of a resource cache.
-    pub(crate) fn of_resource_cache(row: &resource_cache::Model, why: CacheWent) -> Self {
+    pub(crate) fn of_resource_cache(row: &resource_cache::Model, why: CacheEndReason) -> Self {
         Self {
             id: row.cache_id,
-            kind: GraveKind::ResourceCache,
+            kind: DeletionKind::ResourceCache,
             team: (row.scope != ALL_TEAMS).then(|| row.scope.clone()),
             label: row.name(),
             marked_why: Some(why.to_string()),
@@ -43,10 +48,10 @@ impl Epitaph {
     }
 
     /// Of a task cache.
-    pub(crate) fn of_task_cache(row: &task_cache::Model, why: CacheWent) -> Self {
+    pub(crate) fn of_task_cache(row: &task_cache::Model, why: CacheEndReason) -> Self {
         Self {
             id: row.cache_id,
-            kind: GraveKind::TaskCache,
+            kind: DeletionKind::TaskCache,
             team: Some(row.team.clone()),
             label: row.name(),
             marked_why: Some(why.to_string()),
@@ -56,22 +61,22 @@ impl Epitaph {
 }
 
 /// Remembers what is gone since `now` for `tombstone`.
-pub(crate) async fn dig(
+pub(crate) async fn append(
     txn: &DatabaseTransaction,
-    gone: &[Epitaph],
+    gone: &[LogEntry],
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<(), DbErr> {
     if gone.is_empty() {
         return Ok(());
     }
-    let rows = gone.iter().map(|epitaph| Row {
-        id: epitaph.id,
-        kind: epitaph.kind.to_value(),
-        team: epitaph.team.as_deref(),
-        label: &epitaph.label,
-        marked_why: epitaph.marked_why.as_deref(),
-        marked_at: epitaph.marked_at,
+    let rows = gone.iter().map(|entry| Row {
+        id: entry.id,
+        kind: entry.kind.to_value(),
+        team: entry.team.as_deref(),
+        label: &entry.label,
+        marked_why: entry.marked_why.as_deref(),
+        marked_at: entry.marked_at,
     });
     let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
     let backend = txn.get_database_backend();

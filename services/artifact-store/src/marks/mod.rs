@@ -22,9 +22,9 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::db::entity::{GraveKind, State, container, volume};
+use crate::db::entity::{DeletionKind, State, container, volume};
 use crate::db::ids;
-use crate::marks::sweep_queue::Marked;
+use crate::marks::sweep_queue::MarkedVolume;
 
 /// The sequence of the worker that a volume belongs to, read behind a lock on the worker's row.
 const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = volumes.worker_id)";
@@ -45,13 +45,13 @@ pub(crate) async fn mark_those_volumes(
     handles: &[Uuid],
     why: impl fmt::Display,
     now: Timestamp,
-) -> Result<Vec<Marked>, DbErr> {
+) -> Result<Vec<MarkedVolume>, DbErr> {
     lock_workers_of::<volume::Entity>(txn, handles).await?;
     let besides = ", marked_from = volumes.state, given_up = TRUE";
     mark_rows::<volume::Entity>(txn, handles, why, now, besides).await
 }
 
-fn workers_of(marked: &[Marked]) -> Vec<WorkerId> {
+fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
     let workers: HashSet<_> = marked.iter().map(|row| row.worker_id).collect();
     workers.into_iter().map(WorkerId::from_uuid).collect()
 }
@@ -105,7 +105,7 @@ async fn mark_rows<E: Sweepable>(
     why: impl fmt::Display,
     now: Timestamp,
     besides: &str,
-) -> Result<Vec<Marked>, DbErr> {
+) -> Result<Vec<MarkedVolume>, DbErr> {
     if handles.is_empty() {
         return Ok(Vec::new());
     }
@@ -126,7 +126,9 @@ async fn mark_rows<E: Sweepable>(
         sweep_queue::mark(txn, &update, values).await
     } else {
         let update = format!("{update} RETURNING {table}.worker_id, {table}.handle");
-        Marked::find_by_statement(Statement::from_sql_and_values(backend, update, values)).all(txn).await
+        MarkedVolume::find_by_statement(Statement::from_sql_and_values(backend, update, values))
+            .all(txn)
+            .await
     }
 }
 
@@ -168,7 +170,7 @@ pub(crate) trait Sweepable: EntityTrait {
     const LOSS_NOTICED: Self::Column;
 
     const TABLE: &str;
-    const KIND: GraveKind;
+    const KIND: DeletionKind;
 
     fn handle(row: &Self::Model) -> Uuid;
 }
@@ -185,7 +187,7 @@ macro_rules! sweepable {
             const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
 
             const TABLE: &str = $name;
-            const KIND: GraveKind = GraveKind::$kind;
+            const KIND: DeletionKind = DeletionKind::$kind;
 
             fn handle(row: &Self::Model) -> Uuid {
                 row.handle

@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, Purpose, artifact, task_cache_use, volume};
 use crate::db::ids;
 use crate::marks::sweep_queue;
-use crate::policy::garbage::{ArtifactFacts, Belongs, Held, Keeper, Keeping, VolumeFacts};
+use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
 use crate::policy::retention::Uses;
 
 /// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term is over does so until it is ended: until then, its
@@ -129,7 +129,7 @@ pub(crate) async fn artifacts(
 
 /// What is known of artifacts that these kinds of things hold.
 fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
-    let mut held: HashMap<Uuid, Held> = HashMap::new();
+    let mut held: HashMap<Uuid, HoldFlags> = HashMap::new();
     for (artifact, kind) in holds {
         let held = held.entry(artifact).or_default();
         match kind {
@@ -152,7 +152,7 @@ pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
         created_at: Timestamp(row.created_at),
         had_owner: row.had_owner,
         kept_until: row.kept_until.map(Timestamp),
-        held: Held::default(),
+        held: HoldFlags::default(),
     }
 }
 
@@ -197,15 +197,15 @@ pub(crate) async fn keepers(
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
         of_artifact.total = u64::try_from(hold.total).unwrap_or(0);
         let what = match hold.kind.as_str() {
-            "pin" => Keeping::Pin(WorkloadId::from_uuid(hold.id)),
-            "volume" => Keeping::Volume(VolumeHandle::from_uuid(hold.id)),
-            "transfer" => Keeping::Transfer(TransferId::from_uuid(hold.id)),
-            "import" => Keeping::Import(VolumeHandle::from_uuid(hold.id)),
-            "resource cache" => Keeping::ResourceCache(CacheId::from_uuid(hold.id)),
-            "task cache" => Keeping::TaskCache(CacheId::from_uuid(hold.id)),
-            "base resource type" => Keeping::BaseResourceType(hold.id),
-            "resource certs" => Keeping::ResourceCerts(WorkerId::from_uuid(hold.id)),
-            _ => Keeping::Build(BuildId::from_uuid(hold.id)),
+            "pin" => KeeperKind::Pin(WorkloadId::from_uuid(hold.id)),
+            "volume" => KeeperKind::Volume(VolumeHandle::from_uuid(hold.id)),
+            "transfer" => KeeperKind::Transfer(TransferId::from_uuid(hold.id)),
+            "import" => KeeperKind::Import(VolumeHandle::from_uuid(hold.id)),
+            "resource cache" => KeeperKind::ResourceCache(CacheId::from_uuid(hold.id)),
+            "task cache" => KeeperKind::TaskCache(CacheId::from_uuid(hold.id)),
+            "base resource type" => KeeperKind::BaseResourceType(hold.id),
+            "resource certs" => KeeperKind::ResourceCerts(WorkerId::from_uuid(hold.id)),
+            _ => KeeperKind::Build(BuildId::from_uuid(hold.id)),
         };
         of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
     }
@@ -291,8 +291,8 @@ pub(crate) async fn users(
     for row in Use::find_by_statement(statement).all(conn).await? {
         users.total = u64::try_from(row.total).unwrap_or(0);
         let what = match row.kind.as_str() {
-            "workload" => Keeping::Pin(WorkloadId::from_uuid(row.id)),
-            _ => Keeping::Build(BuildId::from_uuid(row.id)),
+            "workload" => KeeperKind::Pin(WorkloadId::from_uuid(row.id)),
+            _ => KeeperKind::Build(BuildId::from_uuid(row.id)),
         };
         users.first.push(Keeper { what, until: row.until.map(Timestamp) });
     }
@@ -313,7 +313,7 @@ pub(crate) async fn users_of_task_cache(
     };
     let first = of_cache().order_by_asc(task_cache_use::Column::HolderId).limit(most);
     let first: Vec<Uuid> = first.into_tuple().all(conn).await?;
-    let keeper = |id| Keeper { what: Keeping::Pin(WorkloadId::from_uuid(id)), until: None };
+    let keeper = |id| Keeper { what: KeeperKind::Pin(WorkloadId::from_uuid(id)), until: None };
     let total = of_cache().count(conn).await?;
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
@@ -335,7 +335,7 @@ pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u6
     let mut children = Keepers::default();
     for row in Child::find_by_statement(of_parent).all(conn).await? {
         children.total = u64::try_from(row.total).unwrap_or(0);
-        let what = Keeping::Volume(VolumeHandle::from_uuid(row.handle));
+        let what = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
         children.first.push(Keeper { what, until: None });
     }
     Ok(children)
@@ -495,11 +495,11 @@ pub(crate) async fn volumes(
     let facts = rows.iter().map(|row| VolumeFacts {
         has_live_child: with_children.contains(&row.handle),
         belongs: match row.purpose {
-            Purpose::Replica => Belongs::ToArtifact {
+            Purpose::Replica => Belonging::ToArtifact {
                 artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
                 claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
             },
-            Purpose::Input | Purpose::Output | Purpose::Scratch => Belongs::ToAttempt {
+            Purpose::Input | Purpose::Output | Purpose::Scratch => Belonging::ToAttempt {
                 ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
                 has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
             },

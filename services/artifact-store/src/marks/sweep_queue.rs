@@ -24,11 +24,11 @@ use uuid::Uuid;
 
 use crate::db::entity::{Purpose, State, volume};
 use crate::db::ids;
-use crate::policy::garbage::Why;
+use crate::policy::garbage::MarkReason;
 
 /// Something that was marked.
 #[derive(Debug, FromQueryResult)]
-pub(crate) struct Marked {
+pub(crate) struct MarkedVolume {
     pub(crate) worker_id: Uuid,
     pub(crate) handle: Uuid,
 }
@@ -38,7 +38,7 @@ pub(crate) async fn mark(
     txn: &DatabaseTransaction,
     update: &str,
     values: impl IntoIterator<Item = Value>,
-) -> Result<Vec<Marked>, DbErr> {
+) -> Result<Vec<MarkedVolume>, DbErr> {
     let backend = txn.get_database_backend();
     let sql = match backend {
         DbBackend::Postgres => format!(
@@ -49,7 +49,7 @@ pub(crate) async fn mark(
         _ => format!("{update} RETURNING worker_id, handle"),
     };
     let marked = Statement::from_sql_and_values(backend, sql, values);
-    let marked = Marked::find_by_statement(marked).all(txn).await?;
+    let marked = MarkedVolume::find_by_statement(marked).all(txn).await?;
     if backend != DbBackend::Postgres {
         add(txn, marked.iter().map(|row| row.handle)).await?;
     }
@@ -167,7 +167,7 @@ pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]
             row.marked_from = Some(row.state);
             row.state = State::Destroying;
             row.marked_at = Some(*at);
-            row.marked_why = Some(Why::ArtifactDeleted.to_string());
+            row.marked_why = Some(MarkReason::ArtifactDeleted.to_string());
         }
     }
     Ok(())

@@ -14,7 +14,7 @@ use tokio_util::task::TaskTracker;
 use crate::app::Store;
 use crate::caches::outputs::Owned;
 use crate::pins::settle::settle_plain;
-use crate::pins::{PinError, Pinned, SettleError, Settlement, Used, pin, pin_all, settle};
+use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settlement, pin, pin_all, settle};
 
 /// How many at most.
 const MOST: usize = 64;
@@ -23,7 +23,7 @@ const MOST: usize = 64;
 #[derive(Clone)]
 pub(crate) struct Pins {
     store: Arc<Store>,
-    pinning: Together<Used, Result<Pinned, PinError>>,
+    pinning: Together<PinRequest, Result<PinAnswer, PinError>>,
     settling: Together<Settlement, Result<Vec<Owned>, SettleError>>,
 }
 
@@ -34,7 +34,7 @@ impl Pins {
         let pinning = Together::new(MOST, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
-                let groups = grouped(uses, |used: &Used| used.team.clone());
+                let groups = grouped(uses, |used: &PinRequest| used.team.clone());
                 join_all(groups.into_iter().map(|group| pin_group(&store, group))).await;
             }
         });
@@ -50,7 +50,7 @@ impl Pins {
     }
 
     /// [`pin`], with others where there is nothing to be locked in an order of its own.
-    pub(crate) async fn pin(&self, used: Used) -> Result<Pinned, PinError> {
+    pub(crate) async fn pin(&self, used: PinRequest) -> Result<PinAnswer, PinError> {
         if used.task_caches.is_empty() {
             return self.pinning.call(used).await.map_err(DbErr::from)?;
         }
@@ -69,7 +69,7 @@ impl Pins {
 }
 
 /// Pins what holders of one team use, none of whom uses task caches.
-async fn pin_group(store: &Store, (uses, answers): (Vec<Used>, Answers<Result<Pinned, PinError>>)) {
+async fn pin_group(store: &Store, (uses, answers): (Vec<PinRequest>, Answers<Result<PinAnswer, PinError>>)) {
     let (db, now, uses) = (&store.db, store.now(), &uses);
     if let [first, _, ..] = &uses[..] {
         match db.write(|txn| async move { pin_all(&txn, &first.team, uses, now).await }).await {

@@ -51,7 +51,7 @@ pub(crate) enum PinError {
 
 /// What a holder uses.
 #[derive(Debug, Clone)]
-pub(crate) struct Used {
+pub(crate) struct PinRequest {
     pub(crate) holder: WorkloadId,
     pub(crate) team: String,
     pub(crate) artifacts: Vec<ArtifactId>,
@@ -62,14 +62,18 @@ pub(crate) struct Used {
 
 /// Where the bytes are of what a holder uses.
 #[derive(Debug, Clone)]
-pub(crate) struct Pinned {
+pub(crate) struct PinAnswer {
     pub(crate) artifacts: Vec<Located>,
     /// The latest versions of task caches, of those that have bytes.
     pub(crate) task_caches: Vec<Located>,
 }
 
 /// Pins what a holder uses, all or none, and binds the holder to its build.
-pub(crate) async fn pin(txn: &DatabaseTransaction, used: &Used, now: Timestamp) -> Result<Pinned, PinError> {
+pub(crate) async fn pin(
+    txn: &DatabaseTransaction,
+    used: &PinRequest,
+    now: Timestamp,
+) -> Result<PinAnswer, PinError> {
     let pinned = pin_all(txn, &used.team, std::slice::from_ref(used), now).await?.pop();
     Ok(pinned.ok_or_else(|| DbErr::RecordNotFound("what was just pinned".to_owned()))?)
 }
@@ -79,9 +83,9 @@ pub(crate) async fn pin(txn: &DatabaseTransaction, used: &Used, now: Timestamp) 
 async fn pin_all(
     txn: &DatabaseTransaction,
     team: &str,
-    uses: &[Used],
+    uses: &[PinRequest],
     now: Timestamp,
-) -> Result<Vec<Pinned>, PinError> {
+) -> Result<Vec<PinAnswer>, PinError> {
     let holders = holders::lock_all(txn, uses.iter().map(|used| used.holder), team, now).await?;
     if let Some(settled) = holders.values().find(|holder| holder.settled_at.is_some()) {
         return Err(PinError::Settled(WorkloadId::from_uuid(settled.holder_id)));
@@ -97,7 +101,7 @@ async fn pin_all(
     }
     let artifacts = pin_artifacts(txn, team, uses, now).await?;
     let pinned = artifacts.into_iter().zip(of_caches);
-    Ok(pinned.map(|(artifacts, task_caches)| Pinned { artifacts, task_caches }).collect())
+    Ok(pinned.map(|(artifacts, task_caches)| PinAnswer { artifacts, task_caches }).collect())
 }
 
 #[derive(Serialize)]
@@ -112,7 +116,7 @@ const NEW_PIN: [(&str, Column); 2] = [("holder_id", Column::Uuid), ("artifact_id
 async fn pin_artifacts(
     txn: &DatabaseTransaction,
     team: &str,
-    uses: &[Used],
+    uses: &[PinRequest],
     now: Timestamp,
 ) -> Result<Vec<Vec<Located>>, PinError> {
     let all: BTreeSet<_> = uses.iter().flat_map(|used| used.artifacts.iter().copied()).collect();

@@ -29,12 +29,12 @@ pub(crate) struct ArtifactFacts {
     pub(crate) had_owner: bool,
     /// Until when nobody need own it.
     pub(crate) kept_until: Option<Timestamp>,
-    pub(crate) held: Held,
+    pub(crate) held: HoldFlags,
 }
 
 /// What holds an artifact.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct HoldFlags {
     /// An owner that has not let go.
     pub(crate) owned: bool,
     /// A workload pins it.
@@ -59,12 +59,12 @@ pub(crate) struct ContainerFacts {
 pub(crate) struct VolumeFacts {
     /// A copy-on-write child of it is not garbage.
     pub(crate) has_live_child: bool,
-    pub(crate) belongs: Belongs,
+    pub(crate) belongs: Belonging,
 }
 
 /// What a volume lives and dies with.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Belongs {
+pub(crate) enum Belonging {
     /// A replica, complete or on its way.
     ToArtifact {
         /// The artifact is marked or gone.
@@ -85,14 +85,14 @@ pub(crate) enum Belongs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Not now.
-    Keep(Look),
+    Keep(NextLook),
     /// Yes.
-    Mark(Why),
+    Mark(MarkReason),
 }
 
 /// When to look again at what is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Look {
+pub(crate) enum NextLook {
     /// When what keeps it says so: that does not end unseen.
     WhenTold,
     /// Then.
@@ -103,7 +103,7 @@ pub(crate) enum Look {
 
 /// Why something is garbage, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(crate) enum Why {
+pub(crate) enum MarkReason {
     NeverOwned,
     OwnersLetGo,
     TransferAbandoned,
@@ -114,7 +114,7 @@ pub(crate) enum Why {
     ImportReplaced,
 }
 
-impl fmt::Display for Why {
+impl fmt::Display for MarkReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::NeverOwned => "nobody ever owned it, and it is old",
@@ -134,7 +134,7 @@ impl fmt::Display for Why {
 pub(crate) struct Collected {
     pub(crate) kind: Kind,
     pub(crate) id: Uuid,
-    pub(crate) why: Why,
+    pub(crate) why: MarkReason,
     pub(crate) size_bytes: u64,
 }
 
@@ -148,14 +148,14 @@ pub(crate) enum Kind {
 /// One thing that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Keeper {
-    pub(crate) what: Keeping,
+    pub(crate) what: KeeperKind,
     /// As far as it is known. `None`: not before something happens.
     pub(crate) until: Option<Timestamp>,
 }
 
 /// What keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Keeping {
+pub(crate) enum KeeperKind {
     Pin(WorkloadId),
     Build(BuildId),
     ResourceCache(CacheId),
@@ -172,7 +172,7 @@ pub(crate) enum Keeping {
     Reprieve,
 }
 
-impl fmt::Display for Keeping {
+impl fmt::Display for KeeperKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Pin(workload) => write!(f, "pinned by {workload}"),
@@ -191,9 +191,9 @@ impl fmt::Display for Keeping {
 }
 
 /// Until when an artifact is kept though nobody holds it, and why.
-pub(crate) fn kept_by_nobody(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
-    let youth = (!facts.had_owner).then(|| (Keeping::Youth, facts.created_at + policy.unowned_ttl));
-    let reprieve = facts.kept_until.map(|until| (Keeping::Reprieve, until));
+pub(crate) fn unowned_keeper(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
+    let youth = (!facts.had_owner).then(|| (KeeperKind::Youth, facts.created_at + policy.unowned_ttl));
+    let reprieve = facts.kept_until.map(|until| (KeeperKind::Reprieve, until));
     let longest = [youth, reprieve].into_iter().flatten().max_by_key(|(_, until)| *until);
     let (what, until) = longest.filter(|(_, until)| *until > now)?;
     Some(Keeper { what, until: Some(until) })
@@ -201,26 +201,26 @@ pub(crate) fn kept_by_nobody(facts: &ArtifactFacts, now: Timestamp, policy: &Pol
 
 /// Judges an artifact.
 pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict {
-    let Held { owned, pinned, used, transferred } = facts.held;
+    let HoldFlags { owned, pinned, used, transferred } = facts.held;
     if owned {
-        return Verdict::Keep(Look::WhenTold);
+        return Verdict::Keep(NextLook::WhenTold);
     }
     if pinned || used || transferred {
-        return Verdict::Keep(Look::Later);
+        return Verdict::Keep(NextLook::Later);
     }
-    match kept_by_nobody(facts, now, policy) {
-        Some(Keeper { until: Some(until), .. }) => Verdict::Keep(Look::At(until)),
-        _ if facts.had_owner => Verdict::Mark(Why::OwnersLetGo),
-        _ => Verdict::Mark(Why::NeverOwned),
+    match unowned_keeper(facts, now, policy) {
+        Some(Keeper { until: Some(until), .. }) => Verdict::Keep(NextLook::At(until)),
+        _ if facts.had_owner => Verdict::Mark(MarkReason::OwnersLetGo),
+        _ => Verdict::Mark(MarkReason::NeverOwned),
     }
 }
 
 /// Judges a container.
 pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict {
-    let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(Look::WhenTold) };
+    let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(NextLook::WhenTold) };
     match grace_ends(ended_at, facts.touched_at, policy) {
-        until if until > now => Verdict::Keep(Look::At(until)),
-        _ => Verdict::Mark(Why::AttemptEnded),
+        until if until > now => Verdict::Keep(NextLook::At(until)),
+        _ => Verdict::Mark(MarkReason::AttemptEnded),
     }
 }
 
@@ -232,33 +232,35 @@ pub(crate) fn grace_ends(ended_at: Timestamp, touched_at: Option<Timestamp>, pol
 /// Judges a volume.
 pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Verdict {
     if facts.has_live_child {
-        return Verdict::Keep(Look::Later);
+        return Verdict::Keep(NextLook::Later);
     }
     match facts.belongs {
-        Belongs::ToArtifact { artifact_marked: true, .. } => Verdict::Mark(Why::ArtifactDeleted),
-        Belongs::ToArtifact { claimed_until: Some(until), .. } if until <= now => {
-            Verdict::Mark(Why::ClaimRanOut)
+        Belonging::ToArtifact { artifact_marked: true, .. } => Verdict::Mark(MarkReason::ArtifactDeleted),
+        Belonging::ToArtifact { claimed_until: Some(until), .. } if until <= now => {
+            Verdict::Mark(MarkReason::ClaimRanOut)
         }
-        Belongs::ToAttempt { ended_at: Some(_), has_live_container: true } => Verdict::Keep(Look::Later),
-        Belongs::ToAttempt { ended_at: Some(ended_at), has_live_container: false } => {
+        Belonging::ToAttempt { ended_at: Some(_), has_live_container: true } => {
+            Verdict::Keep(NextLook::Later)
+        }
+        Belonging::ToAttempt { ended_at: Some(ended_at), has_live_container: false } => {
             match ended_at + policy.gc_grace {
-                until if until > now => Verdict::Keep(Look::At(until)),
-                _ => Verdict::Mark(Why::AttemptEnded),
+                until if until > now => Verdict::Keep(NextLook::At(until)),
+                _ => Verdict::Mark(MarkReason::AttemptEnded),
             }
         }
-        Belongs::ToArtifact { .. } | Belongs::ToAttempt { ended_at: None, .. } => {
-            Verdict::Keep(Look::WhenTold)
+        Belonging::ToArtifact { .. } | Belonging::ToAttempt { ended_at: None, .. } => {
+            Verdict::Keep(NextLook::WhenTold)
         }
     }
 }
 
 /// When something goes that is kept until `last`, and why. `None`: not before something happens.
-pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Option<(Timestamp, Why)> {
+pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Option<(Timestamp, MarkReason)> {
     let mut at = last;
     loop {
         match judge(at) {
             Verdict::Mark(why) => return Some((at, why)),
-            Verdict::Keep(Look::At(next)) if next > at => at = next,
+            Verdict::Keep(NextLook::At(next)) if next > at => at = next,
             Verdict::Keep(_) => return None,
         }
     }
@@ -297,7 +299,7 @@ mod tests {
         Timestamp(seconds * 1_000_000)
     }
 
-    fn facts(had_owner: bool, held: Held) -> ArtifactFacts {
+    fn facts(had_owner: bool, held: HoldFlags) -> ArtifactFacts {
         ArtifactFacts { created_at: at(0), had_owner, kept_until: None, held }
     }
 
@@ -305,23 +307,23 @@ mod tests {
     fn an_artifact_goes_only_when_nothing_at_all_keeps_it() {
         for bits in 0..128 {
             let bit = |n: u32| bits & (1 << n) != 0;
-            let held = Held { owned: bit(0), pinned: bit(1), used: bit(2), transferred: bit(3) };
+            let held = HoldFlags { owned: bit(0), pinned: bit(1), used: bit(2), transferred: bit(3) };
             let (had_owner, old, reprieved) = (bit(4), bit(5), bit(6));
             let now = at(if old { 100 } else { 99 });
             let kept_until = reprieved.then(|| at(200));
             let facts = ArtifactFacts { kept_until, ..facts(had_owner, held) };
             let expected = if held.owned {
-                Verdict::Keep(Look::WhenTold)
-            } else if held != Held::default() {
-                Verdict::Keep(Look::Later)
+                Verdict::Keep(NextLook::WhenTold)
+            } else if held != HoldFlags::default() {
+                Verdict::Keep(NextLook::Later)
             } else if reprieved {
-                Verdict::Keep(Look::At(at(200)))
+                Verdict::Keep(NextLook::At(at(200)))
             } else if had_owner {
-                Verdict::Mark(Why::OwnersLetGo)
+                Verdict::Mark(MarkReason::OwnersLetGo)
             } else if old {
-                Verdict::Mark(Why::NeverOwned)
+                Verdict::Mark(MarkReason::NeverOwned)
             } else {
-                Verdict::Keep(Look::At(at(100)))
+                Verdict::Keep(NextLook::At(at(100)))
             };
             assert_eq!(artifact(&facts, now, &POLICY), expected, "{facts:?} at {now:?}");
         }
@@ -329,31 +331,31 @@ mod tests {
 
     #[test]
     fn a_reprieve_lasts_as_long_as_it_was_given() {
-        let reprieved = ArtifactFacts { kept_until: Some(at(50)), ..facts(true, Held::default()) };
-        assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(Look::At(at(50))));
-        assert_eq!(artifact(&reprieved, at(50), &POLICY), Verdict::Mark(Why::OwnersLetGo));
+        let reprieved = ArtifactFacts { kept_until: Some(at(50)), ..facts(true, HoldFlags::default()) };
+        assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(NextLook::At(at(50))));
+        assert_eq!(artifact(&reprieved, at(50), &POLICY), Verdict::Mark(MarkReason::OwnersLetGo));
         let young = ArtifactFacts { had_owner: false, ..reprieved };
-        assert_eq!(artifact(&young, at(50), &POLICY), Verdict::Keep(Look::At(at(100))));
+        assert_eq!(artifact(&young, at(50), &POLICY), Verdict::Keep(NextLook::At(at(100))));
     }
 
     #[test]
     fn a_container_goes_a_grace_after_its_attempt_ended() {
         let ended = ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: None };
-        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(Look::At(at(15))));
-        assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(Why::AttemptEnded));
+        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(NextLook::At(at(15))));
+        assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(MarkReason::AttemptEnded));
         let going_on = ContainerFacts { attempt_ended_at: None, touched_at: Some(at(5)) };
-        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(Look::WhenTold));
+        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(NextLook::WhenTold));
     }
 
     #[test]
     fn a_container_that_was_touched_after_its_end_goes_a_grace_after_that() {
         let touched =
             |at_second| ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: Some(at(at_second)) };
-        assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(Look::At(at(18))));
-        assert_eq!(container(&touched(8), at(18), &POLICY), Verdict::Mark(Why::AttemptEnded));
+        assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(NextLook::At(at(18))));
+        assert_eq!(container(&touched(8), at(18), &POLICY), Verdict::Mark(MarkReason::AttemptEnded));
         assert_eq!(
             container(&touched(2), at(15), &POLICY),
-            Verdict::Mark(Why::AttemptEnded),
+            Verdict::Mark(MarkReason::AttemptEnded),
             "before its end"
         );
     }
@@ -362,18 +364,19 @@ mod tests {
     fn a_volume_goes_with_what_it_belongs_to_and_after_its_children() {
         let judge =
             |belongs, has_live_child| volume(&VolumeFacts { has_live_child, belongs }, at(100), &POLICY);
-        let replica = |artifact_marked, claimed_until| Belongs::ToArtifact { artifact_marked, claimed_until };
-        let of_attempt = |ended_at, has_live_container| Belongs::ToAttempt { ended_at, has_live_container };
+        let replica =
+            |artifact_marked, claimed_until| Belonging::ToArtifact { artifact_marked, claimed_until };
+        let of_attempt = |ended_at, has_live_container| Belonging::ToAttempt { ended_at, has_live_container };
 
-        assert_eq!(judge(replica(true, None), false), Verdict::Mark(Why::ArtifactDeleted));
-        assert_eq!(judge(replica(true, None), true), Verdict::Keep(Look::Later));
-        assert_eq!(judge(replica(false, None), false), Verdict::Keep(Look::WhenTold));
-        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(Look::WhenTold));
-        assert_eq!(judge(replica(false, Some(at(100))), false), Verdict::Mark(Why::ClaimRanOut));
-        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(Look::WhenTold));
-        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(Look::Later));
-        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(Look::At(at(101))));
-        assert_eq!(judge(of_attempt(Some(at(90)), false), false), Verdict::Mark(Why::AttemptEnded));
+        assert_eq!(judge(replica(true, None), false), Verdict::Mark(MarkReason::ArtifactDeleted));
+        assert_eq!(judge(replica(true, None), true), Verdict::Keep(NextLook::Later));
+        assert_eq!(judge(replica(false, None), false), Verdict::Keep(NextLook::WhenTold));
+        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(NextLook::WhenTold));
+        assert_eq!(judge(replica(false, Some(at(100))), false), Verdict::Mark(MarkReason::ClaimRanOut));
+        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(NextLook::WhenTold));
+        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(NextLook::Later));
+        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(NextLook::At(at(101))));
+        assert_eq!(judge(of_attempt(Some(at(90)), false), false), Verdict::Mark(MarkReason::AttemptEnded));
     }
 
     #[test]

@@ -23,14 +23,14 @@ pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
 
 /// When an owner lets go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LetsGo {
+pub(crate) enum ReleaseTime {
     /// Then.
     At(Timestamp),
     /// Not before something happens to it.
     NotYet,
 }
 
-impl LetsGo {
+impl ReleaseTime {
     /// As the column `kept_until` has it.
     pub(crate) fn column(self) -> Option<i64> {
         match self {
@@ -61,11 +61,11 @@ pub(crate) struct Build {
 }
 
 impl Build {
-    pub(crate) fn lets_go(&self) -> LetsGo {
+    pub(crate) fn lets_go(&self) -> ReleaseTime {
         match (self.ended, self.latest_of_its_job) {
-            (None, _) | (Some((BuildEnd::Failed, _)), true) => LetsGo::NotYet,
+            (None, _) | (Some((BuildEnd::Failed, _)), true) => ReleaseTime::NotYet,
             (Some((BuildEnd::Done, at)), _) | (Some((BuildEnd::Failed, at)), false) => {
-                LetsGo::At(Timestamp(at.0.saturating_add(self.keep)))
+                ReleaseTime::At(Timestamp(at.0.saturating_add(self.keep)))
             }
         }
     }
@@ -98,24 +98,24 @@ pub(crate) enum ResourceCache {
 }
 
 impl ResourceCache {
-    pub(crate) fn lets_go(&self, ttl: Duration) -> LetsGo {
+    pub(crate) fn lets_go(&self, ttl: Duration) -> ReleaseTime {
         match *self {
-            Self::BeingMade { claimed_until } => LetsGo::At(claimed_until),
-            Self::Ready { used: true, .. } => LetsGo::NotYet,
-            Self::Ready { used: false, last_used } => LetsGo::At(last_used + ttl),
+            Self::BeingMade { claimed_until } => ReleaseTime::At(claimed_until),
+            Self::Ready { used: true, .. } => ReleaseTime::NotYet,
+            Self::Ready { used: false, last_used } => ReleaseTime::At(last_used + ttl),
         }
     }
 }
 
 /// Why a cache went, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum CacheWent {
+pub(crate) enum CacheEndReason {
     Deleted,
     Unused,
     NotMade,
 }
 
-impl fmt::Display for CacheWent {
+impl fmt::Display for CacheEndReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Deleted => "somebody deleted it",
@@ -137,9 +137,9 @@ mod tests {
                     let build =
                         Build { ended: ended.map(|end| (end, Timestamp(1_000))), latest_of_its_job, keep };
                     let expected = match (ended, latest_of_its_job) {
-                        (None, _) | (Some(BuildEnd::Failed), true) => LetsGo::NotYet,
+                        (None, _) | (Some(BuildEnd::Failed), true) => ReleaseTime::NotYet,
                         (Some(BuildEnd::Done), _) | (Some(BuildEnd::Failed), false) => {
-                            LetsGo::At(Timestamp(1_000 + keep))
+                            ReleaseTime::At(Timestamp(1_000 + keep))
                         }
                     };
                     assert_eq!(build.lets_go(), expected, "{build:?}");

@@ -13,7 +13,7 @@ use crate::gc::{Batch, Collected, Kind, Settings, look_next};
 use crate::marks::Wait;
 use crate::marks::references::{self, JudgedArtifact};
 use crate::marks::tombstones;
-use crate::policy::garbage::{self, Verdict, Why};
+use crate::policy::garbage::{self, MarkReason, Verdict};
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let backend = txn.get_database_backend();
@@ -78,7 +78,7 @@ async fn write_marks(
     txn: &DatabaseTransaction,
     settings: &Settings,
     artifacts: &[Uuid],
-    why: Why,
+    why: MarkReason,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::db::entity::{Purpose, attempt, container, volume};
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::{Batch, Collected, Kind, Look, Settings, by_reason, lock_due, look_next};
+use crate::gc::{Batch, Collected, Kind, NextLook, Settings, by_reason, lock_due, look_next};
 use crate::marks::references::{self, JudgedVolume};
 use crate::marks::schedule::make_due;
 use crate::marks::{self, Wait};
@@ -41,8 +41,8 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
         match looks.0.get(&row.attempt_id) {
             Some(look) => next.push((row.attempt_id, *look)),
-            None if row.ended_at.is_none() => next.push((row.attempt_id, Look::WhenTold)),
-            None if forget_at > settings.now => next.push((row.attempt_id, Look::At(forget_at))),
+            None if row.ended_at.is_none() => next.push((row.attempt_id, NextLook::WhenTold)),
+            None if forget_at > settings.now => next.push((row.attempt_id, NextLook::At(forget_at))),
             None => forgettable.push(row.attempt_id),
         }
     }
@@ -53,14 +53,14 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
 
 /// When attempts of which something is left are looked at again: as soon as for any of it.
 #[derive(Default)]
-struct Looks(BTreeMap<Uuid, Look>);
+struct Looks(BTreeMap<Uuid, NextLook>);
 
 impl Looks {
-    fn add(&mut self, attempt: Uuid, look: Look) {
+    fn add(&mut self, attempt: Uuid, look: NextLook) {
         let sooner = |one, other| match (one, other) {
-            (Look::At(one), Look::At(other)) => Look::At(Ord::min(one, other)),
-            (Look::At(at), _) | (_, Look::At(at)) => Look::At(at),
-            _ => Look::Later,
+            (NextLook::At(one), NextLook::At(other)) => NextLook::At(Ord::min(one, other)),
+            (NextLook::At(at), _) | (_, NextLook::At(at)) => NextLook::At(at),
+            _ => NextLook::Later,
         };
         self.0.entry(attempt).and_modify(|known| *known = sooner(*known, look)).or_insert(look);
     }
@@ -117,7 +117,7 @@ async fn containers(
     // What others have locked is looked at again.
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if !looks.0.contains_key(&attempt) {
-            looks.add(attempt, Look::Later);
+            looks.add(attempt, NextLook::Later);
         }
     }
     Ok(())
@@ -175,9 +175,9 @@ async fn volumes(
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if parents_free {
             // It may have been a parent of what was just marked.
-            looks.add(attempt, Look::At(settings.now));
+            looks.add(attempt, NextLook::At(settings.now));
         } else if !looks.0.contains_key(&attempt) {
-            looks.add(attempt, Look::Later);
+            looks.add(attempt, NextLook::Later);
         }
     }
     make_due(txn, let_go, settings.now).await
@@ -188,7 +188,7 @@ async fn forget(
     txn: &DatabaseTransaction,
     settings: &Settings,
     attempts: &[Uuid],
-) -> Result<Vec<(Uuid, Look)>, DbErr> {
+) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
     if attempts.is_empty() {
         return Ok(Vec::new());
     }
@@ -212,6 +212,6 @@ async fn forget(
     let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
     let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
     attempt::Entity::delete_many().filter(ids::among(backend, "attempt_id", gone)).exec(txn).await?;
-    let look = Look::At(settings.now + FORGOTTEN_LATER);
+    let look = NextLook::At(settings.now + FORGOTTEN_LATER);
     Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
 }

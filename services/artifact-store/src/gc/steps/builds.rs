@@ -13,7 +13,7 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, BuildStatus, build, job};
 use crate::db::ids;
 use crate::gc::steps::artifacts;
-use crate::gc::{Batch, Look, Settings, lock_due, look_next};
+use crate::gc::{Batch, NextLook, Settings, lock_due, look_next};
 use crate::marks::references::JudgedArtifact;
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
@@ -30,11 +30,11 @@ pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
         match (row.ended_at, row.kept_until.map(Timestamp)) {
             (None, _) => match row.term_ends_at.filter(|_| !row.bound).map(Timestamp) {
                 Some(ends_at) if ends_at <= now => overdue.push(row.build_id),
-                Some(ends_at) => looks.push((row.build_id, Look::At(ends_at))),
-                None => looks.push((row.build_id, Look::WhenTold)),
+                Some(ends_at) => looks.push((row.build_id, NextLook::At(ends_at))),
+                None => looks.push((row.build_id, NextLook::WhenTold)),
             },
-            (Some(_), None) => looks.push((row.build_id, Look::WhenTold)),
-            (Some(_), Some(until)) if until > now => looks.push((row.build_id, Look::At(until))),
+            (Some(_), None) => looks.push((row.build_id, NextLook::WhenTold)),
+            (Some(_), Some(until)) if until > now => looks.push((row.build_id, NextLook::At(until))),
             (Some(_), Some(_)) => let_go.push(row),
         }
     }
@@ -67,7 +67,7 @@ async fn release(
     let_go: &[&build::Model],
     settings: &Settings,
     batch: &mut Batch,
-) -> Result<Vec<(Uuid, Look)>, DbErr> {
+) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
     if let_go.is_empty() {
         return Ok(Vec::new());
     }
@@ -94,10 +94,10 @@ async fn release(
         if owning.contains(&row.build_id) {
             if owned.is_empty() {
                 // Others have locked it.
-                looks.push((row.build_id, Look::Later));
+                looks.push((row.build_id, NextLook::Later));
             }
         } else if forget_at > settings.now {
-            looks.push((row.build_id, Look::At(forget_at)));
+            looks.push((row.build_id, NextLook::At(forget_at)));
         } else {
             forgotten.push(row.build_id);
         }

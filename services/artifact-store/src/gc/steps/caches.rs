@@ -13,10 +13,10 @@ use uuid::Uuid;
 use crate::caches::{resource_caches, task_caches};
 use crate::db::entity::{artifact, resource_cache, task_cache};
 use crate::db::ids;
-use crate::gc::{Batch, LATER, Look, Settings, lock_due, look_next};
-use crate::marks::deletion_log::{self, Epitaph};
+use crate::gc::{Batch, LATER, NextLook, Settings, lock_due, look_next};
+use crate::marks::deletion_log::{self, LogEntry};
 use crate::marks::references;
-use crate::policy::retention::{CacheWent, LetsGo, Uses};
+use crate::policy::retention::{CacheEndReason, ReleaseTime, Uses};
 
 pub(crate) async fn look_at_resource_caches(
     txn: &DatabaseTransaction,
@@ -35,23 +35,23 @@ pub(crate) async fn look_at_resource_caches(
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
         match row.standing(uses).lets_go(settings.resource_cache_ttl) {
             // Whenever the use ends, the cache cannot be unused for long any earlier; and who ended is remembered for longer than until then.
-            LetsGo::NotYet => {
+            ReleaseTime::NotYet => {
                 let next = Ord::min(settings.resource_cache_ttl, settings.remember / 2);
-                looks.push((row.cache_id, Look::At(now + Ord::max(next, LATER))));
+                looks.push((row.cache_id, NextLook::At(now + Ord::max(next, LATER))));
             }
-            LetsGo::At(at) if at > now => looks.push((row.cache_id, Look::At(at))),
-            LetsGo::At(_) => over.push((row.cache_id, row.artifact_id)),
+            ReleaseTime::At(at) if at > now => looks.push((row.cache_id, NextLook::At(at))),
+            ReleaseTime::At(_) => over.push((row.cache_id, row.artifact_id)),
         }
     }
     let held_up = release(txn, &over, now).await?;
-    looks.extend(held_up.iter().map(|cache| (*cache, Look::Later)));
+    looks.extend(held_up.iter().map(|cache| (*cache, NextLook::Later)));
     let gone: Vec<_> =
         over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
     if !gone.is_empty() {
         resource_caches::remove(txn, &gone).await?;
         let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
-        let epitaphs: Vec<_> = rows.map(|row| Epitaph::of_resource_cache(row, row.goes())).collect();
-        deletion_log::dig(txn, &epitaphs, now, settings.tombstone).await?;
+        let entries: Vec<_> = rows.map(|row| LogEntry::of_resource_cache(row, row.goes())).collect();
+        deletion_log::append(txn, &entries, now, settings.tombstone).await?;
     }
     note_ended_uses(txn, &due, &uses, now).await?;
     look_next::<resource_cache::Entity>(txn, settings, &looks).await?;
@@ -100,22 +100,22 @@ pub(crate) async fn look_at_task_caches(
     for row in &due {
         match row.lets_go(in_use.contains(&row.cache_id)) {
             // Whenever the use ends, the cache cannot be unused for long any earlier.
-            LetsGo::NotYet => {
+            ReleaseTime::NotYet => {
                 let ttl = Duration::from_micros(u64::try_from(row.ttl).unwrap_or(0));
-                looks.push((row.cache_id, Look::At(now + Ord::max(ttl, LATER))));
+                looks.push((row.cache_id, NextLook::At(now + Ord::max(ttl, LATER))));
             }
-            LetsGo::At(at) if at > now => looks.push((row.cache_id, Look::At(at))),
-            LetsGo::At(_) => over.push((row.cache_id, row.artifact_id)),
+            ReleaseTime::At(at) if at > now => looks.push((row.cache_id, NextLook::At(at))),
+            ReleaseTime::At(_) => over.push((row.cache_id, row.artifact_id)),
         }
     }
     let held_up = release(txn, &over, now).await?;
-    looks.extend(held_up.iter().map(|cache| (*cache, Look::Later)));
+    looks.extend(held_up.iter().map(|cache| (*cache, NextLook::Later)));
     let gone: HashSet<Uuid> =
         over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
     task_caches::remove(txn, &gone.iter().copied().collect::<Vec<_>>()).await?;
     let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
-    let epitaphs: Vec<_> = rows.map(|row| Epitaph::of_task_cache(row, CacheWent::Unused)).collect();
-    deletion_log::dig(txn, &epitaphs, now, settings.tombstone).await?;
+    let entries: Vec<_> = rows.map(|row| LogEntry::of_task_cache(row, CacheEndReason::Unused)).collect();
+    deletion_log::append(txn, &entries, now, settings.tombstone).await?;
     look_next::<task_cache::Entity>(txn, settings, &looks).await?;
     Ok(Batch { looked: true, ..Batch::default() })
 }

@@ -9,11 +9,11 @@ use uuid::Uuid;
 use crate::db::entity::tombstone;
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::{Batch, Collected, Kind, Look, Settings, look_next};
+use crate::gc::{Batch, Collected, Kind, NextLook, Settings, look_next};
 use crate::marks::schedule::make_due;
 use crate::marks::sweep_queue;
 use crate::marks::{self, Wait};
-use crate::policy::garbage::Why;
+use crate::policy::garbage::MarkReason;
 
 pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, settings).await?;
@@ -32,10 +32,10 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     for row in &rows {
         let look = match over_at(row) {
             // Parents may have become free.
-            _ if replicas.left.contains(&row.artifact_id) && replicas.progress => Look::At(settings.now),
-            _ if replicas.left.contains(&row.artifact_id) => Look::Later,
-            over_at if over_at > settings.now => Look::At(over_at),
-            _ if there.contains(&row.artifact_id) => Look::Later,
+            _ if replicas.left.contains(&row.artifact_id) && replicas.progress => NextLook::At(settings.now),
+            _ if replicas.left.contains(&row.artifact_id) => NextLook::Later,
+            over_at if over_at > settings.now => NextLook::At(over_at),
+            _ if there.contains(&row.artifact_id) => NextLook::Later,
             _ => {
                 gone.push(row.artifact_id);
                 continue;
@@ -123,7 +123,7 @@ pub(in crate::gc) async fn mark_replicas(
     let workers = [ids::value(backend, workers)];
     let held = marks::lock_workers(txn, &ids::query(backend, 1), workers, wait).await?;
 
-    let (why, now) = (Why::ArtifactDeleted, settings.now);
+    let (why, now) = (MarkReason::ArtifactDeleted, settings.now);
     let (free, kept): (Vec<_>, Vec<_>) = replicas
         .into_iter()
         .partition(|replica| !replica.has_live_child && held.contains(&replica.worker_id));
@@ -283,7 +283,7 @@ mod tests {
             }
             match garbage::volume(facts, NOW, &policy) {
                 Verdict::Mark(why) => {
-                    assert_eq!(why, Why::ArtifactDeleted);
+                    assert_eq!(why, MarkReason::ArtifactDeleted);
                     expected.insert(row.handle);
                 }
                 Verdict::Keep(_) => _ = left.insert(row.artifact_id.expect("a replica")),
@@ -302,7 +302,7 @@ mod tests {
             }
             let marked = volume::Model {
                 state: State::Destroying,
-                marked_why: Some(Why::ArtifactDeleted.to_string()),
+                marked_why: Some(MarkReason::ArtifactDeleted.to_string()),
                 marked_at: Some(NOW.0),
                 marked_from: Some(before.state),
                 ..before.clone()

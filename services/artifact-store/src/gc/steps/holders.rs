@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use crate::db::entity::{UserKind, attempt, build, cache_use, holder, pin, task_cache_use};
 use crate::db::ids;
-use crate::gc::{Batch, LATER, Look, Settings, lock_due, look_next};
+use crate::gc::{Batch, LATER, NextLook, Settings, lock_due, look_next};
 
 pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, holder::Entity::find(), settings).await?;
@@ -72,10 +72,10 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
         // One that goes on and pins nothing says nothing that its next call would not say again.
         let forget_at = Timestamp(row.settled_at.unwrap_or(row.created_at)) + settings.remember;
         if forget_at > settings.now {
-            looks.push((row.holder_id, Look::At(forget_at)));
+            looks.push((row.holder_id, NextLook::At(forget_at)));
         } else if needed.contains(&row.holder_id) {
             let next = if row.settled_at.is_none() { settings.remember } else { LATER };
-            looks.push((row.holder_id, Look::At(settings.now + Ord::max(next, LATER))));
+            looks.push((row.holder_id, NextLook::At(settings.now + Ord::max(next, LATER))));
         } else {
             gone.push(row.holder_id);
         }

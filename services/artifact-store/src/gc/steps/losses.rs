@@ -9,7 +9,7 @@ use sea_orm::{
 use crate::db::entity::{State, container, loss, store, volume};
 use crate::db::ids;
 use crate::gc::{Batch, Settings};
-use crate::inventory::losses::{self, Lost};
+use crate::inventory::losses::{self, NewLoss};
 use crate::marks::sweep_queue;
 
 /// What is lost and was not noticed, since `$1` or before.
@@ -61,7 +61,8 @@ pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings
     // Whoever takes back a mark locks the row.
     sweep_queue::show(txn, &mut volumes).await?;
     volumes.retain(|row| row.state == State::Lost);
-    let lost: Vec<_> = containers.iter().map(Lost::from).chain(volumes.iter().map(Lost::from)).collect();
+    let lost: Vec<_> =
+        containers.iter().map(NewLoss::from).chain(volumes.iter().map(NewLoss::from)).collect();
     if !lost.is_empty() {
         tracing::warn!(containers = containers.len(), volumes = volumes.len(), "lost");
     }

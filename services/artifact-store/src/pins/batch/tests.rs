@@ -99,7 +99,7 @@ impl Cast {
     }
 
     /// No holder is of two teams in one round: who came first would matter.
-    fn used(&self, team: &str, holder: WorkloadId, random: &mut SmallRng) -> Used {
+    fn used(&self, team: &str, holder: WorkloadId, random: &mut SmallRng) -> PinRequest {
         let count = random.random_range(0..4);
         // Mostly what may be pinned.
         let from = if random.random_ratio(1, 30) { 0 } else { 8 };
@@ -109,7 +109,7 @@ impl Cast {
         let artifacts = (0..count).filter_map(|_| artifacts.choose(random)).copied().collect();
         let builds = self.builds.iter().zip(&self.holders);
         let ends = builds.filter(|(_, ends_with)| **ends_with == holder).map(|(build, _)| *build).next();
-        Used {
+        PinRequest {
             holder,
             team: team.to_owned(),
             artifacts,
@@ -130,7 +130,7 @@ fn told<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String
     }
 }
 
-fn pinned(pinned: Pinned) -> String {
+fn pinned(pinned: PinAnswer) -> String {
     let ids = |located: Vec<crate::artifacts::Located>| {
         located.into_iter().map(|located| located.artifact.artifact_id).collect::<Vec<_>>()
     };
