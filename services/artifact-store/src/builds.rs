@@ -4,10 +4,10 @@
 //! bound to it, also when its term passes ([`crate::gc`]). When it lets go then is a rule of its own ([`crate::policy::retention`]).
 //!
 //! Invariants: a build that ended stays ended. What it said of its end counts once, and it never keeps longer than it said; every UPDATE that
-//! ends one is guarded by `ended_at IS NULL`. Whoever makes it own something has locked it first ([`lock_live`]). None goes on whose workload is
-//! settled: who makes one keeps others from settling that meanwhile ([`is_settled`]).
+//! ends one is guarded by `ended_at IS NULL`. A transaction that makes it own something has locked it first ([`lock_live`]). None goes on whose workload is
+//! settled: a transaction that makes one keeps others from settling that meanwhile ([`is_settled`]).
 //!
-//! *Latest of its job* is the build with the highest number that was ever reported, in whatever order that was. Whoever puts a build of a job
+//! *Latest of its job* is the build with the highest number that was ever reported, in any order. A transaction that puts a build of a job
 //! or ends one holds the job's row, and locks it before any build: so that two of them never both count as the latest.
 
 use std::collections::HashSet;
@@ -121,7 +121,7 @@ pub(crate) async fn put_build(
         .col_expr(build::Column::TermEndsAt, Expr::value(term_ends_at))
         .col_expr(build::Column::LookAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
     if let Some((status, at)) = new.ended {
-        // Nothing ends in the future, whatever its caller's clock says.
+        // Nothing ends in the future, even if its caller's clock says so.
         let at = at.map_or(now, |at| Ord::min(at, now));
         let rule = build::Model { keep: micros(new.keep), ..row }.ending(status, at, is_latest);
         put = put
@@ -136,7 +136,7 @@ pub(crate) async fn put_build(
     }
 }
 
-/// Whether a workload is settled. Whoever would accept or settle it waits for the end of this transaction, also where it is not known yet: there its
+/// Whether a workload is settled. A transaction that would accept or settle it waits for the end of this transaction, also where it is not known yet: there its
 /// row is made and removed again, and theirs, which has the same key, comes after that.
 async fn is_settled(
     txn: &DatabaseTransaction,
@@ -394,7 +394,7 @@ async fn lock_artifacts(
     artifacts: &[ArtifactId],
 ) -> Result<(), OwnError> {
     let backend = txn.get_database_backend();
-    // In one order, so that nobody waits for another who waits for him.
+    // In one order, so that no two transactions wait for each other.
     let sql = format!(
         "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND team = $2 AND state <> 'deleting'
          ORDER BY artifact_id{}",

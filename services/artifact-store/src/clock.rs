@@ -53,7 +53,7 @@ mod tests {
         let interval = Duration::from_secs(10);
         let drawn: Vec<_> = (0..10_000).map(|_| jittered(interval)).collect();
         assert!(drawn.iter().all(|drawn| (Duration::from_secs(8)..Duration::from_secs(12)).contains(drawn)));
-        // Over the whole of it: that none of 10,000 falls into a twentieth happens to nobody.
+        // Over the whole of it: that none of 10,000 falls into a twentieth does not happen.
         assert!(drawn.iter().any(|drawn| *drawn < Duration::from_millis(8_200)));
         assert!(drawn.iter().any(|drawn| *drawn > Duration::from_millis(11_800)));
     }

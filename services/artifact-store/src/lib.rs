@@ -1,4 +1,4 @@
-//! The artifact store: what exists, who keeps it alive, where its bytes are, and what is garbage.
+//! The artifact store: what exists, what keeps it alive, where its bytes are, and what is garbage.
 //!
 //! The chapters, each above those that it uses:
 //!
@@ -22,7 +22,7 @@
 //! ```
 //!
 //! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
-//! use from being collected. Who adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; who
+//! use from being collected. A transaction that adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; one that
 //! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
 //! writer at a time and needs neither; sea-query leaves the locks out there.
 
@@ -67,7 +67,7 @@ use app::Store;
 pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
     config.check()?;
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
-    gc::extend_terms(&store).await.context("cannot give those who went on without us a full term")?;
+    gc::extend_terms(&store).await.context("cannot extend the terms of builds, transfers and claims")?;
     host.spawn(gc::collect_forever(store.clone(), host.stopping()));
     api::add_services(&store, host);
     host.describe(server::Service {

@@ -1,7 +1,7 @@
 //! What operators see of the store's rows: counted when they look, for no more than a hundredth of the time.
 //!
 //! Rows are counted in slices, each of which is soon counted: on SQLite all readers wait for the one that counts. Beside changes the sum is that of no
-//! single instant. A count goes on when who asked for it has left, and whoever asks while it rests is told what was counted last, and when that was.
+//! single instant. A count goes on when its caller has left, and a caller that asks while it rests is told what was counted last, and when that was.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const SLICE: u64 = 10_000;
 /// How much longer than a count took it rests.
 const REST: u32 = 99;
 
-/// Sets the gauges whenever somebody reads them.
+/// Sets the gauges whenever they are read.
 pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
     metrics::describe_gauge!("gantry_store_artifacts", "Artifacts, by state.");
     metrics::describe_gauge!(
@@ -60,12 +60,12 @@ pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
 struct Counting {
     store: Arc<Store>,
     tasks: TaskTracker,
-    /// When to count again. Held by whoever counts.
+    /// When to count again. Held by the caller that counts.
     next: Arc<Mutex<Option<Instant>>>,
 }
 
 impl Counting {
-    /// Counts, unless somebody else does or it rests.
+    /// Counts, unless another does or it rests.
     async fn gather(&self) {
         let Ok(mut next) = self.next.clone().try_lock_owned() else { return };
         let begun = Instant::now();
@@ -84,7 +84,7 @@ impl Counting {
     }
 }
 
-/// For how long nobody counts after a count.
+/// How long a count rests after it, at least.
 fn rest(took: Duration) -> Duration {
     took.saturating_mul(REST)
 }

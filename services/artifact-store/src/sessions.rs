@@ -1,7 +1,7 @@
-//! Who may speak for a worker.
+//! Sessions: which gateway may speak for a worker.
 //!
 //! The scheduler mints two rising numbers per worker and signs them into a session credential: the incarnation (one life of what
-//! the worker holds) and the session (one life of who speaks for it). [`record`] keeps the highest that has spoken, and [`fence`] holds
+//! the worker holds) and the session (one life of its gateway). [`record`] keeps the highest that has spoken, and [`fence`] holds
 //! it still for the length of a transaction.
 //!
 //! Invariant: a gateway of a lower incarnation or session changes nothing. Every change of the inventory runs behind [`fence`], whose
@@ -16,7 +16,7 @@
 //! | volume of an import, `creating` | marked: another handle is minted for it | marked |
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
-//! | what is set aside | | described anew before it can be adopted |
+//! | orphans | | described again before it can be adopted |
 
 use domain::Timestamp;
 use domain::worker::SessionClaims;
@@ -128,7 +128,7 @@ pub(crate) async fn record(
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
         containers = containers.filter(container::Column::State.eq(State::Creating));
-        // A transfer goes on, whoever speaks for the worker; an import does not.
+        // A transfer goes on in a later session; an import does not.
         let is_planned =
             volume::Column::Purpose.eq(Purpose::Replica).and(volume::Column::TransferId.is_not_null());
         creating = creating.filter(is_planned.not());
@@ -144,7 +144,7 @@ pub(crate) async fn record(
             .filter(volume::Column::State.eq(State::Created))
             .exec(txn)
             .await?;
-        // Nor is it known what is left of what is set aside: its gateway says so again, after it was reported.
+        // Nor is it known what is left of orphans: its gateway says so again, after it was reported.
         orphan::Entity::update_many()
             .col_expr(orphan::Column::Described, Expr::value(false))
             .col_expr(orphan::Column::Digest, Expr::value(None::<Vec<u8>>))
@@ -174,7 +174,7 @@ pub(crate) async fn fence(
 
 /// Holds the worker's row for this transaction alone, raises its sequence, and answers the row as it is then.
 ///
-/// Whatever is written with that number is committed together, after all that has a lower one and before all that has a higher one.
+/// All that is written with that number is committed together, after all that has a lower one and before all that has a higher one.
 pub(crate) async fn advance(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,

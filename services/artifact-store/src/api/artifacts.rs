@@ -278,7 +278,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let team = &rpc::parse_team("team", request.team)?;
         let id = rpc::parse_id("artifact_id", &request.artifact_id)?;
         let kept_by = match request.kept_by {
-            None => KeptBy::Nobody(DEFAULT_REPRIEVE),
+            None => KeptBy::Reprieve(DEFAULT_REPRIEVE),
             Some(pb::undelete_request::KeptBy::BuildId(build)) => {
                 KeptBy::Build(rpc::parse_id("build_id", &build)?)
             }
@@ -301,10 +301,10 @@ impl pb::artifacts_server::Artifacts for Handlers {
     }
 }
 
-/// For how long nobody keeps an artifact that comes back.
+/// How long an artifact that comes back is kept without an owner.
 pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
     match keep {
-        Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Nobody(keep)),
+        Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Reprieve(keep)),
         _ => Err(rpc::invalid_field("keep", "must be at most ten years")),
     }
 }

@@ -16,7 +16,7 @@ use crate::gc;
 use crate::gc::dry_run::{self, WouldGo};
 use crate::policy::garbage::{Collected, Kind};
 
-/// How many messages wait for a slow reader, beside what he misses.
+/// How many messages wait for a slow reader, beside those that it misses.
 const AHEAD: usize = 1;
 
 /// How many marks one answer names, so that it fits into a message.

@@ -299,7 +299,7 @@ impl pb::inventory_server::Inventory for Handlers {
             lost: outcome.lost,
             unknown_volume_handles: texts(&outcome.unknown_volumes),
             unknown_container_handles: texts(&outcome.unknown_containers),
-            set_aside: outcome.set_aside,
+            set_aside: outcome.orphans,
             undescribed_volume_handles: texts(&outcome.undescribed),
             receipt: outcome.receipt.map(|receipt| receipt.0.to_vec().into()).unwrap_or_default(),
         }))
@@ -319,7 +319,7 @@ impl pb::inventory_server::Inventory for Handlers {
         self.tasks.spawn(async move {
             let watched = sweep::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
             if let Err(error) = watched {
-                // Whoever left does not want to know.
+                // The caller may have left.
                 sweeps.send(Err(handlers.noticing(error))).await.ok();
             }
         });
@@ -439,7 +439,7 @@ impl pb::inventory_server::Inventory for Handlers {
             let Handlers { store, stopping, .. } = &handlers;
             let watched = losses::watch(store, after, &handlers.policy(), &losses, stopping).await;
             if let Err(error) = watched {
-                // Whoever left does not want to know.
+                // The caller may have left.
                 losses.send(Err(error)).await.ok();
             }
         });
@@ -513,7 +513,7 @@ impl pb::inventory_server::Inventory for Handlers {
 }
 
 impl Handlers {
-    /// Who speaks, unless it is an operator.
+    /// The session that speaks, unless it is an operator.
     async fn optional_session(&self, credential: &str) -> Result<Option<SessionClaims>, Status> {
         if credential.is_empty() { Ok(None) } else { self.session(credential).await.map(Some) }
     }
@@ -745,7 +745,7 @@ fn listed_container(row: container::Model) -> pb::Container {
     }
 }
 
-/// Whose a container is, unless it was purged: then nobody knows.
+/// The owner of a container, unless it was purged: then it is not known.
 fn known(id: Uuid) -> Option<Uuid> {
     (!id.is_nil()).then_some(id)
 }

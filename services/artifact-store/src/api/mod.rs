@@ -76,7 +76,7 @@ impl Handlers {
         Policy { unowned_ttl: self.store.config.unowned_ttl, gc_grace: self.store.config.gc_grace }
     }
 
-    /// Who speaks, once the credential was verified and its session recorded.
+    /// The session that speaks, once the credential was verified and its session recorded.
     async fn session(&self, credential: &str) -> Result<SessionClaims, Status> {
         let claims: SessionClaims = self.store.verify(credential).await.map_err(errors::verify)?;
         self.store.record(&claims).await?;

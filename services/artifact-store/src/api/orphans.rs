@@ -1,4 +1,4 @@
-//! From what is set aside to what callers see, and from what they decide to it.
+//! Orphans, as callers see them, and what operators decide about them.
 
 use domain::{Digest, Timestamp};
 use rpc::page::Page;
@@ -43,7 +43,7 @@ impl Handlers {
             worker: rpc::parse_optional_id("worker_id", &request.worker_id)?,
             artifact: rpc::parse_optional_id("artifact_id", &request.artifact_id)?,
             kept_by: match request.kept_by {
-                None => KeptBy::Nobody(DEFAULT_REPRIEVE),
+                None => KeptBy::Reprieve(DEFAULT_REPRIEVE),
                 Some(pb::adopt_request::KeptBy::BuildId(build)) => {
                     KeptBy::Build(rpc::parse_id("build_id", &build)?)
                 }

@@ -1,4 +1,4 @@
-//! Telling those who look on what rounds of collection have marked: from now on, as it is committed, and no more than they take.
+//! The feed of what rounds of collection mark, for callers that look on: as it is committed, and no more than they take.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ const BATCH: usize = 1000;
 /// How many messages wait for the slowest.
 const AHEAD: usize = 64;
 
-/// Who looks on.
+/// The callers that look on.
 #[derive(Debug)]
 pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[Collected]>>);
 
@@ -23,7 +23,7 @@ impl Default for CollectionFeed {
 }
 
 impl CollectionFeed {
-    /// What is marked from now on. Who is too slow is told how many messages he missed.
+    /// What is marked from now on. A caller that is too slow is told how many messages it missed.
     pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[Collected]>> {
         self.0.subscribe()
     }
@@ -34,7 +34,7 @@ impl CollectionFeed {
             return;
         }
         for some in collected.chunks(BATCH) {
-            // Whoever looked on may have left.
+            // The callers may have left.
             self.0.send(some.into()).ok();
         }
     }

@@ -1,4 +1,4 @@
-//! What all parts of the store share: its database, its settings, who waits for marks, and who has spoken.
+//! What all parts of one process share: database, settings, keys, and the streams that wait for marks.
 
 pub(crate) mod feed;
 
@@ -59,7 +59,7 @@ impl Store {
 
     /// Makes sure that the session of `claims` is recorded, so that [`sessions::fence`] need not write.
     ///
-    /// What this process recorded before is not recorded again; the row alone decides who may go on.
+    /// What this process recorded before is not recorded again; the row alone decides which session may go on.
     pub(crate) async fn record(&self, claims: &SessionClaims) -> Result<(), SessionError> {
         let recorded =
             self.recorded.lock().unwrap_or_else(PoisonError::into_inner).get(&claims.worker).cloned();

@@ -1,4 +1,4 @@
-//! Where artifacts are, looked up at once for those of one team who ask at the same time ([`Together`]). Whoever is about to place what uses artifacts
+//! Where artifacts are, looked up at once for callers of one team that ask at the same time ([`Together`]). A scheduler that is about to place what uses artifacts
 //! asks, so many do.
 //!
 //! Invariant: each is told what it would be told alone, of rows that were read after it asked. A lookup that fails is told to all of them.
@@ -16,7 +16,7 @@ use crate::artifacts::{Located, in_order, locate};
 /// How many at most.
 const MOST: usize = 64;
 
-/// Of how many artifacts at most somebody wants to know it who asks with others.
+/// How many artifacts a request may name that is answered with others.
 const FEW: usize = 100;
 
 /// Says where artifacts are. Cheap to clone; clones share it.

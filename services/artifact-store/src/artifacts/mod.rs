@@ -1,4 +1,4 @@
-//! Artifacts: names, independent of any worker, for bytes that somebody cares about.
+//! Artifacts: worker-independent names for bytes.
 //!
 //! ```text
 //! open ──bytes are final──▶ sealed
@@ -102,7 +102,7 @@ pub(crate) async fn create(
         .exec_without_returning(txn)
         .await?;
     if !matches!(inserted, sea_orm::TryInsertResult::Inserted(1)) {
-        // Somebody made it since we looked.
+        // Another transaction made it since we looked.
         let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
         return match row {
             Some(row) => repeated(new, &row, is_owned(txn, new).await?),
@@ -135,7 +135,7 @@ pub(crate) async fn create_all(
         if let Some(build) = first.owner {
             builds::lock_live(txn, build, &first.team).await?;
         }
-        // In one order, so that nobody waits for another who waits for him.
+        // In one order, so that no two transactions wait for each other.
         rows.sort_unstable_by_key(|row| row.artifact_id);
         let made = rows.iter().map(|row| row.clone().into_active_model().reset_all());
         artifact::Entity::insert_many(made)
@@ -143,7 +143,7 @@ pub(crate) async fn create_all(
             .exec_without_returning(txn)
             .await?;
     }
-    // As they are now: some may have been there before, or have been made by somebody else since we looked.
+    // As they are now: some may have been there before, or have been made by others since we looked.
     let ours: HashSet<_> = rows.iter().map(|row| row.ordinal).collect();
     let (made, known): (Vec<_>, Vec<_>) =
         with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
@@ -211,7 +211,7 @@ fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<
     if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
 }
 
-/// The row of an artifact that nobody owns yet, open and without bytes.
+/// The row of an artifact that has no owner yet, open and without bytes.
 pub(crate) fn unowned(id: ArtifactId, team: &str, now: Timestamp) -> artifact::Model {
     let new = NewArtifact { id, team: team.to_owned(), label: String::new(), owner: None, tree: None };
     first_row(&new, now)
@@ -249,7 +249,7 @@ pub(crate) enum AdoptError {
 /// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica that was not lost, on none of the workers
 /// `without`, and gives it `owner`.
 ///
-/// Nobody who has its id loses by that: what nobody owned stays as long as it would have, and without an owner it stays as long as one that is made now.
+/// No holder of its id loses by that: what had no owner stays as long as it would have, and without an owner it stays as long as one that is made now.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,

@@ -9,7 +9,7 @@
 //! A claim says how long a transfer may take until it says that it goes on; a volume whose claim ran out is garbage. A transfer fills an
 //! open artifact (an upload) or copies a sealed one to another worker. Invariants: an artifact is sealed once, with bytes that a complete
 //! volume of it holds; what holds other bytes is marked in the same transaction. Of a sealed artifact one copy at a time is made on a worker:
-//! who plans holds the artifact's row, and a unique index says so, too.
+//! a transaction that plans one holds the artifact's row, and a unique index says so, too.
 
 use std::time::Duration;
 
@@ -65,14 +65,14 @@ pub(crate) struct Planned {
     pub(crate) marked: Vec<WorkerId>,
 }
 
-/// Who makes a volume.
+/// What makes a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// The transfer that asks.
     Yours,
     /// This one.
     BeingMade(TransferId),
-    /// Nobody: it has its bytes.
+    /// None: it has its bytes.
     Complete,
 }
 
@@ -80,7 +80,7 @@ pub(crate) enum Outcome {
 const NOT_GIVEN_UP: &str = "given_up = FALSE";
 
 /// Mints the handle of the volume that a transfer fills, claimed until `now + term`. The same transfer gets the same handle. Of a sealed
-/// artifact, answers also what is there, or who brings it.
+/// artifact, answers also what is there, or what brings it.
 pub(crate) async fn plan(
     txn: &DatabaseTransaction,
     plan: &Plan,
@@ -388,7 +388,7 @@ pub(crate) async fn abandon(
     match artifact.map(|artifact| (artifact.state, artifact.team == team)) {
         Some((ArtifactState::Open, true)) => {}
         Some((ArtifactState::Sealed, _)) => {
-            // What arrived is a replica. Who completes a volume holds the artifact's row, too, so that this cannot change now.
+            // What arrived is a replica. A transaction that completes a volume holds the artifact's row, too, so that this cannot change now.
             let unfinished = volume::Entity::find_by_id(planned.handle)
                 .filter(volume::Column::Complete.eq(false))
                 .one(txn)
@@ -414,7 +414,7 @@ pub(crate) async fn abandon(
     marks::mark_volumes(txn, &[planned.handle], MarkReason::TransferAbandoned, now).await
 }
 
-/// Whether somebody pinned an open artifact, or another transfer fills it.
+/// Whether a workload pinned an open artifact, or another transfer fills it.
 async fn others_need(txn: &DatabaseTransaction, id: Uuid, beside: Uuid) -> Result<bool, DbErr> {
     let pin = pin::Entity::find().filter(pin::Column::ArtifactId.eq(id)).one(txn).await?;
     let other = volume::Entity::find()

@@ -1,7 +1,7 @@
 //! Bringing deleted artifacts back, while their bytes are there.
 //!
 //! Invariant: what a gateway was told to destroy stays told. A replica comes back only while its gateway was not told; handing out what is destroying
-//! ([`crate::marks`]) takes the worker's row as a writer, and whoever brings something back shares it, so one of them is first, and the
+//! ([`crate::marks`]) takes the worker's row as a writer, and a transaction that brings something back shares it, so one of them is first, and the
 //! other sees what it did. A report judges what came back only by a token that was minted after it.
 //!
 //! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes for sure.
@@ -24,8 +24,8 @@ use crate::marks::{sweep_queue, tombstones};
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum KeptBy {
     Build(BuildId),
-    /// Nobody, for a while.
-    Nobody(Duration),
+    /// No owner, for a while.
+    Reprieve(Duration),
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -72,7 +72,7 @@ pub(crate) async fn undelete(
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
             .col_expr(artifact::Column::MarkedWhy, Expr::value(None::<String>));
     }
-    if let KeptBy::Nobody(keep_for) = kept_by {
+    if let KeptBy::Reprieve(keep_for) = kept_by {
         let until = Ord::max(row.kept_until, Some((now + keep_for).0));
         keep = keep.col_expr(artifact::Column::KeptUntil, Expr::value(until));
     }
@@ -112,7 +112,7 @@ fn is_dropped(replica: &volume::Model) -> bool {
     replica.state == State::Destroying
 }
 
-/// The replicas with which an artifact can come back: they hold its bytes, were there when they were marked, and nobody was told to destroy them.
+/// The replicas with which an artifact can come back: they hold its bytes, were there when they were marked, and no gateway was told to destroy them.
 pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
     complete_replicas(row).filter(is_restorable(row))
 }

@@ -7,12 +7,12 @@
 //! task cache:      (asked for) ──▶ empty ──published──▶ with its latest version ──deleted, or unused for long──▶ (gone)
 //! ```
 //!
-//! What one of them owns stands in its row. Whoever changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
+//! What one of them owns stands in its row. A transaction that changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
 //! their ids ([`hand_over`]): so the collector either sees the owner, or has marked the artifact before it is owned, and what is let go of is
 //! looked at again in the same transaction. What a workload made is owned from the moment in which it is sealed ([`outputs`]).
 //!
 //! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
-//! with the build or the workload, whoever forgets to say so ([`crate::marks::references::uses`]).
+//! with the build or the workload, even if no call says so ([`crate::marks::references::uses`]).
 //!
 //! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
 //! their artifacts every team may locate, pin and copy ([`crate::artifacts::access::usable_by`]).
@@ -98,7 +98,7 @@ pub(crate) async fn let_go(
     look_at_locked(txn, locked, now).await
 }
 
-/// Makes artifacts due whose rows the caller holds, whoever keeps them besides.
+/// Makes artifacts due whose rows the caller holds, even if others keep them besides.
 async fn look_at_locked(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,

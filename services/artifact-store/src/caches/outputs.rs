@@ -1,6 +1,6 @@
 //! Caches that come to own what a workload made, and those that it used, in the transaction that seals it.
 //!
-//! A maker that lost its claim, and who publishes to a task cache that is gone, publish nothing; whatever else owns the output is not concerned.
+//! A maker that lost its claim, and one that publishes to a task cache that is gone, publish nothing; other owners of the output are not concerned.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ pub(crate) type Owned = (OutputOwner, ArtifactId);
 /// Gives caches of `team` their outputs, which the caller has just made, sealed, and ends the uses of task caches by their maker. Answers those that
 /// are not to be had. Builds are the caller's business.
 ///
-/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two who settle
+/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two that settle
 /// with the same caches do not wait for one another.
 pub(crate) async fn give(
     txn: &DatabaseTransaction,

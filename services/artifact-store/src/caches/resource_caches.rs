@@ -20,7 +20,7 @@ use crate::marks::deletion_log::{self, LogEntry};
 use crate::marks::references;
 use crate::policy::retention::CacheEndReason;
 
-/// Who uses a cache.
+/// What uses a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum User {
     Build(BuildId),
@@ -36,7 +36,7 @@ impl User {
     }
 }
 
-/// Somebody cannot use a cache.
+/// A build or workload cannot use a cache.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UserError {
     #[error(transparent)]
@@ -68,7 +68,7 @@ async fn lock_user(
     Ok(())
 }
 
-/// Writes down that a user who was locked uses a cache that was locked.
+/// Writes down that a user that was locked uses a cache that was locked.
 async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(), DbErr> {
     let (user_kind, user_id) = user.columns();
     let row =
@@ -84,7 +84,7 @@ async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(
         .map(drop)
 }
 
-/// Who asks for a cache.
+/// A request for a cache.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
     pub(crate) team: String,
@@ -104,7 +104,7 @@ impl Ask {
     }
 }
 
-/// What is answered to who asks for a cache.
+/// The answer to a request for a cache.
 #[derive(Debug)]
 pub(crate) enum Found {
     /// It is there.
@@ -125,7 +125,7 @@ pub(crate) enum FindError {
     Database(#[from] DbErr),
 }
 
-/// Finds a cache, or hands it to the asker to make: of all who ask at once, to one.
+/// Finds a cache, or hands it to the caller to make: of all that ask at once, to one.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
     ask: &Ask,
@@ -202,7 +202,7 @@ async fn lock(
         .lock_exclusive()
         .one(txn)
         .await?;
-    // It may have gone since: who asks again makes it.
+    // It may have gone since: a caller that asks again makes it.
     row.ok_or_else(|| DbErr::RecordNotFound("a resource cache that was just there".to_owned()).into())
 }
 
@@ -259,7 +259,7 @@ async fn lock_claimed(
     row.ok_or(ClaimError::Lost(claim))
 }
 
-/// Whether who made the claim of a cache may still put something.
+/// Whether the holder of the claim of a cache may still put something.
 fn is_being_made(row: &resource_cache::Model, now: Timestamp) -> bool {
     row.artifact_id.is_none() && row.claimed_until.is_some_and(|until| until > now.0)
 }
@@ -366,7 +366,7 @@ async fn lock_for(
         .await
 }
 
-/// Writes down that somebody uses a cache.
+/// Writes down that a cache is used.
 pub(crate) async fn use_it(
     txn: &DatabaseTransaction,
     team: &str,
@@ -418,7 +418,7 @@ pub(crate) enum DeleteError {
     Database(#[from] DbErr),
 }
 
-/// Deletes a cache that `team` made and nobody uses, or makes.
+/// Deletes a cache that `team` made and that is neither used nor being made.
 pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,

@@ -83,7 +83,7 @@ impl From<OrphanKind> for DeletionKind {
     }
 }
 
-/// Who uses a resource cache.
+/// What uses a resource cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum UserKind {
@@ -134,7 +134,7 @@ entity! {
 }
 
 entity! {
-    /// Who was last heard to speak for each worker.
+    /// The newest session of each worker.
     worker, "workers" {
         #[sea_orm(primary_key, auto_increment = false)]
         worker_id: Uuid,
@@ -146,7 +146,7 @@ entity! {
 }
 
 entity! {
-    /// Names for bytes that somebody cares about.
+    /// Worker-independent names for bytes.
     artifact, "artifacts" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
@@ -248,7 +248,7 @@ entity! {
 }
 
 entity! {
-    /// Who uses which resource cache.
+    /// What uses which resource cache.
     cache_use, "cache_uses" {
         #[sea_orm(primary_key, auto_increment = false)]
         cache_id: Uuid,

@@ -106,7 +106,7 @@ mod tests {
             (None, false, Some(at(20)), ReleaseTime::At(at(120))),
             (None, true, Some(at(20)), ReleaseTime::NotYet),
             (Some(at(30).0), false, None, ReleaseTime::At(at(30))),
-            // Who waits for it does not keep it from being made by somebody else.
+            // Waiting for it does not keep it from being made by another.
             (Some(at(30).0), true, None, ReleaseTime::At(at(30))),
         ] {
             let cache = resource_cache::Model { claimed_until, ..cache.clone() };

@@ -4,7 +4,7 @@ use domain::{Timestamp, VolumeHandle, WorkerId};
 
 use crate::db::entity::{Purpose, State, volume};
 
-/// Written out, for there are partial indexes of those that are not: for a parameter in its place SQLite would plan the statement anew each time.
+/// Written out, for there are partial indexes of those that are not: for a parameter in its place SQLite would plan the statement each time.
 pub(crate) const COMPLETE: &str = "complete = TRUE";
 
 /// The same of what is there, as far as we know ([`State::PRESENT`]).

@@ -87,8 +87,8 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     Ok(known.flatten().map(Timestamp))
 }
 
-/// An artifact that the store does not know, and of which workers hold what is set aside. `None`: none does, or it is another team's.
-pub(super) async fn set_aside(
+/// An artifact that the store does not know, and of which workers hold orphans. `None`: none does, or it is another team's.
+pub(super) async fn orphan(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
     id: Uuid,
@@ -105,7 +105,7 @@ pub(super) async fn set_aside(
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
-        ..Explanation::of(Thing::Artifact, id, volumes::SET_ASIDE)
+        ..Explanation::of(Thing::Artifact, id, volumes::ORPHAN_STATE)
     };
     explanation.relate(volumes);
     Ok(Some(explanation))

@@ -1,4 +1,4 @@
-//! What caches and base resource types are, what they own, and who keeps them.
+//! What caches and base resource types are, what they own, and what keeps them.
 
 use std::collections::HashMap;
 
@@ -39,7 +39,7 @@ pub(super) async fn resource_cache(
             }
         }
         (true, ReleaseTime::At(at)) => {
-            explanation.lets_go(question.now, at, "whoever makes it", CacheEndReason::NotMade);
+            explanation.lets_go(question.now, at, "its maker", CacheEndReason::NotMade);
         }
         (false, ReleaseTime::At(at)) => {
             explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
@@ -48,7 +48,7 @@ pub(super) async fn resource_cache(
     Ok(Some(explanation))
 }
 
-/// Names who uses a cache.
+/// Names what uses a cache.
 async fn users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,

@@ -58,7 +58,7 @@ fn keeps(row: &build::Model) -> Keeper {
         (None, _) if row.term_ends_at.is_some() => {
             rule("its term, unless its caller renews it or its workload is submitted", row.term_ends_at)
         }
-        (None, _) => rule("its caller, who says when it has ended", None),
+        (None, _) => rule("its caller, which says when it has ended", None),
     }
 }
 

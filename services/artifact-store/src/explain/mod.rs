@@ -1,4 +1,4 @@
-//! Why something is there, or went: of whatever the store knows.
+//! Explanations: why something that the store knows is there, or went.
 //!
 //! When something goes is derived by what will mark it: [`crate::policy::garbage`] is asked about the moment after the last thing that keeps it. Reads
 //! only, in as many statements however much there is; of everything that may be much, the first few things and how many there are.
@@ -67,9 +67,9 @@ pub(crate) struct Explanation {
     pub(crate) bytes_lost: bool,
     /// Since when something is missing on its worker.
     pub(crate) lost_at: Option<Timestamp>,
-    /// Whose it is that is set aside. Empty: that is not known.
+    /// The team of an orphan. Empty: that is not known.
     pub(crate) team: String,
-    /// Whether what is set aside has final bytes that are known.
+    /// Whether an orphan has final bytes that are known.
     pub(crate) can_be_adopted: bool,
     /// Whether the store itself has its bytes.
     pub(crate) in_store: bool,
@@ -175,7 +175,7 @@ pub(crate) struct Relation {
     pub(crate) total: u64,
 }
 
-/// Who asks, when, and by which settings it is judged.
+/// The asking team, the instant, and the settings by which it is judged.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Question<'a> {
     pub(crate) team: &'a str,
@@ -185,7 +185,7 @@ pub(crate) struct Question<'a> {
     pub(crate) resource_cache_ttl: Duration,
 }
 
-/// Explains whatever has this id. `None`: the team has no such thing, or nobody remembers it.
+/// Explains the thing with this id. `None`: the team has no such thing, or it is forgotten.
 pub(crate) async fn explain(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -206,7 +206,7 @@ pub(crate) async fn explain(
         return volumes::container(conn, question, row).await;
     }
     if let Some(row) = orphan::Entity::find_by_id(id).one(conn).await? {
-        return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::set_aside(&row)));
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::orphan(&row)));
     }
     if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
@@ -243,7 +243,7 @@ pub(crate) async fn explain(
     if let Some(row) = deletion::Entity::find_by_id(id).one(conn).await? {
         return Ok(row.team.as_deref().is_none_or(of_team).then(|| logged(question, row)));
     }
-    artifacts::set_aside(conn, question, id).await
+    artifacts::orphan(conn, question, id).await
 }
 
 /// What is gone, as far as it is remembered.

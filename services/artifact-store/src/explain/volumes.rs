@@ -87,20 +87,21 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
-/// The state of what nobody has decided about.
-pub(super) const SET_ASIDE: &str = "set aside";
+/// The state of an orphan.
+pub(super) const ORPHAN_STATE: &str = "set aside";
 
-/// What nobody but an operator decides about.
-pub(super) fn set_aside(row: &orphan::Model) -> Explanation {
+/// An orphan, which an operator decides about.
+pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     let thing = match row.kind {
         OrphanKind::Volume => Thing::Volume,
         OrphanKind::Container => Thing::Container,
     };
     let mut explanation =
-        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, SET_ASIDE) };
+        Explanation { size_bytes: size(row.size_bytes), ..Explanation::of(thing, row.handle, ORPHAN_STATE) };
     explanation.team = row.team.clone().unwrap_or_default();
     explanation.can_be_adopted = row.digest.is_some();
-    let text = "nobody has decided about it: the store came out of a backup and does not know it".to_owned();
+    let text =
+        "no operator has decided about it: the store came out of a backup and does not know it".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation.relate_one("held", Thing::Artifact, row.artifact_id);
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
@@ -173,7 +174,7 @@ pub(super) async fn container(
         ..Explanation::of(Thing::Container, row.handle, inventory_state(row.state))
     };
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
-    // Whose it was that was purged nobody knows.
+    // Of what was purged the owner is not known.
     let known = |id: Uuid| (!id.is_nil()).then_some(id);
     explanation.relate_one("attempt", Thing::Attempt, known(row.attempt_id));
     explanation.relate_one("workload", Thing::Workload, known(row.holder_id));

@@ -1,4 +1,4 @@
-//! How many rows a batch has: as many as are done in a time that others may wait for them.
+//! The size of a batch: as many rows as are done in a time that others may wait for them.
 
 use std::time::Duration;
 
@@ -22,10 +22,10 @@ impl BatchSize {
     /// The pace to begin with.
     pub(super) fn of(store: &Store) -> Self {
         if store.db.is_sqlite() {
-            // Whoever writes waits for the whole batch.
+            // A writer waits for the whole batch.
             Self { rows: 100, aim: Duration::from_millis(10), fewest: 20 }
         } else {
-            // Who needs one of its rows does.
+            // A transaction that needs one of its rows does.
             Self { rows: 2000, aim: Duration::from_millis(80), fewest: 500 }
         }
     }
@@ -53,7 +53,7 @@ mod tests {
             batches.push(pace.rows);
         }
         assert_eq!(batches, [4000, 400, 10_000]);
-        // One that was held up by somebody else does not make the next ones tiny.
+        // One that was held up by others does not make the next ones tiny.
         pace.took(Duration::from_secs(10));
         assert_eq!(pace.rows, 1000);
         for _ in 0..10 {

@@ -1,29 +1,29 @@
-//! The collector: looks at what is due, gathers the facts, lets [`crate::policy::garbage`] judge them, and carries that out.
+//! The garbage collector: looks at what is due, gathers the facts, lets [`crate::policy::garbage`] judge them, and carries that out.
 //!
 //! Every row that may become garbage, or may be forgotten, says in `look_at` when it is to be looked at, so a round reads what is due and
 //! nothing else. It is a sequence of steps, each in batches, each batch in one transaction:
 //!
 //! ```text
 //! builds     ended by their terms; those that let go lose their artifacts, which are judged with them
-//! caches     that nobody used for long, or made; what they owned is due then
+//! caches     that were unused for long, or not made; what they owned is due then
 //! attempts   that ended: their containers, their volumes
 //! claims     that ran out: the volumes of their transfers
 //! artifacts  that nothing keeps, and their replicas that have no children
 //! deleted    artifacts: replicas that are left, children first; and in the end their tombstones
 //! holders    that can be forgotten
-//! graves     of what is gone, that can be forgotten
+//! deletions  in the log, that can be forgotten
 //! losses     that are noticed, and those that are forgotten
 //! ```
 //!
-//! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to whoever holds its
+//! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to the holder of its
 //! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
 //! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
 //! large it is; what is marked is written once, with its next look. Where there is more than one of a step whose batches do not meet, two are done
 //! side by side on PostgreSQL, as two replicas would.
 //!
-//! Invariant: whatever nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
-//! something that says when it ends ([`NextLook::WhenTold`]) gets none, and whoever ends that gives it one ([`crate::marks::schedule`]). What is kept by something
-//! that may end unseen is looked at again after a while, so a look that somebody forgot to ask for costs time and no more.
+//! Invariant: what nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
+//! something that says when it ends ([`NextLook::WhenTold`]) gets none, and the call that ends that gives it one ([`crate::marks::schedule`]). What is kept by something
+//! that may end unseen is looked at again after a while, so a look that no call asked for costs time and no more.
 
 mod batch_size;
 pub(crate) mod dry_run;
@@ -95,7 +95,7 @@ impl Settings {
 
 /// Runs rounds until the store stops.
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
-    // When a round last got to those who must renew something, and after how long nobody's silence proves anything.
+    // When a round last got to what must be renewed, and after how long silence proves nothing.
     let mut looked = store.now();
     let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
@@ -125,7 +125,7 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
     }
 }
 
-/// Gives all who must renew a claim or a build a full term from now on, in one transaction: nobody could while we were away.
+/// Gives every claim and build that must be renewed a full term from now on, in one transaction: no caller could renew one while the store was away.
 pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
     let (now, claim_term) = (store.now(), store.config.claim_term);
     store
@@ -138,7 +138,7 @@ pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
         .await
 }
 
-/// A round that somebody asked for: it looks also at what would be looked at after a while, for something may have changed unseen.
+/// A round that an operator asked for: it looks also at what would be looked at after a while, for something may have changed unseen.
 pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
     let settings = Settings::of(store);
     store.db.write(|txn| async move { make_all_due(&txn, &settings).await }).await?;
@@ -166,7 +166,7 @@ pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result
     run_round(store, stopping, &mut store.now()).await
 }
 
-/// The same, and notes when all steps were done that end what nobody renewed.
+/// The same, and notes when all steps were done that end what was not renewed.
 async fn run_round(
     store: &Store,
     stopping: &CancellationToken,
@@ -237,7 +237,7 @@ enum Step {
 /// What a batch did.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
-    /// Whether there was anything to look at that nobody else had locked.
+    /// Whether there was anything to look at that was not locked.
     looked: bool,
     collected: Vec<Collected>,
     workers: Vec<WorkerId>,
@@ -269,7 +269,7 @@ impl Step {
         Self::Deleted,
     ];
 
-    /// The first after those that end what nobody renewed.
+    /// The first after those that end what was not renewed.
     const AFTER_TERMS: Self = Self::Artifacts;
 
     /// Whether two slices of it are done at once. Those of other steps meet in rows that they do not begin with, as parents, or what several caches

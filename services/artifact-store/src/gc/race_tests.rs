@@ -1,4 +1,4 @@
-//! Whoever begins to use something, and whoever marks it, at the same moment: one transaction waits in its middle while the other runs.
+//! A transaction that begins to use something, and one that marks it, at the same moment: one transaction waits in its middle while the other runs.
 //!
 //! Each kind of reference is tried in both orders on PostgreSQL. Then once more with the locks taken out: between the store and its database
 //! stands a proxy that blanks every `FOR SHARE` and `FOR UPDATE`. Then it must go wrong; else this would prove nothing about the locks.
@@ -52,7 +52,7 @@ enum Reference {
     /// A transfer copies it to another worker.
     Copy,
     Undeletion,
-    /// A volume that is set aside becomes a replica of it.
+    /// An orphan becomes a replica of it.
     ReplicaSetAside,
     ResourceCacheUse,
     TaskCacheUse,
@@ -78,20 +78,20 @@ impl Reference {
     }
 }
 
-/// Who marks it, or has it go.
+/// What marks it, or has it go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Marker {
-    /// Who looks at artifacts that are due.
+    /// The step of artifacts that are due.
     Artifacts,
-    /// Who takes it from a build that has let go.
+    /// The step of builds that have let go.
     Builds,
-    /// Who looks at resource caches that are due.
+    /// The step of resource caches that are due.
     ResourceCaches,
-    /// Who looks at task caches that are due.
+    /// The step of task caches that are due.
     TaskCaches,
 }
 
-/// Every reference, with each who might mark at that moment what is referred to.
+/// Every reference, with each step that might mark at that moment what is referred to.
 fn pairs() -> impl Iterator<Item = (Reference, Marker)> {
     const OF_CACHES: [(Reference, Marker); 2] = [
         (Reference::ResourceCacheUse, Marker::ResourceCaches),
@@ -103,14 +103,14 @@ fn pairs() -> impl Iterator<Item = (Reference, Marker)> {
     of_artifacts.chain(OF_CACHES)
 }
 
-/// An artifact that nobody needs, with its replica, and a build that may own it. Where somebody looks at caches, a cache that nobody uses owns it.
+/// An artifact that nothing needs, with its replica, and a build that may own it. If a step looks at caches, an unused cache owns it.
 struct Target {
     marker: Marker,
     artifact: ArtifactId,
     digest: Digest,
     build: BuildId,
     claims: SessionClaims,
-    /// A worker that has nothing of it, and a volume with its bytes there that is set aside.
+    /// A worker that has nothing of it, and a volume with its bytes there that is an orphan.
     elsewhere: WorkerId,
     aside: VolumeHandle,
 }
@@ -323,7 +323,7 @@ impl Target {
             }
             Reference::TaskCacheUse => {
                 let holder = WorkloadId::new();
-                crate::holders::lock(txn, holder, TEAM, NOW).await.expect("nobody else has it");
+                crate::holders::lock(txn, holder, TEAM, NOW).await.expect("no other has it");
                 task_caches::use_them(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
             }
         };
@@ -648,7 +648,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
                     let target = target.clone();
                     async move {
                         if is_undelete {
-                            let kept_by = KeptBy::Nobody(Duration::from_secs(1));
+                            let kept_by = KeptBy::Reprieve(Duration::from_secs(1));
                             let undeleted =
                                 restore::undelete(&txn, TEAM, target.artifact, kept_by, NOW).await;
                             undeleted.map_err(|_| Failed::Refused)

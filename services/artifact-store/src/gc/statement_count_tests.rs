@@ -131,7 +131,7 @@ async fn add_worker(db: &Database) -> WorkerId {
     id
 }
 
-/// So much garbage of each kind: what builds owned that let go, or ended by their terms; what caches owned; what nobody did; what is deleted; what
+/// So much garbage of each kind: what builds owned that let go, or ended by their terms; what caches owned; what had no owner; what is deleted; what
 /// attempts made; what transfers left; workloads, deletions and losses that can be forgotten.
 async fn fill(db: &Database, count: usize) {
     db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("minted");

@@ -1,6 +1,6 @@
-//! What gateways and operators want to be destroyed, whatever becomes of what it belongs to.
+//! Delete requests: what gateways and operators want to be destroyed, although what it belongs to goes on.
 //!
-//! Invariants: a replica goes only by [`drop_replica`], which refuses the last one of what somebody keeps; a volume of an attempt does not go before
+//! Invariants: a replica goes only by [`drop_replica`], which refuses the last one of what is kept; a volume of an attempt does not go before
 //! its container. What is marked is handed out as everything else is: children before their parents ([`crate::marks`]).
 
 use domain::worker::SessionClaims;
@@ -161,7 +161,7 @@ pub(crate) async fn drop_replica(
     policy: &Policy,
 ) -> Result<Vec<WorkerId>, DropError> {
     worker::Entity::find_by_id(drop.worker.uuid()).lock_shared().one(txn).await?;
-    // Whoever makes something from a replica, or drops another one, holds this row.
+    // A transaction that makes something from a replica, or drops another one, holds this row.
     let artifact = artifact::Entity::find_by_id(drop.artifact.uuid()).lock_exclusive().one(txn).await?;
     let artifact = artifact
         .filter(|row| row.team == drop.team && row.state != ArtifactState::Deleting)

@@ -1,4 +1,4 @@
-//! What workers bring along, the images of resource types and their certs, and how that comes to be artifacts.
+//! Imports: images of resource types and certs that workers provide, and how they become artifacts.
 //!
 //! ```text
 //! (prepare) ──▶ open, a volume claimed ──complete──▶ sealed, owned by the worker's base type or certs
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! An artifact that is imported is no team's ([`ALL_TEAMS`]), so no call of a team fills, owns or seals it: beside settling and an upload's commit,
-//! [`complete`] is the one way to seal, and this kind of artifact has no other. The worker has had the bytes all along, nobody else has them, and
-//! nobody's commit is to be waited for; so the gateway's word, spoken in the session that the volume was minted in, is what there is to go by.
+//! [`complete`] is the one way to seal, and this kind of artifact has no other. The worker has had the bytes all along, no other has them, and
+//! no commit is to be waited for; so the gateway's word, spoken in the session that the volume was minted in, is what there is to go by.
 //!
 //! Invariants: only the session for which a volume was minted can seal its artifact, for a newer one marks what is being imported
 //! ([`crate::sessions`]), and every step runs behind [`fence`]. Of something that a worker brings along one import goes on at a time: what is in its row.
@@ -159,7 +159,7 @@ async fn find_or_begin(
         .on_conflict_do_nothing_on([import::Column::WorkerId, import::Column::ResourceType])
         .exec_without_returning(txn)
         .await?;
-    // It may be somebody else's, who was faster.
+    // It may be that of a faster transaction.
     let row = import::Entity::find_by_id(key).lock_exclusive().one(txn).await?;
     row.ok_or_else(|| DbErr::RecordNotFound(format!("what worker {worker} brings along")))
 }

@@ -1,7 +1,7 @@
-//! Losses: what should be on a worker and is not, told in order to whoever watches.
+//! Losses: what should be on a worker and is not, told in order to callers that watch.
 //!
 //! A report that lacks something makes it lost ([`crate::inventory::report`]). When no report has named it for longer than a grace, the collector notices
-//! it, once, and so does whoever says that a worker is gone for good ([`crate::inventory::worker_removal`]): [`append`] gives it a revision. The store calls nobody:
+//! it, once, and so does the call that forgets a worker ([`crate::inventory::worker_removal`]): [`append`] gives it a revision. The store calls no service:
 //! those who depend on something watch, and what was lost in one place is brought from another when it is needed.
 //!
 //! Invariant: revisions rise by one and become visible in their order. They are handed out by an update of the one row of `store`, whose lock
@@ -200,7 +200,7 @@ fn column(revision: u64) -> i64 {
     i64::try_from(revision).unwrap_or(i64::MAX)
 }
 
-/// Adds who depends on what was lost, and what is left.
+/// Adds what depends on what was lost, and what is left.
 async fn describe(
     conn: &impl ConnectionTrait,
     rows: Vec<loss::Model>,

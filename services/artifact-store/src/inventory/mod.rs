@@ -379,7 +379,7 @@ pub(crate) async fn prepared(
         .col_expr(container::Column::State, Expr::value(State::Created))
         .col_expr(container::Column::JudgedAfter, Expr::value(worker.sequence))
         .filter(container::Column::AttemptId.eq(id.uuid()))
-        // Written out, as other states are in partial indexes: for a parameter in its place SQLite would plan the statement anew each time.
+        // Written out, as other states are in partial indexes: for a parameter in its place SQLite would plan the statement each time.
         .filter(Expr::cust("state = 'creating'"))
         .exec(txn)
         .await?;

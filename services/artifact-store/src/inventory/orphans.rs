@@ -1,13 +1,13 @@
-//! What is set aside: handles that workers hold and that a store out of a backup does not know.
+//! Orphans: volumes and containers that workers hold and that a store out of a backup does not know.
 //!
 //! ```text
-//! unknown, of another store life ──report──▶ set aside ──adopt──▶ created, a replica
-//!                                                │ └─────purge──▶ destroying
-//!                                                └──────report──▶ (gone)
+//! unknown, of another store life ──report──▶ orphan ──adopt──▶ created, a replica
+//!                                              │ └─────purge──▶ destroying
+//!                                              └──────report──▶ (gone)
 //! ```
 //!
-//! Handles that nobody knows are garbage, for their rows would have come first: as long as the worker's volumes are of the life in which
-//! this database is ([`crate::store_life`]). Where they are of another, or of none, the first report that is judged sets aside all that is unknown. From
+//! Unknown handles are garbage, for their rows would have come first: as long as the worker's volumes are of the life in which
+//! this database is ([`crate::store_life`]). Where they are of another, or of none, the first report that is judged makes orphans of all that is unknown. From
 //! then on the worker's volumes are of this life, and what is unknown then is garbage as ever.
 //!
 //! Invariants: a handle is here or in one of the tables of the inventory, never in both, for it goes from the one to the other in one
@@ -47,7 +47,7 @@ const PURGED: &str = "an operator purged it: it was set aside after a backup had
 const VANISHED: &str =
     "it was set aside after a backup had been restored, and its worker does not have it any more";
 
-/// What is set aside of a worker.
+/// The orphans of a worker.
 pub(crate) async fn of_worker(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
@@ -55,7 +55,7 @@ pub(crate) async fn of_worker(
     orphan::Entity::find().filter(orphan::Column::WorkerId.eq(worker.uuid())).all(conn).await
 }
 
-/// Sets things aside that a report names and nobody knows. The caller holds their worker's row.
+/// Adds orphans: things that a report names and that are not known. The caller holds their worker's row.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     worker: &worker::Model,
@@ -118,7 +118,7 @@ pub(crate) struct Description {
     pub(crate) size_bytes: i64,
 }
 
-/// Notes what a worker knows of volumes that are set aside.
+/// Notes what a worker knows of orphans.
 pub(crate) async fn describe(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -145,7 +145,7 @@ pub(crate) async fn describe(
     Ok(())
 }
 
-/// A page of what is set aside, the newest first.
+/// A page of orphans, the newest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -161,7 +161,7 @@ pub(crate) async fn list(
     query.all(conn).await
 }
 
-/// What shall become of a volume that is set aside.
+/// What becomes of an orphan that is adopted.
 #[derive(Debug, Clone)]
 pub(crate) struct Adoption {
     pub(crate) team: String,
@@ -189,7 +189,7 @@ pub(crate) enum AdoptionError {
     NotFound(VolumeHandle, Where),
     #[error("volume {0} is not set aside: it was adopted or purged, or the store knew it all along")]
     NotSetAside(VolumeHandle),
-    #[error("{0} cannot be adopted: it is a container, or nobody knows what it shall hold")]
+    #[error("{0} cannot be adopted: it is a container, or it is not known what it holds")]
     NotAdoptable(VolumeHandle),
     #[error("artifact {0} is another team's")]
     ArtifactNotFound(ArtifactId),
@@ -203,7 +203,7 @@ pub(crate) enum AdoptionError {
     Database(#[from] DbErr),
 }
 
-/// Makes a volume that is set aside a replica of an artifact, and has that kept. Answers the artifact, and the workers on which volumes with other
+/// Makes an orphan a replica of an artifact, and has that kept. Answers the artifact, and the workers on which volumes with other
 /// bytes were marked.
 pub(crate) async fn adopt(
     txn: &DatabaseTransaction,
@@ -238,7 +238,7 @@ pub(crate) async fn adopt(
     }
     let taken = orphan::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
     if taken.rows_affected == 0 {
-        // Somebody else decided.
+        // Another operator decided.
         return adopted(txn, adoption, now).await;
     }
     let replica = volume::Model {
@@ -301,7 +301,7 @@ async fn find_or_make(
                 tree: None,
             };
             match artifacts::create(txn, &new, now).await {
-                // Whoever was faster made another one; then it is that.
+                // A faster transaction made another one; then it is that.
                 Ok(()) | Err(CreateError::Exists(_)) => {}
                 Err(CreateError::Owner(error)) => return Err(error.into()),
                 Err(CreateError::Database(error)) => return Err(error.into()),
@@ -387,7 +387,7 @@ pub(crate) enum PurgeError {
     Database(#[from] DbErr),
 }
 
-/// Makes garbage of what is set aside.
+/// Makes garbage of orphans.
 pub(crate) async fn purge(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -437,7 +437,7 @@ pub(crate) async fn purge(
     Ok(purged)
 }
 
-/// Something that is not set aside may be purged again, once it is garbage or gone.
+/// Something that is no orphan may be purged again, once it is garbage or gone.
 async fn must_be_garbage(
     txn: &DatabaseTransaction,
     handle: Uuid,

@@ -1,7 +1,7 @@
 //! Reports: what workers say they hold, and what follows from it.
 //!
 //! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges each of the
-//! worker's rows by that list: what was not reported is lost or, if it was marked, forgotten; what nobody knows is garbage, or set aside where
+//! worker's rows by that list: what was not reported is lost or, if it was marked, forgotten; what is not known is garbage, or an orphan if
 //! the database came out of a backup ([`crate::inventory::orphans`]); and what is still there although its gateway was told to destroy it, is told again.
 //!
 //! Two invariants, however late a report comes, how often, and beside which others:
@@ -40,7 +40,7 @@ use crate::store_life::receipts::{self, Token};
 /// How many handles one report may have: 16 bytes of memory each.
 pub(crate) const MOST_HANDLES: usize = 2_000_000;
 
-/// How many handles of each kind that nobody knows one answer names, so that it fits into a message. The next report names the others.
+/// How many handles of each kind that are not known one answer names, so that it fits into a message. The next report names the others.
 const MOST_UNKNOWN: usize = 40_000;
 
 /// How many volumes that were not described yet one answer names.
@@ -117,8 +117,8 @@ pub(crate) struct Outcome {
     pub(crate) lost: u64,
     pub(crate) unknown_volumes: Vec<VolumeHandle>,
     pub(crate) unknown_containers: Vec<ContainerHandle>,
-    /// How much of what was reported is set aside.
-    pub(crate) set_aside: u64,
+    /// How many of the reported things are orphans.
+    pub(crate) orphans: u64,
     /// Volumes that are, and were not described yet.
     pub(crate) undescribed: Vec<VolumeHandle>,
     /// For the worker: that this was judged.
@@ -172,9 +172,9 @@ pub(crate) async fn apply(
         ..Outcome::default()
     };
     let mut unknown = Unknown { volumes: of_volumes.unknown, containers: of_containers.unknown };
-    outcome.set_aside = keep_aside(store, claims, token, &aside, &mut unknown).await?;
+    outcome.orphans = keep_orphans(store, claims, token, &aside, &mut unknown).await?;
     if worker_life != Some(token.life) {
-        outcome.set_aside += put_aside(store, claims, token, std::mem::take(&mut unknown)).await?;
+        outcome.orphans += add_orphans(store, claims, token, std::mem::take(&mut unknown)).await?;
     }
     if store_life::current(store.db.read()).await? != token.life {
         // What is unknown may not be garbage.
@@ -196,8 +196,8 @@ struct Unknown {
     containers: Vec<Uuid>,
 }
 
-/// Takes out of `unknown` what is set aside, and answers how much that is. What is set aside and was not reported is forgotten.
-async fn keep_aside(
+/// Takes orphans out of `unknown`, and answers how much that is. An orphan that was not reported is forgotten.
+async fn keep_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
@@ -227,7 +227,7 @@ async fn keep_aside(
 }
 
 /// Sets everything aside that is unknown, and answers how much that is.
-async fn put_aside(
+async fn add_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
@@ -259,7 +259,7 @@ async fn put_aside(
     Ok(u64::try_from(number).unwrap_or(u64::MAX))
 }
 
-/// Volumes of a worker that are set aside, and of which its gateway has not said what they are.
+/// Orphans of a worker of which its gateway has not said what they are.
 async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<VolumeHandle>, DbErr> {
     let handles: Vec<Uuid> = orphan::Entity::find()
         .select_only()

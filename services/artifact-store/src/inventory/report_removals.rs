@@ -1,4 +1,4 @@
-//! Forgetting what was marked and is gone: its row, its mark, and a grave for it, however many they are in as many statements. An attempt that only
+//! What was marked and is gone by a report: its row and its mark are deleted, and the deletion log has it, however many they are in as many statements. An attempt that only
 //! waits for that is due then.
 
 use std::time::Duration;
@@ -22,7 +22,7 @@ pub(super) struct LogTerms {
 
 /// Deletes rows of a worker that were marked before the token, and answers how many.
 ///
-/// Who takes a mark back changes the row, too, so that this token judges it no more.
+/// A transaction that takes a mark back changes the row, too, so that this token judges it no more.
 pub(super) async fn forget<E: Sweepable>(
     txn: &DatabaseTransaction,
     worker: WorkerId,

@@ -154,7 +154,7 @@ async fn tell_volumes(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// Marked volumes of a worker whose children have all been handed out. What is set aside was not.
+/// Marked volumes of a worker whose children have all been handed out. Orphans were not.
 async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) -> Result<Vec<Uuid>, DbErr> {
     #[derive(FromQueryResult)]
     struct Ready {

@@ -1,7 +1,7 @@
 //! Workers that are gone for good: all that they held is forgotten.
 //!
-//! Invariant: unless forced, nothing that somebody keeps loses its last replica, and nothing that is set aside goes undecided. Whoever forgets a worker holds its row, so that nobody speaks for it
-//! meanwhile, and the rows of the artifacts that have replicas there, so that nobody drops another replica, or forgets another worker, and counts
+//! Invariant: unless forced, nothing that is kept loses its last replica, and no orphan goes undecided. A transaction that forgets a worker holds its row, so that no session speaks for it
+//! meanwhile, and the rows of the artifacts that have replicas there, so that no call drops another replica, or forgets another worker, and counts
 //! on these.
 
 use std::fmt;
@@ -53,9 +53,11 @@ pub(crate) struct LastReplicas {
 pub(crate) enum ForgetError {
     #[error("worker {0} has the last replica of {1}")]
     LastReplica(WorkerId, LastReplicas),
-    #[error("volumes or containers of worker {0} are set aside, and nobody has decided what becomes of them")]
+    #[error(
+        "volumes or containers of worker {0} are set aside, and no operator has decided what becomes of them"
+    )]
     HoldsSetAside(WorkerId),
-    /// Nothing speaks against it, and nobody wants more than to know that: what was done is taken back.
+    /// Nothing speaks against it, and the caller wants to know no more: what was done is rolled back.
     #[error("worker {0} may be forgotten")]
     OnlyChecked(WorkerId),
     #[error("database failed while forgetting a worker")]
@@ -113,7 +115,7 @@ pub(crate) async fn forget_worker(
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
 }
 
-/// Makes attempts due that waited for a worker to destroy what is left of them. What somebody has locked is looked at later.
+/// Makes attempts due that waited for a worker to destroy what is left of them. What is locked is looked at later.
 async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
@@ -137,7 +139,7 @@ async fn may_go(
     if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
         return Ok(false);
     }
-    if !force && holds_set_aside(txn, id).await? {
+    if !force && holds_orphans(txn, id).await? {
         return Err(ForgetError::HoldsSetAside(id));
     }
     // Taken back where it is only checked.
@@ -154,7 +156,7 @@ async fn may_go(
     Ok(true)
 }
 
-async fn holds_set_aside(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {
+async fn holds_orphans(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {
     let row = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id.uuid())).one(txn).await?;
     Ok(row.is_some())
 }
@@ -220,7 +222,7 @@ async fn kept_here_only(
     }
 }
 
-/// Waits for who notices what is lost on a worker, and keeps him out: each loss is noted once.
+/// Waits for a collector that notices what is lost on a worker, and keeps others out: each loss is noted once.
 async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     for table in ["volumes", "containers"] {

@@ -1,4 +1,4 @@
-//! Graves: of what was forgotten, when and why it went, for as long as tombstones of artifacts stay.
+//! The deletion log: when and why things went that are forgotten, for as long as tombstones of artifacts stay.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::policy::retention::CacheEndReason;
 pub(crate) struct LogEntry {
     pub(crate) id: Uuid,
     kind: DeletionKind,
-    /// Who may read it. `None`: everybody.
+    /// The team that may read it. `None`: every team.
     team: Option<String>,
     /// What it was called, for people.
     label: String,
@@ -91,7 +91,7 @@ pub(crate) async fn append(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// A row of graves that is added.
+/// A row that is added.
 #[derive(Serialize)]
 struct Row<'a> {
     id: Uuid,

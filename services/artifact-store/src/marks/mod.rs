@@ -56,7 +56,7 @@ fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
     workers.into_iter().map(WorkerId::from_uuid).collect()
 }
 
-/// The same of volumes of attempts that have ended, whose workers are held already: nobody makes another in the place of one.
+/// The same of volumes of attempts that have ended, whose workers are held already: no call makes another in the place of one.
 pub(crate) async fn mark_volumes_of_ended(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -201,7 +201,7 @@ sweepable! {
     container: "containers", Container, false;
 }
 
-/// Whether rows that somebody has locked are waited for.
+/// Whether rows that another transaction has locked are waited for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Wait {
     Long,

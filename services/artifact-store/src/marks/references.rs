@@ -214,7 +214,7 @@ pub(crate) async fn keepers(
 
 /// How resource caches are used, by their id. What is not answered has no uses, ended or not.
 ///
-/// The end of a use is that of its user: nobody need say it. A user that was forgotten ended some time ago; that counts as now.
+/// The end of a use is that of its user: no call says it. A user that was forgotten ended some time ago; that counts as now.
 pub(crate) async fn uses(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],
@@ -261,7 +261,7 @@ pub(crate) async fn uses(
     Ok(uses.collect())
 }
 
-/// Who uses a resource cache: the first `most`, and how many there are. A workload is answered as what pins.
+/// What uses a resource cache: the first `most`, and how many there are. A workload is answered as what pins.
 pub(crate) async fn users(
     conn: &impl ConnectionTrait,
     cache: Uuid,

@@ -1,4 +1,4 @@
-//! Asking for a look at artifacts: who takes away what keeps one asks for it in the same transaction.
+//! Looks at artifacts, asked for by each transaction that takes away what keeps one.
 //!
 //! It saves the time until the next look ([`crate::gc`]); nothing depends on it.
 
@@ -8,7 +8,7 @@ use uuid::Uuid;
 
 use crate::db::ids;
 
-/// Makes artifacts due of which something may just have let go. One that an owner keeps says nothing, and needs no look; what somebody
+/// Makes artifacts due of which something may just have let go. One that an owner keeps says nothing, and needs no look; what another
 /// has locked is looked at a little later.
 pub(crate) async fn make_due(
     txn: &DatabaseTransaction,

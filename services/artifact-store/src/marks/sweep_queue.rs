@@ -1,16 +1,16 @@
-//! The volumes that are garbage, by their workers: what a gateway shall destroy, and what it was told to.
+//! The sweep queue: the volumes that are garbage, by their workers, and which of them a gateway was told to destroy.
 //!
 //! A queue of its own, and no index of volumes: to mark a volume, or to forget one, writes to few pages, however many volumes there are.
 //!
-//! Invariant: a volume has a row here exactly while it is garbage. Whoever changes that does so behind the lock of the worker's row: shared, or
+//! Invariant: a volume has a row here exactly while it is garbage. A change of that is made behind the lock of the worker's row: shared, or
 //! alone to hand out.
 //!
 //! A volume that is marked for a reason of its own says so in its row, too: it is `destroying`, and `sweeping` once its gateway was told. A complete
 //! replica whose artifact is deleted goes with it: it has the row here, with `marked_at`, and its own row stays as it was until its gateway is told,
-//! so that to mark it does not touch the page that it lies in. Whoever takes a reference to a replica has locked its artifact, and sees there that
-//! it is deleted. Who looks at volumes for what they are has the mark read into their rows ([`show`]), or asks for those without one ([`without`]).
+//! so that to mark it does not touch the page that it lies in. A transaction that takes a reference to a replica has locked its artifact, and sees there that
+//! it is deleted. A reader of volumes has the mark read into their rows ([`show`]), or asks for those without one ([`without`]).
 //!
-//! Invariant: such a mark exists only while the artifact is deleted. Whoever adds or takes back one has locked the artifact.
+//! Invariant: such a mark exists only while the artifact is deleted. A transaction that adds or takes back one has locked the artifact.
 
 use std::collections::{HashMap, HashSet};
 

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Every change of a holder locks its row first, so pinning, preparing and settling never interleave for one workload. Invariants: a settled
-//! holder has no pins and is never pinned again; an ended attempt makes and settles nothing. An attempt may end before anybody prepared
+//! holder has no pins and is never pinned again; an ended attempt makes and settles nothing. An attempt may end before a gateway prepared
 //! it: its row is made then, so that a late Prepare finds it ended.
 
 mod batch;

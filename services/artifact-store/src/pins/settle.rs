@@ -90,7 +90,7 @@ pub(crate) async fn settle(
     builds::end_with(txn, holder, settlement.status, now).await?;
     are_settled(txn, &[holder.uuid()], now).await?;
     missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
-    // Last: whoever holds one of them may wait for what is locked above.
+    // Last: a transaction that holds one of them may wait for what is locked above.
     make_due(txn, let_go, now).await?;
     Ok(missing)
 }
@@ -226,7 +226,7 @@ async fn seal_outputs(
     Ok(left_out)
 }
 
-/// Gives builds the outputs that were sealed. Answers the owners of single outputs that have ended; nobody owns what comes too late.
+/// Gives builds the outputs that were sealed. Answers the owners of single outputs that have ended; what comes too late has no owner.
 async fn give_to_builds(
     txn: &DatabaseTransaction,
     settlement: &Settlement,

@@ -1,7 +1,7 @@
 //! What is garbage, and why: pure functions from what is known to a verdict. Nothing else in the store decides it.
 //!
 //! An artifact goes when nothing pins it, nothing is being made from it or into it, and every owner has let go ([`crate::policy::retention`]); one that
-//! nobody ever owned goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
+//! never had an owner goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
 //! a grace after its attempt ended, or after it was last used interactively.
 //!
 //! [`crate::gc`] gathers the facts behind the locks of what it judges. What is kept is looked at again: a verdict says when.
@@ -15,7 +15,7 @@ use uuid::Uuid;
 /// The settings that decide about garbage.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
-    /// An artifact that nobody ever owned goes this long after it was made.
+    /// An artifact that never had an owner goes this long after it was made.
     pub(crate) unowned_ttl: Duration,
     /// What belongs to an attempt goes this long after it ended.
     pub(crate) gc_grace: Duration,
@@ -25,9 +25,9 @@ pub(crate) struct Policy {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArtifactFacts {
     pub(crate) created_at: Timestamp,
-    /// Whether anybody ever owned it.
+    /// Whether it ever had an owner.
     pub(crate) had_owner: bool,
-    /// Until when nobody need own it.
+    /// Until when it needs no owner.
     pub(crate) kept_until: Option<Timestamp>,
     pub(crate) held: HoldFlags,
 }
@@ -97,7 +97,7 @@ pub(crate) enum NextLook {
     WhenTold,
     /// Then.
     At(Timestamp),
-    /// After a while: what keeps it may end unseen, or say so to nobody.
+    /// After a while: what keeps it may end unseen, or end without a word.
     Later,
 }
 
@@ -117,7 +117,7 @@ pub(crate) enum MarkReason {
 impl fmt::Display for MarkReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::NeverOwned => "nobody ever owned it, and it is old",
+            Self::NeverOwned => "it never had an owner, and it is old",
             Self::OwnersLetGo => "every owner of it has let go",
             Self::TransferAbandoned => "its transfer was abandoned",
             Self::ClaimRanOut => "its transfer stopped without an end",
@@ -166,9 +166,9 @@ pub(crate) enum KeeperKind {
     Transfer(TransferId),
     /// What a worker brings along is imported into this volume.
     Import(VolumeHandle),
-    /// Nobody ever owned it, and it is young.
+    /// It never had an owner, and it is young.
     Youth,
-    /// Somebody asked for that.
+    /// A caller asked for that.
     Reprieve,
 }
 
@@ -184,13 +184,13 @@ impl fmt::Display for KeeperKind {
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
             Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
             Self::Import(volume) => write!(f, "volume {volume}, into which it is imported"),
-            Self::Youth => f.write_str("nobody: it goes when it is old"),
-            Self::Reprieve => f.write_str("nobody: it is kept for a while"),
+            Self::Youth => f.write_str("no owner: it goes when it is old"),
+            Self::Reprieve => f.write_str("no owner: it is kept for a while"),
         }
     }
 }
 
-/// Until when an artifact is kept though nobody holds it, and why.
+/// Until when an artifact is kept though nothing holds it, and why.
 pub(crate) fn unowned_keeper(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
     let youth = (!facts.had_owner).then(|| (KeeperKind::Youth, facts.created_at + policy.unowned_ttl));
     let reprieve = facts.kept_until.map(|until| (KeeperKind::Reprieve, until));

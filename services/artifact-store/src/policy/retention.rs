@@ -2,12 +2,12 @@
 //!
 //! | Owner | Lets go |
 //! |---|---|
-//! | nobody, ever | the artifact goes when it is old ([`crate::policy::garbage`]); one that ever had an owner goes when the last one lets go, though not before its time if it was found by its bytes ([`crate::artifacts::adopt_by_digest`]) |
+//! | none, ever | the artifact goes when it is old ([`crate::policy::garbage`]); one that ever had an owner goes when the last one lets go, though not before its time if it was found by its bytes ([`crate::artifacts::adopt_by_digest`]) |
 //! | build that goes on | not before its end |
 //! | build that succeeded or was aborted | at its end, and not before `keep` is over |
 //! | build that failed or errored | the same, unless it is the latest build of its job: then when a later one is reported |
 //! | resource cache that is being made | owns nothing; it goes when its claim runs out |
-//! | resource cache | when it is deleted, which it is not while anybody uses it; by itself when nobody used it for `resource_cache_ttl` |
+//! | resource cache | when it is deleted, which it is not while it is used; by itself when it was unused for `resource_cache_ttl` |
 //! | task cache | when it is deleted, or given its next version; by itself when no workload uses it and it was unused for its TTL |
 //! | base resource type | never; another version on the same worker takes its place, and a worker that is forgotten has none |
 //! | resource certs | never; others of the same worker take their place, and a worker that is forgotten has none |
@@ -74,7 +74,7 @@ impl Build {
 /// How a resource cache is used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Uses {
-    /// Whether anybody uses it.
+    /// Whether something uses it.
     pub(crate) used: bool,
     /// When the last of those uses ended that have ended and were not forgotten yet.
     pub(crate) ended: Option<Timestamp>,
@@ -118,9 +118,9 @@ pub(crate) enum CacheEndReason {
 impl fmt::Display for CacheEndReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Deleted => "somebody deleted it",
-            Self::Unused => "nobody used it for long",
-            Self::NotMade => "who made it stopped without an end",
+            Self::Deleted => "a caller deleted it",
+            Self::Unused => "it was unused for long",
+            Self::NotMade => "its maker stopped without an end",
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The life of this database: what handles may be unknown because it came out of a backup.
 //!
-//! It is minted with the database. A copy that is restored has the life that the original had; whoever restores it says so ([`restored`]),
-//! and it begins another. Where nobody says so, a worker may prove it ([`crate::inventory::report::begin`]).
+//! It is minted with the database. A copy that is restored has the life that the original had; its operator says so ([`restored`]),
+//! and it begins another. If no operator says so, a worker may prove it ([`crate::inventory::report::begin`]).
 //!
 //! It is read in the transaction that goes by it, so that all replicas of the store have the same.
 
@@ -35,7 +35,7 @@ pub(crate) async fn current(conn: &impl ConnectionTrait) -> Result<StoreLife, Db
     Ok(StoreLife::from_uuid(row.life))
 }
 
-/// Ends the life `old`, and answers the one that follows it. Of all who end one, the first begins the next.
+/// Ends the life `old`, and answers the one that follows it. Of all that end one, the first begins the next.
 pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Result<StoreLife, DbErr> {
     store::Entity::update_many()
         .col_expr(store::Column::Life, Expr::value(StoreLife::new().uuid()))

@@ -59,7 +59,7 @@ pub(in crate::gc) async fn judge(
     }
     batch.collected.extend(marked.iter().cloned());
     let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
-    // Whoever holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
+    // A transaction that holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
     let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
     let tombstone_over = settings.now + settings.tombstone;
     let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();

@@ -34,7 +34,7 @@ pub(crate) async fn look_at_resource_caches(
     for row in &due {
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
         match row.standing(uses).lets_go(settings.resource_cache_ttl) {
-            // Whenever the use ends, the cache cannot be unused for long any earlier; and who ended is remembered for longer than until then.
+            // Whenever the use ends, the cache cannot be unused for long any earlier; and an ended user is remembered for longer than until then.
             ReleaseTime::NotYet => {
                 let next = Ord::min(settings.resource_cache_ttl, settings.remember / 2);
                 looks.push((row.cache_id, NextLook::At(now + Ord::max(next, LATER))));
@@ -120,7 +120,7 @@ pub(crate) async fn look_at_task_caches(
     Ok(Batch { looked: true, ..Batch::default() })
 }
 
-/// Makes due what these caches own that are about to go. Answers those that have to wait, for somebody has locked what they own.
+/// Makes due what these caches own that are about to go. Answers those that have to wait, for what they own is locked.
 async fn release(
     txn: &DatabaseTransaction,
     over: &[(Uuid, Option<Uuid>)],

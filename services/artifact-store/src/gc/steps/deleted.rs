@@ -59,7 +59,7 @@ struct Deleted {
 async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<Deleted>, DbErr> {
     let backend = txn.get_database_backend();
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
-    // The queue by itself: whatever PostgreSQL expects to be in it, artifacts are found by their ids then.
+    // The queue by itself: however many rows PostgreSQL expects to be in it, artifacts are found by their ids then.
     let sql = format!(
         "WITH due AS (SELECT artifact_id FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT $2{lock})
          SELECT artifact_id, marked_at FROM artifacts
@@ -106,7 +106,7 @@ pub(in crate::gc) struct Replicas {
 }
 
 /// Marks the replicas of deleted artifacts, whose rows are locked, as [`crate::policy::garbage::volume`] says of them: those without a live child. None
-/// comes to have one, and none is completed, for whoever does that must have locked the artifact.
+/// comes to have one, and none is completed, for a transaction that does that must have locked the artifact.
 pub(in crate::gc) async fn mark_replicas(
     txn: &DatabaseTransaction,
     settings: &Settings,
@@ -135,7 +135,7 @@ pub(in crate::gc) async fn mark_replicas(
     let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
     let (mut progress, mut let_go, mut workers) = (false, HashSet::new(), HashSet::new());
-    // Those that somebody else has marked meanwhile are his.
+    // Those that another transaction has marked meanwhile are told by it.
     for replica in complete.into_iter().chain(unfinished.into_iter().filter(|it| marked.contains(&it.handle)))
     {
         let size_bytes = size(replica.size_bytes);

@@ -1,4 +1,4 @@
-//! DeletionLog: forgotten when their time is over.
+//! Entries of the deletion log: forgotten when their time is over.
 
 use domain::Timestamp;
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};

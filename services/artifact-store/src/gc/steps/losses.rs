@@ -1,4 +1,4 @@
-//! What is lost for longer than a grace, and losses that nobody need hear of any more.
+//! Losses: noticed when something is lost for longer than a grace, and forgotten after a while.
 
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
@@ -24,7 +24,7 @@ pub(in crate::gc) const OLD: &str =
 
 /// Notes what was lost.
 ///
-/// Volumes that are garbage by now are looked at once, too, whatever their rows say, and nobody is told of them. Whoever takes back a mark has them
+/// Volumes that are garbage by now are looked at once, too, even if their rows say that they are lost, and no caller is told of them. A transaction that takes back a mark has them
 /// looked at again ([`crate::marks::unmark_volumes`]).
 pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let before = settings.now - settings.lost_grace;
@@ -58,7 +58,7 @@ pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings
         .filter(ids::among(backend, "handle", containers.iter().map(|row| row.handle)))
         .exec(txn)
         .await?;
-    // Whoever takes back a mark locks the row.
+    // A transaction that takes back a mark locks the row.
     sweep_queue::show(txn, &mut volumes).await?;
     volumes.retain(|row| row.state == State::Lost);
     let lost: Vec<_> =

@@ -133,7 +133,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     let unused_at = suite.after(Duration::ZERO);
     let went =
-        [("deleted", "somebody deleted it", deleted_at), ("unused", "nobody used it for long", unused_at)];
+        [("deleted", "a caller deleted it", deleted_at), ("unused", "it was unused for long", unused_at)];
     for (cache, (path, why, at)) in caches.iter().zip(went) {
         let explained = suite.explain(cache).await.expect("its grave");
         assert_eq!((explained.thing(), explained.state.as_str()), (Thing::TaskCache, "gone"));
@@ -159,7 +159,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
         suite.caches().delete_resource_cache(delete).await.expect("deleted");
         let explained = suite.explain(&cache).await.expect("its grave");
         assert_eq!((explained.thing(), explained.label.as_str()), (Thing::ResourceCache, "git v1"));
-        assert_eq!((explained.state.as_str(), explained.why.as_str()), ("gone", "somebody deleted it"));
+        assert_eq!((explained.state.as_str(), explained.why.as_str()), ("gone", "a caller deleted it"));
         assert_eq!(suite.explain_to("other", &cache).await.is_ok(), other_knows);
     }
     suite.clock.advance(HOUR);
