@@ -7,6 +7,7 @@ mod errors;
 mod explain;
 mod imports;
 mod inventory;
+mod inventory_messages;
 mod orphans;
 mod owners;
 mod pins;

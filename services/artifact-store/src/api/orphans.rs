@@ -7,7 +7,7 @@ use tonic::Status;
 use uuid::Uuid;
 
 use crate::api::artifacts::{DEFAULT_REPRIEVE, parse_reprieve};
-use crate::api::inventory::text;
+use crate::api::inventory_messages::text;
 use crate::api::{Handlers, SERVICE, artifact, errors};
 use crate::artifacts;
 use crate::artifacts::restore::KeptBy;

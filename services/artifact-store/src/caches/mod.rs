@@ -12,7 +12,7 @@
 //! looked at again in the same transaction. What a workload made is owned from the moment in which it is sealed ([`outputs`]).
 //!
 //! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
-//! with the build or the workload, even if no call says so ([`crate::marks::references::uses`]).
+//! with the build or the workload, even if no call says so ([`crate::marks::cache_uses::uses`]).
 //!
 //! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
 //! their artifacts every team may locate, pin and copy ([`crate::artifacts::access::usable_by`]).

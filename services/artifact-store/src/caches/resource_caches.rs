@@ -16,8 +16,8 @@ use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
 use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::db::ids;
 use crate::holders::{self, HolderError};
+use crate::marks::cache_uses;
 use crate::marks::deletion_log::{self, LogEntry};
-use crate::marks::references;
 use crate::policy::retention::CacheEndReason;
 
 /// What uses a cache.
@@ -432,7 +432,7 @@ pub(crate) async fn delete(
         .one(txn)
         .await?
         .ok_or(DeleteError::NotFound(cache))?;
-    let uses = references::uses(txn, &[row.cache_id], now).await?;
+    let uses = cache_uses::uses(txn, &[row.cache_id], now).await?;
     if uses.values().any(|uses| uses.used) {
         return Err(DeleteError::InUse(cache));
     }

@@ -8,6 +8,7 @@ use uuid::Uuid;
 
 use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
 use crate::explain::{Explanation, Keeper, MOST, Question, Thing, holders};
+use crate::marks::cache_uses;
 use crate::marks::references;
 use crate::policy::garbage::KeeperKind;
 use crate::policy::retention::{CacheEndReason, ReleaseTime};
@@ -28,7 +29,7 @@ pub(super) async fn resource_cache(
         ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let mut uses = references::uses(conn, &[row.cache_id], question.now).await?;
+    let mut uses = cache_uses::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
         (_, ReleaseTime::NotYet) => {
@@ -55,7 +56,7 @@ async fn users(
     cache: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let users = references::users(conn, cache, question.now, MOST).await?;
+    let users = cache_uses::users(conn, cache, question.now, MOST).await?;
     name_users(conn, question, users, explanation).await
 }
 
@@ -104,7 +105,7 @@ pub(super) async fn task_cache(
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let users = references::users_of_task_cache(conn, row.cache_id, MOST).await?;
+    let users = cache_uses::users_of_task_cache(conn, row.cache_id, MOST).await?;
     match row.lets_go(users.total > 0) {
         ReleaseTime::NotYet => name_users(conn, question, users, &mut explanation).await?,
         ReleaseTime::At(at) => {

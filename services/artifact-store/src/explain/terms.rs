@@ -12,6 +12,7 @@ use crate::caches::task_caches;
 use crate::db::entity::{resource_cache, task_cache};
 use crate::db::ids;
 use crate::explain::{MOST, Question};
+use crate::marks::cache_uses;
 use crate::marks::references::{self, Keepers};
 use crate::policy::garbage::{self, Keeper, KeeperKind};
 use crate::policy::retention::ReleaseTime;
@@ -108,7 +109,7 @@ async fn resource_caches_until(
     if caches.is_empty() {
         return Ok(HashMap::new());
     }
-    let uses = references::uses(conn, caches, question.now).await?;
+    let uses = cache_uses::uses(conn, caches, question.now).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = resource_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| {

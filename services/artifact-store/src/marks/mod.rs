@@ -5,6 +5,7 @@
 //! Called by the collector, and by calls that destroy something. Invariant: a mark is written behind the lock of its worker's row
 //! ([`lock_workers`]), so that no report begins between a mark and its commit.
 
+pub(crate) mod cache_uses;
 pub(crate) mod deletion_log;
 pub(crate) mod references;
 pub(crate) mod schedule;

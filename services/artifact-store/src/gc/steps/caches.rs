@@ -14,8 +14,8 @@ use crate::caches::{resource_caches, task_caches};
 use crate::db::entity::{artifact, resource_cache, task_cache};
 use crate::db::ids;
 use crate::gc::{Batch, LATER, NextLook, Settings, lock_due, look_next};
+use crate::marks::cache_uses;
 use crate::marks::deletion_log::{self, LogEntry};
-use crate::marks::references;
 use crate::policy::retention::{CacheEndReason, ReleaseTime, Uses};
 
 pub(crate) async fn look_at_resource_caches(
@@ -28,7 +28,7 @@ pub(crate) async fn look_at_resource_caches(
         return Ok(Batch::default());
     }
     let ids: Vec<_> = due.iter().map(|row| row.cache_id).collect();
-    let uses = references::uses(txn, &ids, now).await?;
+    let uses = cache_uses::uses(txn, &ids, now).await?;
     let mut looks = Vec::new();
     let mut over = Vec::new();
     for row in &due {
@@ -81,7 +81,7 @@ async fn note_ended_uses(
     );
     let ended = ids::pairs(ended.iter().map(|(cache, at)| (*cache, Some(at.0))));
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [ended])).await?;
-    references::forget_ended_uses(txn, &caches, now).await
+    cache_uses::forget_ended_uses(txn, &caches, now).await
 }
 
 pub(crate) async fn look_at_task_caches(
