@@ -14,7 +14,7 @@ use crate::db::entity::{
 };
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Keepers, Question, Thing, caches, holders, related, terms, volumes,
+    Explanation, Keeper, Keepers, ORPHAN_STATE, Question, Thing, caches, child, holders, related, terms,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, KeeperKind};
@@ -105,7 +105,7 @@ pub(super) async fn orphan(
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
-        ..Explanation::of(Thing::Artifact, id, volumes::ORPHAN_STATE)
+        ..Explanation::of(Thing::Artifact, id, ORPHAN_STATE)
     };
     explanation.relate(volumes);
     Ok(Some(explanation))
@@ -165,9 +165,7 @@ async fn keepers(
                 let text = format!("workload or lease {id}, which pins it until it is settled");
                 (Some((Thing::Workload, id.uuid())), text)
             }
-            KeeperKind::Volume(id) => {
-                (Some((Thing::Volume, id.uuid())), volumes::child(id.uuid(), keeper.until))
-            }
+            KeeperKind::Volume(id) => (Some((Thing::Volume, id.uuid())), child(id.uuid(), keeper.until)),
             KeeperKind::Transfer(id) => {
                 let text =
                     format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");

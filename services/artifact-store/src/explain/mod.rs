@@ -27,6 +27,9 @@ use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
 use terms::Holds;
 
+/// The state of an orphan.
+const ORPHAN_STATE: &str = "set aside";
+
 /// How many things of a kind are named.
 const MOST: u64 = 50;
 
@@ -311,4 +314,10 @@ fn inventory_state(state: State) -> &'static str {
         State::Destroying => "destroying",
         State::Sweeping => "sweeping",
     }
+}
+
+/// What to say of a volume that keeps what it is made from.
+fn child(id: Uuid, until: Option<Timestamp>) -> String {
+    let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
+    format!("volume {id}, which is made from it{ended}")
 }

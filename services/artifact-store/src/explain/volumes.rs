@@ -7,7 +7,8 @@ use uuid::Uuid;
 use crate::db::entity::{OrphanKind, Purpose, State, artifact, attempt, container, orphan, volume};
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Question, Thing, artifacts, inventory_state, is_of_team, related, terms,
+    Explanation, Keeper, ORPHAN_STATE, Question, Thing, artifacts, child, inventory_state, is_of_team,
+    related, terms,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, Belonging, ContainerFacts, KeeperKind, VolumeFacts};
@@ -87,9 +88,6 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
-/// The state of an orphan.
-pub(super) const ORPHAN_STATE: &str = "set aside";
-
 /// An orphan, which an operator decides about.
 pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     let thing = match row.kind {
@@ -140,12 +138,6 @@ async fn keep_for_children(
         first.map(|(id, until)| Keeper { thing: Some((Thing::Volume, id)), text: child(id, until), until });
     explanation.kept_by.add_all(first, &children);
     Ok(())
-}
-
-/// What to say of a volume that keeps what it is made from.
-pub(super) fn child(id: Uuid, until: Option<Timestamp>) -> String {
-    let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
-    format!("volume {id}, which is made from it{ended}")
 }
 
 /// A replica is kept as long as its artifact.

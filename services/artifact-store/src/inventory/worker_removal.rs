@@ -102,9 +102,7 @@ pub(crate) async fn forget_worker(
     }
     lock_unnoticed(txn, id).await?;
     note_losses(txn, id, now).await?;
-    let marks = "DELETE FROM sweep_queue WHERE worker_id = $1";
-    let marks = Statement::from_sql_and_values(txn.get_database_backend(), marks, [id.uuid().into()]);
-    txn.execute_raw(marks).await?;
+    sweep_queue::forget_worker(txn, id).await?;
     let volumes =
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     let containers =

@@ -86,6 +86,13 @@ pub(crate) async fn take_back(
     change(txn, sql, volumes, []).await
 }
 
+/// Takes out all volumes of a worker that is gone for good.
+pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -> Result<(), DbErr> {
+    let sql = "DELETE FROM sweep_queue WHERE worker_id = $1";
+    let values = [worker.uuid().into()];
+    txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await.map(drop)
+}
+
 /// Says of volumes of a worker that its gateway is told of them, or told again, under this number.
 pub(crate) async fn tell(
     txn: &DatabaseTransaction,
