@@ -1,4 +1,5 @@
-//! The feed of what rounds of collection mark, for callers that look on: as it is committed, and no more than they take.
+//! The feed of what rounds of collection mark, for callers that look on: as it is committed, and no
+//! more than they take.
 
 use std::sync::Arc;
 

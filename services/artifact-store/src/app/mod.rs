@@ -1,4 +1,5 @@
-//! What all parts of one process share: database, settings, keys, and the streams that wait for marks.
+//! What all parts of one process share: database, settings, keys, and the streams that wait for
+//! marks.
 
 pub(crate) mod feed;
 
@@ -57,9 +58,11 @@ impl Store {
         self.keys.verify(credential).await
     }
 
-    /// Makes sure that the session of `claims` is recorded, so that [`sessions::fence`] need not write.
+    /// Makes sure that the session of `claims` is recorded, so that [`sessions::fence`] need not
+    /// write.
     ///
-    /// What this process recorded before is not recorded again; the row alone decides which session may go on.
+    /// What this process recorded before is not recorded again; the row alone decides which session
+    /// may go on.
     pub(crate) async fn record(&self, claims: &SessionClaims) -> Result<(), SessionError> {
         let recorded =
             self.recorded.lock().unwrap_or_else(PoisonError::into_inner).get(&claims.worker).cloned();
@@ -81,7 +84,8 @@ impl Store {
     }
 }
 
-/// Tells the streams of this process that something of a worker was marked. A hint only: streams look by themselves, too.
+/// Tells the streams of this process that something of a worker was marked. A hint only: streams
+/// look by themselves, too.
 #[derive(Debug, Default)]
 pub(crate) struct SweepWakers(Mutex<HashMap<WorkerId, watch::Sender<()>>>);
 

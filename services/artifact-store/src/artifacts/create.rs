@@ -1,6 +1,7 @@
 //! Artifacts that are made, or found by their bytes.
 //!
-//! Called by clients and by the streamer, and for outputs and imports. Invariant: the same call again changes nothing.
+//! Called by clients and by the streamer, and for outputs and imports. Invariant: the same call
+//! again changes nothing.
 
 use std::collections::{HashMap, HashSet};
 
@@ -74,8 +75,8 @@ pub(crate) async fn create(
     Ok(())
 }
 
-/// Makes artifacts of a team with one owner or none, all or none of them: each with its label, open and without bytes. The same again changes
-/// nothing.
+/// Makes artifacts of a team with one owner or none, all or none of them: each with its label, open
+/// and without bytes. The same again changes nothing.
 pub(crate) async fn create_all(
     txn: &DatabaseTransaction,
     new: &[NewArtifact],
@@ -99,7 +100,8 @@ pub(crate) async fn create_all(
             .exec_without_returning(txn)
             .await?;
     }
-    // As they are now: some may have been there before, or have been made by others since we looked.
+    // As they are now: some may have been there before, or have been made by others since we
+    // looked.
     let ours: HashSet<_> = rows.iter().map(|row| row.ordinal).collect();
     let (made, known): (Vec<_>, Vec<_>) =
         with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
@@ -192,10 +194,11 @@ pub(crate) enum AdoptError {
     Database(#[from] DbErr),
 }
 
-/// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica that was not lost, on none of the workers
-/// `without`, and gives it `owner`.
+/// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica
+/// that was not lost, on none of the workers `without`, and gives it `owner`.
 ///
-/// No holder of its id loses by that: what had no owner stays as long as it would have, and without an owner it stays as long as one that is made now.
+/// No holder of its id loses by that: what had no owner stays as long as it would have, and without
+/// an owner it stays as long as one that is made now.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,

@@ -1,4 +1,5 @@
-//! The schema: one file, for nothing has been released yet. A later change is a migration of its own.
+//! The schema: one file, for nothing has been released yet. A later change is a migration of its
+//! own.
 
 use db::{Migrations, SqlMigration};
 

@@ -1,6 +1,7 @@
 //! What the retention rules need to know of the rows of owners.
 //!
-//! Called by the collector, by explanations and by the modules of these owners. [`crate::policy::retention`] has the rules.
+//! Called by the collector, by explanations and by the modules of these owners.
+//! [`crate::policy::retention`] has the rules.
 
 use std::time::Duration;
 

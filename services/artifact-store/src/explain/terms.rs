@@ -1,6 +1,7 @@
 //! How long the things that keep something keep it, if they end by themselves.
 //!
-//! Called by the explanations. The rows come from [`crate::marks::references`], and [`crate::policy::retention`] and [`crate::policy::garbage`] say until when.
+//! Called by the explanations. The rows come from [`crate::marks::references`], and
+//! [`crate::policy::retention`] and [`crate::policy::garbage`] say until when.
 
 use std::collections::HashMap;
 
@@ -17,7 +18,8 @@ use crate::marks::references::{self, Keepers};
 use crate::policy::garbage::{self, Keeper, KeeperKind};
 use crate::policy::retention::ReleaseTime;
 
-/// How many of the things that keep something are judged. If there are more, when it goes is not told.
+/// How many of the things that keep something are judged. If there are more, when it goes is not
+/// told.
 const MOST_JUDGED: u64 = 10_000;
 
 /// What keeps something, and for how long.
@@ -51,7 +53,8 @@ pub(super) async fn of_volume(
     judged(conn, question, references::children(conn, parent, MOST_JUDGED).await?).await
 }
 
-/// Until when volumes of attempts that have ended are kept. Those from which something is made are not answered, nor those whose attempts go on.
+/// Until when volumes of attempts that have ended are kept. Those from which something is made are
+/// not answered, nor those whose attempts go on.
 pub(super) async fn volumes_until(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,

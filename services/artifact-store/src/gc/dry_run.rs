@@ -1,7 +1,7 @@
 //! The dry run of a round: its batches in one transaction, which is rolled back.
 //!
-//! Called by the handler of `Collect`. What it tells is what [`super::full_round`] would mark, for the same steps work it out; [`LIMIT`] bounds for how
-//! long its locks hold up callers that write.
+//! Called by the handler of `Collect`. What it tells is what [`super::full_round`] would mark, for
+//! the same steps work it out; [`LIMIT`] bounds for how long its locks hold up callers that write.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use sea_orm::{DatabaseTransaction, DbErr};
 use crate::app::Store;
 use crate::gc::{Collected, Settings, Step, make_all_due};
 
-/// How long the transaction of a dry run goes on at most, in seconds: callers that write may wait for its locks, and give up after ten.
+/// How long the transaction of a dry run goes on at most, in seconds: callers that write may wait
+/// for its locks, and give up after ten.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// How many rows are in one batch of a dry run. All batches hold their locks until the end.

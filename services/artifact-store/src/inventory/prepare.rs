@@ -1,7 +1,8 @@
 //! Preparation of attempts: the rows of a container and its volumes, written before these exist.
 //!
-//! Called by gateways when they get a lease. Invariant: a handle is minted here, in the transaction that writes its row, and an attempt has one container
-//! and one volume of each name (unique indexes). The same call again answers the same handles.
+//! Called by gateways when they get a lease. Invariant: a handle is minted here, in the transaction
+//! that writes its row, and an attempt has one container and one volume of each name (unique
+//! indexes). The same call again answers the same handles.
 
 use std::collections::{HashMap, HashSet};
 
@@ -92,8 +93,9 @@ pub(crate) enum PrepareError {
 
 /// Finds or makes the rows of an attempt's container and of all its volumes.
 ///
-/// A volume that starts with an artifact is a child of a complete replica on this worker, which its row keeps; where there is none the
-/// artifact is missing, and asking again after it was brought here finds it.
+/// A volume that starts with an artifact is a child of a complete replica on this worker, which its
+/// row keeps; where there is none the artifact is missing, and asking again after it was brought
+/// here finds it.
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -122,8 +124,8 @@ pub(crate) async fn prepare(
                     && need.from.is_some()
                     && (row.parent != source || row.from_artifact_id != from) =>
             {
-                // It arrived since the first call, or what was there is not any more, or it cannot be brought here. What a worker brings along may
-                // be another artifact by now.
+                // It arrived since the first call, or what was there is not any more, or it cannot
+                // be brought here. What a worker brings along may be another artifact by now.
                 volume::Entity::update_many()
                     .col_expr(volume::Column::Parent, Expr::value(source))
                     .col_expr(volume::Column::FromArtifactId, Expr::value(from))
@@ -246,7 +248,8 @@ async fn digests_of(
     Ok(digests)
 }
 
-/// What each volume starts with, in their order. What a volume of a task cache starts with was decided when its row was made, and is kept by it.
+/// What each volume starts with, in their order. What a volume of a task cache starts with was
+/// decided when its row was made, and is kept by it.
 async fn decide_sources(
     txn: &DatabaseTransaction,
     needs: &Needs,
@@ -271,7 +274,8 @@ async fn decide_sources(
     Ok(needs.volumes.iter().map(decide).collect())
 }
 
-/// Locks the artifacts that volumes start with, and a replica of each on this worker: they become parents. Answers the replicas.
+/// Locks the artifacts that volumes start with, and a replica of each on this worker: they become
+/// parents. Answers the replicas.
 async fn lock_sources(
     txn: &DatabaseTransaction,
     worker: WorkerId,

@@ -1,7 +1,8 @@
 //! Rows of a worker, judged by a report: confirmed, lost, or forgotten.
 //!
-//! Called by [`crate::inventory::report`]. Invariant: a row is judged only by a report whose token is higher than its `judged_after`, in a transaction
-//! that holds the worker's row and finds the report's token there.
+//! Called by [`crate::inventory::report`]. Invariant: a row is judged only by a report whose token
+//! is higher than its `judged_after`, in a transaction that holds the worker's row and finds the
+//! report's token there.
 
 use std::collections::{HashMap, HashSet};
 
@@ -23,7 +24,8 @@ use crate::policy::garbage;
 use crate::sessions::{self, SessionError};
 use crate::store_life::receipts::Token;
 
-/// How many rows are read by one statement, and changed in one transaction. SQLite binds 32,766 values at most.
+/// How many rows are read by one statement, and changed in one transaction. SQLite binds 32,766
+/// values at most.
 pub(super) const PAGE: usize = 5_000;
 
 /// How many rows are written by one statement.
@@ -54,7 +56,8 @@ enum Change {
     Lose,
     /// It was marked and is gone.
     Forget,
-    /// Its gateway was told to destroy it, and it is there: it was made after that, or could not be destroyed.
+    /// Its gateway was told to destroy it, and it is there: it was made after that, or could not be
+    /// destroyed.
     TellAgain,
 }
 
@@ -85,7 +88,8 @@ pub(super) struct PageOutcome {
 
 /// Judges all rows of one kind against the handles that were reported.
 ///
-/// Walks both in order, a page at a time, so neither a statement nor a transaction grows with the report.
+/// Walks both in order, a page at a time, so neither a statement nor a transaction grows with the
+/// report.
 pub(super) async fn judge_all<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
@@ -124,7 +128,8 @@ pub(super) async fn judge_all<E: Sweepable>(
     Ok(all)
 }
 
-/// The next rows of a worker behind `after`, by handle: their states, and behind which token they are judged.
+/// The next rows of a worker behind `after`, by handle: their states, and behind which token they
+/// are judged.
 async fn page<E: Sweepable>(
     conn: &impl ConnectionTrait,
     claims: &SessionClaims,
@@ -157,7 +162,8 @@ async fn marked_beside<E: Sweepable>(
     }
 }
 
-/// Does what was found about one page of rows, as far as it still holds. Answers how many were lost and how many forgotten.
+/// Does what was found about one page of rows, as far as it still holds. Answers how many were lost
+/// and how many forgotten.
 async fn carry_out<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
@@ -181,7 +187,8 @@ async fn carry_out<E: Sweepable>(
         .await
 }
 
-/// Moves rows that are in one of `from` and were made or marked before the token, and says since when they are lost.
+/// Moves rows that are in one of `from` and were made or marked before the token, and says since
+/// when they are lost.
 async fn set<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -204,8 +211,8 @@ async fn set<E: Sweepable>(
     Ok(moved.rows_affected)
 }
 
-/// Makes what was handed out before the token, and is there, news again for [`crate::marks`]: containers, and then children before their
-/// parents.
+/// Makes what was handed out before the token, and is there, news again for [`crate::marks`]:
+/// containers, and then children before their parents.
 pub(super) async fn tell_again(
     store: &Store,
     claims: &SessionClaims,

@@ -1,14 +1,18 @@
 //! The sweep: what gateways are told to destroy.
 //!
-//! Each gateway's stream ([`watch`]) hands marks out and sends them. Handing a mark out makes its row `sweeping`, which is final. A stream sends
-//! everything of its worker that is sweeping and that it has not sent yet: first what earlier streams handed out and is still there, then each mark as
-//! it comes. So a mark that went into a stream whose reader was gone already comes again, from the stream that followed. What a report still names
-//! ([`crate::inventory::report`]) is sent again by the same stream.
+//! Each gateway's stream ([`watch`]) hands marks out and sends them. Handing a mark out makes its
+//! row `sweeping`, which is final. A stream sends everything of its worker that is sweeping and
+//! that it has not sent yet: first what earlier streams handed out and is still there, then each
+//! mark as it comes. So a mark that went into a stream whose reader was gone already comes again,
+//! from the stream that followed. What a report still names ([`crate::inventory::report`]) is sent
+//! again by the same stream.
 //!
-//! What is new has a number in `judged_after` that was minted for it ([`sessions::advance`]), so numbers come in order, whichever stream hands out: a
-//! stream remembers the last that it has read, and reads on behind it.
+//! What is new has a number in `judged_after` that was minted for it ([`sessions::advance`]), so
+//! numbers come in order, whichever stream hands out: a stream remembers the last that it has read,
+//! and reads on behind it.
 //!
-//! Invariant: children come before their parents. A parent is handed out only when every child is, and what is sent together is in order.
+//! Invariant: children come before their parents. A parent is handed out only when every child is,
+//! and what is sent together is in order.
 
 use domain::worker::SessionClaims;
 use domain::{ContainerHandle, VolumeHandle, WorkerId};
@@ -39,7 +43,8 @@ pub(crate) struct Sweep {
     pub(crate) volumes: Vec<VolumeHandle>,
 }
 
-/// Sends what the gateway of `claims` shall destroy until it leaves, its session is over, or the store stops.
+/// Sends what the gateway of `claims` shall destroy until it leaves, its session is over, or the
+/// store stops.
 pub(crate) async fn watch(
     store: &Store,
     claims: &SessionClaims,
@@ -131,7 +136,8 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
     Ok(())
 }
 
-/// Notes that the gateway of a worker is told of marked volumes. From now on the row of each says that it is garbage, and why.
+/// Notes that the gateway of a worker is told of marked volumes. From now on the row of each says
+/// that it is garbage, and why.
 async fn tell_volumes(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -204,7 +210,8 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
     Ok(sweeps)
 }
 
-/// Volumes of worker `$1` of which its gateway was told, behind the number `$2` and the handle `$3`.
+/// Volumes of worker `$1` of which its gateway was told, behind the number `$2` and the handle
+/// `$3`.
 const TOLD_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
     FROM sweep_queue m JOIN volumes v ON v.handle = m.handle
     WHERE m.worker_id = $1 AND m.number IS NOT NULL AND (m.number, m.handle) > ($2, $3)

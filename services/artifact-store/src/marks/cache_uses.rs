@@ -1,6 +1,7 @@
 //! What uses caches, and when these uses end.
 //!
-//! Called by the collector, by explanations and by the caches. The end of a use is that of its build or workload.
+//! Called by the collector, by explanations and by the caches. The end of a use is that of its
+//! build or workload.
 
 use std::collections::HashMap;
 
@@ -18,7 +19,8 @@ use crate::policy::retention::Uses;
 
 /// How resource caches are used, by their id. What is not answered has no uses, ended or not.
 ///
-/// The end of a use is that of its user: no call says it. A user that was forgotten ended some time ago; that counts as now.
+/// The end of a use is that of its user: no call says it. A user that was forgotten ended some time
+/// ago; that counts as now.
 pub(crate) async fn uses(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],
@@ -65,7 +67,8 @@ pub(crate) async fn uses(
     Ok(uses.collect())
 }
 
-/// What uses a resource cache: the first `most`, and how many there are. A workload is answered as what pins.
+/// What uses a resource cache: the first `most`, and how many there are. A workload is answered as
+/// what pins.
 pub(crate) async fn users(
     conn: &impl ConnectionTrait,
     cache: Uuid,
@@ -103,7 +106,8 @@ pub(crate) async fn users(
     Ok(users)
 }
 
-/// Which workloads use a task cache: the first `most`, and how many there are. They are answered as what pins.
+/// Which workloads use a task cache: the first `most`, and how many there are. They are answered as
+/// what pins.
 pub(crate) async fn users_of_task_cache(
     conn: &impl ConnectionTrait,
     cache: Uuid,

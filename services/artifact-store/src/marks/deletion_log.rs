@@ -1,4 +1,5 @@
-//! The deletion log: when and why things went that are forgotten, for as long as tombstones of artifacts stay.
+//! The deletion log: when and why things went that are forgotten, for as long as tombstones of
+//! artifacts stay.
 
 use std::time::Duration;
 

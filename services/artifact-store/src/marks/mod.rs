@@ -1,9 +1,12 @@
-//! Marks: volumes and containers that are garbage, and what is known of things before they are judged.
+//! Marks: volumes and containers that are garbage, and what is known of things before they are
+//! judged.
 //!
-//! A mark makes a row `destroying`, or is all that says so ([`sweep_queue`]). Gateways are told of it by [`crate::inventory::sweep`].
+//! A mark makes a row `destroying`, or is all that says so ([`sweep_queue`]). Gateways are told of
+//! it by [`crate::inventory::sweep`].
 //!
-//! Called by the collector, and by calls that destroy something. Invariant: a mark is written behind the lock of its worker's row
-//! ([`lock_workers`]), so that no report begins between a mark and its commit.
+//! Called by the collector, and by calls that destroy something. Invariant: a mark is written
+//! behind the lock of its worker's row ([`lock_workers`]), so that no report begins between a mark
+//! and its commit.
 
 pub(crate) mod cache_uses;
 pub(crate) mod deletion_log;
@@ -30,7 +33,8 @@ use crate::marks::sweep_queue::MarkedVolume;
 /// The sequence of the worker that a volume belongs to, read behind a lock on the worker's row.
 const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = volumes.worker_id)";
 
-/// Marks volumes that are not marked yet, and answers their workers. Others may be made in their places.
+/// Marks volumes that are not marked yet, and answers their workers. Others may be made in their
+/// places.
 pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -57,7 +61,8 @@ fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
     workers.into_iter().map(WorkerId::from_uuid).collect()
 }
 
-/// The same of volumes of attempts that have ended, whose workers are held already: no call makes another in the place of one.
+/// The same of volumes of attempts that have ended, whose workers are held already: no call makes
+/// another in the place of one.
 pub(crate) async fn mark_volumes_of_ended(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -133,8 +138,9 @@ async fn mark_rows<E: Sweepable>(
     }
 }
 
-/// Takes back marks of volumes that no gateway was told of. No report that began before now judges them. The transfer that made one is
-/// over. What is lost is noticed from now on, as if it had not been before.
+/// Takes back marks of volumes that no gateway was told of. No report that began before now judges
+/// them. The transfer that made one is over. What is lost is noticed from now on, as if it had not
+/// been before.
 pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
     if handles.is_empty() {
         return Ok(());
@@ -209,8 +215,8 @@ pub(crate) enum Wait {
     Not,
 }
 
-/// Holds the sequences of workers still, so that no report begins between a mark and its commit. `workers` is a query of their ids. Answers which
-/// it holds.
+/// Holds the sequences of workers still, so that no report begins between a mark and its commit.
+/// `workers` is a query of their ids. Answers which it holds.
 pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: &str,

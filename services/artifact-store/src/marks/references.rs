@@ -1,7 +1,8 @@
 //! What is known of things before they are judged, in as many statements however many they are.
 //!
-//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact stands in one query, `holds!`. Until when that is,
-//! the rows say as far as they know it; the rules of caches and volumes say the rest ([`crate::explain`]).
+//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact
+//! stands in one query, `holds!`. Until when that is, the rows say as far as they know it; the
+//! rules of caches and volumes say the rest ([`crate::explain`]).
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,8 +15,8 @@ use crate::db::ids;
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
 
-/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term is over does so until it is ended: until then, its
-/// caller may renew it.
+/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term
+/// is over does so until it is ended: until then, its caller may renew it.
 macro_rules! build_keeps {
     () => {
         "(b.kept_until IS NULL OR b.kept_until > $1)"
@@ -24,8 +25,8 @@ macro_rules! build_keeps {
 
 pub(super) use build_keeps;
 
-/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which artifact, what kind of thing, which, and until when, if
-/// its row says so.
+/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which
+/// artifact, what kind of thing, which, and until when, if its row says so.
 macro_rules! holds {
     () => {
         concat!(
@@ -210,7 +211,8 @@ pub(crate) async fn keepers(
     Ok(keepers)
 }
 
-/// Volumes that were made from another one and are no garbage: the first `most`, and how many there are.
+/// Volumes that were made from another one and are no garbage: the first `most`, and how many there
+/// are.
 pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u64) -> Result<Keepers, DbErr> {
     #[derive(FromQueryResult)]
     struct Child {
@@ -282,7 +284,8 @@ pub(crate) async fn ended_attempts(
     if attempts.is_empty() {
         return Ok(HashMap::new());
     }
-    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all of those for each id.
+    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all
+    // of those for each id.
     let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS)";
     let mut ended = HashMap::new();
     for row in conn.query_all_raw(of_ids(conn, sql, attempts)).await? {

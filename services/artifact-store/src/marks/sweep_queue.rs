@@ -1,16 +1,22 @@
-//! The sweep queue: the volumes that are garbage, by their workers, and which of them a gateway was told to destroy.
+//! The sweep queue: the volumes that are garbage, by their workers, and which of them a gateway was
+//! told to destroy.
 //!
-//! A queue of its own, and no index of volumes: to mark a volume, or to forget one, writes to few pages, however many volumes there are.
+//! A queue of its own, and no index of volumes: to mark a volume, or to forget one, writes to few
+//! pages, however many volumes there are.
 //!
-//! Invariant: a volume has a row here exactly while it is garbage. A change of that is made behind the lock of the worker's row: shared, or
-//! alone to hand out.
+//! Invariant: a volume has a row here exactly while it is garbage. A change of that is made behind
+//! the lock of the worker's row: shared, or alone to hand out.
 //!
-//! A volume that is marked for a reason of its own says so in its row, too: it is `destroying`, and `sweeping` once its gateway was told. A complete
-//! replica whose artifact is deleted goes with it: it has the row here, with `marked_at`, and its own row stays as it was until its gateway is told,
-//! so that to mark it does not touch the page that it lies in. A transaction that takes a reference to a replica has locked its artifact, and sees there that
-//! it is deleted. A reader of volumes has the mark read into their rows ([`show`]), or asks for those without one ([`without`]).
+//! A volume that is marked for a reason of its own says so in its row, too: it is `destroying`, and
+//! `sweeping` once its gateway was told. A complete replica whose artifact is deleted goes with it:
+//! it has the row here, with `marked_at`, and its own row stays as it was until its gateway is
+//! told, so that to mark it does not touch the page that it lies in. A transaction that takes a
+//! reference to a replica has locked its artifact, and sees there that it is deleted. A reader of
+//! volumes has the mark read into their rows ([`show`]), or asks for those without one
+//! ([`without`]).
 //!
-//! Invariant: such a mark exists only while the artifact is deleted. A transaction that adds or takes back one has locked the artifact.
+//! Invariant: such a mark exists only while the artifact is deleted. A transaction that adds or
+//! takes back one has locked the artifact.
 
 use std::collections::{HashMap, HashSet};
 
@@ -180,7 +186,8 @@ pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]
     Ok(())
 }
 
-/// Which volumes of a worker behind `after`, up to `last`, are garbage though their rows do not say so.
+/// Which volumes of a worker behind `after`, up to `last`, are garbage though their rows do not say
+/// so.
 pub(crate) async fn beside_rows(
     conn: &impl ConnectionTrait,
     worker: WorkerId,

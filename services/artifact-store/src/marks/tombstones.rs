@@ -1,9 +1,11 @@
 //! Tombstones: the artifacts that are deleted, by when they are looked at next.
 //!
-//! A queue of its own, and no index of artifacts: to mark an artifact writes to few pages, however many artifacts there are.
+//! A queue of its own, and no index of artifacts: to mark an artifact writes to few pages, however
+//! many artifacts there are.
 //!
-//! Invariant: an artifact has a row here exactly while it is deleting. A change of that does both in one transaction, behind the lock of the
-//! artifact's row. A transaction that waits for rows here holds none that a holder of some waits for: they are locked last, or those that others have
+//! Invariant: an artifact has a row here exactly while it is deleting. A change of that does both
+//! in one transaction, behind the lock of the artifact's row. A transaction that waits for rows
+//! here holds none that a holder of some waits for: they are locked last, or those that others have
 //! locked are skipped.
 
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
