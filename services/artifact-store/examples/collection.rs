@@ -333,7 +333,7 @@ impl Database {
             "UPDATE artifacts SET state = 'deleting', marked_at = 1, marked_why = 'every owner of it has let go', look_at = NULL
              WHERE artifact_id IN (SELECT artifact_id FROM floor_lot)",
             "INSERT INTO tombstones (artifact_id, look_at) SELECT artifact_id, 9000000000000000 FROM floor_lot",
-            "INSERT INTO marks (worker_id, handle, marked_at) SELECT worker_id, handle, 1 FROM volumes WHERE handle IN (SELECT handle FROM floor_lot)",
+            "INSERT INTO sweep_queue (worker_id, handle, marked_at) SELECT worker_id, handle, 1 FROM volumes WHERE handle IN (SELECT handle FROM floor_lot)",
         ] {
             transaction.execute_unprepared(statement).await?;
         }

@@ -265,8 +265,7 @@ async fn one_worker(
     let (confirmed, answer) = timed(gateway.report(holds)).await?;
     ensure!(answer == pb::ReportResponse::default(), "something is lost");
     database.execute_unprepared("UPDATE volumes SET state = 'sweeping'").await?;
-    let told =
-        "INSERT INTO marks (worker_id, handle, number) SELECT worker_id, handle, judged_after FROM volumes";
+    let told = "INSERT INTO sweep_queue (worker_id, handle, number) SELECT worker_id, handle, judged_after FROM volumes";
     database.execute_unprepared(told).await?;
     let (forgotten, answer) = timed(gateway.report(0)).await?;
     ensure!(usize::try_from(answer.forgotten) == Ok(holds), "not all were forgotten");

@@ -15,7 +15,7 @@ pub struct Config {
     pub keys: KeySource,
     /// The token that callers over TCP must present, and that the store presents to the scheduler. Default: none.
     pub token: Option<String>,
-    /// An artifact that nobody ever owned goes this long after it was made. Default: 12 h.
+    /// An artifact that never had an owner goes this long after it was made. Default: 12 h.
     pub unowned_ttl: Duration,
     /// Containers and volumes of an attempt go this long after it ended. Default: 5 min.
     pub gc_grace: Duration,
@@ -30,14 +30,14 @@ pub struct Config {
     pub task_cache_ttl: Duration,
     /// How often garbage is collected, give or take a fifth, so that replicas do not run in step. Default: 30 s.
     pub collect_interval: Duration,
-    /// How long a transfer, or who makes a resource cache, may take before they say that they go on. Default: 20 s.
+    /// How long a transfer, or the maker of a resource cache, may take before it says that it goes on. Default: 20 s.
     pub claim_term: Duration,
     /// What a report lacks is noticed as lost when no report names it for longer. Default: 1 min.
     pub lost_grace: Duration,
     /// A deleted artifact, and a volume or container that is gone, can still be asked about for this long. Default: 24 h.
     pub tombstone: Duration,
     /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
-    /// refused; and so is what was lost, for those who watch. Longer than any call can be delayed. Default: 24 h.
+    /// refused; and so is what was lost, for callers that watch. Longer than any call can be delayed. Default: 24 h.
     pub remember: Duration,
     /// How often a gateway's stream looks for marks by itself; marks of this process are streamed at once. Default: 1 s.
     pub sweep_interval: Duration,

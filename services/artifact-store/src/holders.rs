@@ -5,8 +5,8 @@ use std::collections::{BTreeSet, HashMap};
 use domain::{Timestamp, WorkloadId};
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, Statement};
 
-use crate::entity::holder;
-use crate::ids;
+use crate::db::entity::holder;
+use crate::db::ids;
 
 /// A holder belongs to another team than the one that acts.
 #[derive(Debug, thiserror::Error)]

@@ -1,85 +1,56 @@
-//! The artifact store: what exists, who keeps it alive, where its bytes are, and what is garbage.
+//! The artifact store: what exists, what keeps it alive, where its bytes are, and what is garbage.
+//!
+//! The chapters, each above those that it uses:
 //!
 //! ```text
-//! grpc          parses, calls, answers; the only code that knows protobuf and makes a Status
-//! artifacts     names for bytes: made, found, located
-//! owners        builds, which keep artifacts
-//! caches        and what else keeps them: resource caches, task caches, base resource types, certs
-//! pins          what workloads use; settling them
-//! holders       the rows of those workloads, and their locks
-//! access        which artifacts a team may use
-//! replicas      copies that transfers make
-//! life          whether this database is what it was, or came out of a backup
-//! sessions      who may speak for a worker
-//! imports       what workers bring along, and how it comes to be artifacts
-//! inventory     the rows of what workers hold, from before it is made until it is there
-//! sweep         handing out what gateways shall destroy
-//! report        what workers say they hold: confirmed, lost, forgotten
-//! set_aside     what a database out of a backup does not know
-//! trees         bytes that callers handed over, of which artifacts were made without a worker
-//! graves        when and why what is forgotten went
-//! losses        what was lost, noticed after a grace, and told in order
-//! dispose       what gateways and operators want to be destroyed
-//! gone          workers that are gone for good
-//! rules         when owners let go: pure
-//! mark          what is garbage, and why: pure
-//! facts         what is known of things before they are judged
-//! marks         the volumes that are garbage, by their workers
-//! tombstones    the artifacts that are deleted, by when they are looked at
-//! ids           many ids as one value of a statement
-//! collect       carries out what `mark` decides
-//! collections   tells who looks on what was marked
-//! undelete      brings deleted artifacts back while their bytes are there
-//! explain       why something is there, or went
+//! api         parses, calls, answers; the only code that knows protobuf and makes a Status
+//! metrics     gauges of what there is
+//! gc          the collector: looks at what is due, and marks or forgets it
+//! explain     why something is there, or went
+//! inventory   what workers hold: rows, reports, orphans, imports, losses, and what gateways are told to destroy
+//! pins        what workloads use, and settling them
+//! caches      owners beside builds: resource caches, task caches, base resource types, certs
+//! artifacts   names for bytes, their replicas, and bringing them back
+//! builds      owners that live until they have ended and let go
+//! holders     the rows of workloads, and their locks
+//! app         what all parts of one process share
+//! sessions    which session may speak for a worker
+//! store_life  whether this database is what it was, or came out of a backup
+//! marks       what holds things, and the rows that say what is garbage and what went
+//! db          tables, the schema, and lists of ids in statements
+//! policy      when owners let go, and what is garbage: pure
 //! ```
 //!
 //! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
-//! use from being collected. Who adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; who
+//! use from being collected. A transaction that adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; one that
 //! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
 //! writer at a time and needs neither; sea-query leaves the locks out there.
 
-mod access;
-mod artifacts;
-mod caches;
 mod clock;
-mod collect;
-mod collections;
 mod config;
-mod dispose;
-mod due;
-mod entity;
-mod explain;
-mod facts;
-mod gauges;
-mod gone;
-mod graves;
-mod grpc;
-mod holders;
-mod ids;
-mod imports;
-#[cfg(test)]
-mod interleavings;
-mod inventory;
-mod life;
-mod losses;
-mod mark;
+
+mod policy;
+
+mod db;
+
 mod marks;
-mod migrations;
-mod owners;
-mod pins;
-mod receipts;
-mod replicas;
-mod report;
-mod rules;
 mod sessions;
-mod set_aside;
-mod store;
-mod sweep;
-mod tombstones;
-mod trees;
-mod undelete;
-mod units;
-mod volumes;
+mod store_life;
+
+mod app;
+
+mod artifacts;
+mod builds;
+mod caches;
+mod holders;
+mod inventory;
+mod pins;
+
+mod explain;
+mod gc;
+
+mod api;
+mod metrics;
 
 use std::future::Future;
 use std::sync::Arc;
@@ -88,17 +59,17 @@ use anyhow::Context;
 
 pub use clock::Clock;
 pub use config::{Config, ConfigError, KeySource};
-pub use life::restored;
+pub use store_life::restored;
 
-use store::Store;
+use app::Store;
 
 /// Opens the database, begins the background tasks, and adds the services to `host`.
 pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
     config.check()?;
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
-    collect::be_patient(&store).await.context("cannot give those who went on without us a full term")?;
-    host.spawn(collect::collect_forever(store.clone(), host.stopping()));
-    grpc::add_services(&store, host);
+    gc::extend_terms(&store).await.context("cannot extend the terms of builds, transfers and claims")?;
+    host.spawn(gc::collect_forever(store.clone(), host.stopping()));
+    api::add_services(&store, host);
     host.describe(server::Service {
         name: "artifact-store",
         version: env!("CARGO_PKG_VERSION"),
@@ -111,13 +82,13 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
         let db = db.clone();
         async move { db.answers().await }
     });
-    gauges::add(&store, host);
+    metrics::add(&store, host);
     Ok(())
 }
 
 /// Brings a database to the schema of this version.
-pub async fn migrate(database: &db::Settings) -> Result<(), db::ConnectError> {
-    db::Database::open::<migrations::Schema>(database).await.map(drop)
+pub async fn migrate(database: &::db::Settings) -> Result<(), ::db::ConnectError> {
+    ::db::Database::open::<db::migrations::Schema>(database).await.map(drop)
 }
 
 /// Serves on `listener` until `shutdown` resolves, then lets work in flight finish.

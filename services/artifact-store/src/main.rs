@@ -25,10 +25,10 @@ struct Arguments {
         help_heading = "Database"
     )]
     no_migrate: bool,
-    /// The scheduler, whose keys verify who speaks for a worker: http://host:port or unix:///path, of each replica, with commas between them
+    /// The scheduler, whose keys verify the session of a worker: http://host:port or unix:///path, of each replica, with commas between them
     #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// How long after it was made an artifact goes that nobody ever owned
+    /// How long after it was made an artifact goes that never had an owner
     #[arg(long, env = "GANTRY_UNOWNED_TTL", value_name = "DURATION", default_value = "12h", value_parser = duration)]
     unowned_ttl: Duration,
     /// How long containers and volumes stay after their attempt ended
@@ -49,7 +49,7 @@ struct Arguments {
     /// How often garbage is collected, give or take a fifth
     #[arg(long, env = "GANTRY_COLLECT_INTERVAL", value_name = "DURATION", default_value = "30s", value_parser = term)]
     collect_interval: Duration,
-    /// How long a transfer, or who makes a resource cache, may take before they say that they go on
+    /// How long a transfer, or the maker of a resource cache, may take before it says that it goes on
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
     /// For how long a volume or container must be missing from reports before it counts as lost

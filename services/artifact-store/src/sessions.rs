@@ -1,7 +1,7 @@
-//! Who may speak for a worker.
+//! Sessions: which gateway may speak for a worker.
 //!
 //! The scheduler mints two rising numbers per worker and signs them into a session credential: the incarnation (one life of what
-//! the worker holds) and the session (one life of who speaks for it). [`record`] keeps the highest that has spoken, and [`fence`] holds
+//! the worker holds) and the session (one life of its gateway). [`record`] keeps the highest that has spoken, and [`fence`] holds
 //! it still for the length of a transaction.
 //!
 //! Invariant: a gateway of a lower incarnation or session changes nothing. Every change of the inventory runs behind [`fence`], whose
@@ -16,7 +16,7 @@
 //! | volume of an import, `creating` | marked: another handle is minted for it | marked |
 //! | container, otherwise | | marked: its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
-//! | what is set aside | | described anew before it can be adopted |
+//! | orphans | | described again before it can be adopted |
 
 use domain::Timestamp;
 use domain::worker::SessionClaims;
@@ -25,8 +25,8 @@ use sea_orm::{
     ActiveValue::Set, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect,
 };
 
-use crate::entity::{Purpose, State, container, set_aside, volume, worker};
-use crate::marks;
+use crate::db::entity::{Purpose, State, container, orphan, volume, worker};
+use crate::marks::sweep_queue;
 
 /// A call of a gateway is refused, or could not be judged.
 #[derive(Debug, thiserror::Error)]
@@ -128,14 +128,14 @@ pub(crate) async fn record(
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
         containers = containers.filter(container::Column::State.eq(State::Creating));
-        // A transfer goes on, whoever speaks for the worker; an import does not.
+        // A transfer goes on in a later session; an import does not.
         let is_planned =
             volume::Column::Purpose.eq(Purpose::Replica).and(volume::Column::TransferId.is_not_null());
         creating = creating.filter(is_planned.not());
     }
     let containers = containers.exec(txn).await?.rows_affected;
     let volumes = creating.exec_with_returning(txn).await?;
-    marks::add(txn, volumes.iter().map(|row| row.handle)).await?;
+    sweep_queue::add(txn, volumes.iter().map(|row| row.handle)).await?;
     if new_incarnation {
         volume::Entity::update_many()
             .col_expr(volume::Column::State, Expr::value(State::Unconfirmed))
@@ -144,11 +144,11 @@ pub(crate) async fn record(
             .filter(volume::Column::State.eq(State::Created))
             .exec(txn)
             .await?;
-        // Nor is it known what is left of what is set aside: its gateway says so again, after it was reported.
-        set_aside::Entity::update_many()
-            .col_expr(set_aside::Column::Described, Expr::value(false))
-            .col_expr(set_aside::Column::Digest, Expr::value(None::<Vec<u8>>))
-            .filter(set_aside::Column::WorkerId.eq(id))
+        // Nor is it known what is left of orphans: its gateway says so again, after it was reported.
+        orphan::Entity::update_many()
+            .col_expr(orphan::Column::Described, Expr::value(false))
+            .col_expr(orphan::Column::Digest, Expr::value(None::<Vec<u8>>))
+            .filter(orphan::Column::WorkerId.eq(id))
             .exec(txn)
             .await?;
         // What comes back from its mark is no surer than what was not marked.
@@ -174,7 +174,7 @@ pub(crate) async fn fence(
 
 /// Holds the worker's row for this transaction alone, raises its sequence, and answers the row as it is then.
 ///
-/// Whatever is written with that number is committed together, after all that has a lower one and before all that has a higher one.
+/// All that is written with that number is committed together, after all that has a lower one and before all that has a higher one.
 pub(crate) async fn advance(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,

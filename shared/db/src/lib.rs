@@ -496,6 +496,8 @@ fn is_transient_cause(cause: &RuntimeErr) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use sea_orm::Statement;
+
     use super::*;
 
     struct Schema;

@@ -1,6 +1,6 @@
 //! Caches that come to own what a workload made, and those that it used, in the transaction that seals it.
 //!
-//! A maker that lost its claim, and who publishes to a task cache that is gone, publish nothing; whatever else owns the output is not concerned.
+//! A maker that lost its claim, and one that publishes to a task cache that is gone, publish nothing; other owners of the output are not concerned.
 
 use std::time::Duration;
 
@@ -10,8 +10,8 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{let_go, resource, task};
-use crate::entity::artifact;
+use crate::caches::{let_go, resource_caches, task_caches};
+use crate::db::entity::artifact;
 
 /// An output, and what shall own it.
 pub(crate) type Owned = (OutputOwner, ArtifactId);
@@ -19,7 +19,7 @@ pub(crate) type Owned = (OutputOwner, ArtifactId);
 /// Gives caches of `team` their outputs, which the caller has just made, sealed, and ends the uses of task caches by their maker. Answers those that
 /// are not to be had. Builds are the caller's business.
 ///
-/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two who settle
+/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two that settle
 /// with the same caches do not wait for one another.
 pub(crate) async fn give(
     txn: &DatabaseTransaction,
@@ -39,32 +39,32 @@ pub(crate) async fn give(
     let of_task_caches = owned.split_off(first_task_cache);
     for (owner, artifact) in owned {
         let OutputOwner::ResourceCache(claim) = owner else { continue };
-        match resource::lock_being_made(txn, team, claim, now).await? {
+        match resource_caches::lock_being_made(txn, team, claim, now).await? {
             Some(row) => {
-                resource::make_ready(txn, row.cache_id, artifact, now, ttl).await?;
+                resource_caches::make_ready(txn, row.cache_id, artifact, now, ttl).await?;
                 given.push(artifact.uuid());
             }
             None => missing.push((owner, artifact)),
         }
     }
-    let used = task::used_by(txn, maker).await?;
+    let used = task_caches::used_by(txn, maker).await?;
     let named = of_task_caches.iter().filter_map(|(owner, _)| match owner {
         OutputOwner::TaskCache(cache) => Some(cache.uuid()),
         _ => None,
     });
-    let known = task::lock_all(txn, team, named.chain(used.iter().copied()).collect()).await?;
+    let known = task_caches::lock_all(txn, team, named.chain(used.iter().copied()).collect()).await?;
     for (owner, artifact) in of_task_caches {
         let OutputOwner::TaskCache(cache) = owner else { continue };
         match known.get(&cache.uuid()) {
             Some(row) => {
-                task::set_version(txn, cache, artifact, now).await?;
+                task_caches::set_version(txn, cache, artifact, now).await?;
                 given.push(artifact.uuid());
                 before.extend(row.artifact_id);
             }
             None => missing.push((owner, artifact)),
         }
     }
-    task::end_uses(txn, maker, &used, now).await?;
+    task_caches::end_uses(txn, maker, &used, now).await?;
     had_owner(txn, given).await?;
     let_go(txn, before, now).await?;
     Ok(missing)

@@ -8,14 +8,16 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, Keepers, MOST, Question, Stage, Thing, caches, holders, related, volumes};
-use crate::entity::{
-    ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, set_aside, volume,
+use crate::artifacts::restore;
+use crate::db::entity::{
+    ArtifactState, Purpose, State, artifact, base_resource_type, build, loss, orphan, volume,
 };
-use crate::facts;
-use crate::mark::{self, Keeping};
-use crate::undelete;
-use crate::units::size;
+use crate::db::units::size;
+use crate::explain::{
+    Explanation, Keeper, Keepers, Question, Stage, Thing, caches, child, holders, related, terms,
+};
+use crate::marks::references;
+use crate::policy::garbage::{self, KeeperKind};
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,
@@ -45,7 +47,7 @@ pub(super) async fn artifact(
     explanation.relate(left);
     explanation.relate(lost);
     if row.state == ArtifactState::Deleting {
-        let restorable = undelete::restorable(&row).one(conn).await?;
+        let restorable = restore::restorable(&row).one(conn).await?;
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
         explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
@@ -53,13 +55,13 @@ pub(super) async fn artifact(
     } else {
         explanation.bytes_lost = row.state == ArtifactState::Sealed
             && !row.in_store
-            && undelete::restorable(&row).one(conn).await?.is_none();
+            && restore::restorable(&row).one(conn).await?.is_none();
         if explanation.bytes_lost {
             explanation.lost_at = lost_at(conn, row.artifact_id).await?;
         }
         explanation.kept_by = keepers(conn, question, &row).await?;
-        let unheld = facts::unheld(&(&row).into());
-        explanation.goes(question.now, |at| mark::artifact(&unheld, at, &question.policy));
+        let unheld = references::unheld(&(&row).into());
+        explanation.goes(question.now, |at| garbage::artifact(&unheld, at, &question.policy));
     }
     explanation.label = row.label;
     Ok(explanation)
@@ -85,23 +87,21 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     Ok(known.flatten().map(Timestamp))
 }
 
-/// An artifact that the store does not know, and of which workers hold what is set aside. `None`: none does, or it is another team's.
-pub(super) async fn set_aside(
+/// An artifact that the store does not know, and of which workers hold orphans. `None`: none does, or it is another team's.
+pub(super) async fn orphan(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
-    let held = set_aside::Entity::find().filter(set_aside::Column::ArtifactId.eq(id)).filter(
-        Condition::any()
-            .add(set_aside::Column::Team.is_null())
-            .add(set_aside::Column::Team.eq(question.team)),
+    let held = orphan::Entity::find().filter(orphan::Column::ArtifactId.eq(id)).filter(
+        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(question.team)),
     );
-    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), set_aside::Column::Handle).await?;
+    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), orphan::Column::Handle).await?;
     if volumes.total == 0 {
         return Ok(None);
     }
-    let whole = held.filter(set_aside::Column::Digest.is_not_null());
-    let whole = whole.order_by_asc(set_aside::Column::Handle).one(conn).await?;
+    let whole = held.filter(orphan::Column::Digest.is_not_null());
+    let whole = whole.order_by_asc(orphan::Column::Handle).one(conn).await?;
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
@@ -117,11 +117,12 @@ pub(super) async fn goes_at(
     question: &Question<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = facts::holds_until(conn, row.artifact_id, question.now, &question.terms()).await?;
-    let unheld = facts::unheld(&row.into());
+    let holds = terms::of_artifact(conn, question, row.artifact_id).await?;
+    let unheld = references::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
-    let fate = last.and_then(|last| mark::fate(last, |at| mark::artifact(&unheld, at, &question.policy)));
+    let fate =
+        last.and_then(|last| garbage::fate(last, |at| garbage::artifact(&unheld, at, &question.policy)));
     Ok(fate.map(|(at, _)| at))
 }
 
@@ -131,12 +132,9 @@ async fn keepers(
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
     let (id, now) = (row.artifact_id, question.now);
-    let terms = question.terms();
-    let holds = facts::holds_until(conn, id, now, &terms).await?;
-    let held = facts::keepers_until(conn, &[id], now, Some(&terms), MOST).await?;
-    let held = held.get(&id).cloned().unwrap_or_default();
+    let held = terms::of_artifact(conn, question, id).await?;
     let builds = held.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::Build(build) => Some(build.uuid()),
+        KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
     let builds: HashMap<Uuid, build::Model> = build::Entity::find()
@@ -147,7 +145,7 @@ async fn keepers(
         .map(|row| (row.build_id, row))
         .collect();
     let types = held.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::BaseResourceType(id) => Some(id),
+        KeeperKind::BaseResourceType(id) => Some(id),
         _ => None,
     });
     let types: HashMap<Uuid, base_resource_type::Model> = base_resource_type::Entity::find()
@@ -159,37 +157,37 @@ async fn keepers(
         .collect();
     let first = held.first.iter().map(|keeper| {
         let (thing, text) = match keeper.what {
-            Keeping::Build(id) => {
+            KeeperKind::Build(id) => {
                 let which = builds.get(&id.uuid()).map(holders::which_build).unwrap_or_default();
                 (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
             }
-            Keeping::Pin(id) => {
+            KeeperKind::Pin(id) => {
                 let text = format!("workload or lease {id}, which pins it until it is settled");
                 (Some((Thing::Workload, id.uuid())), text)
             }
-            Keeping::Volume(id) => {
-                (Some((Thing::Volume, id.uuid())), volumes::child(id.uuid(), keeper.until))
-            }
-            Keeping::Transfer(id) => {
+            KeeperKind::Volume(id) => (Some((Thing::Volume, id.uuid())), child(id.uuid(), keeper.until)),
+            KeeperKind::Transfer(id) => {
                 let text =
                     format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");
                 (Some((Thing::Transfer, id.uuid())), text)
             }
-            Keeping::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
-            Keeping::ResourceCache(id) => (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string()),
-            Keeping::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
-            Keeping::BaseResourceType(id) => {
+            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
+            KeeperKind::ResourceCache(id) => {
+                (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string())
+            }
+            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
+            KeeperKind::BaseResourceType(id) => {
                 let which = types.get(&id).map(caches::which_type).unwrap_or_default();
                 (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
             }
-            Keeping::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
-            Keeping::Youth | Keeping::Reprieve => (None, keeper.what.to_string()),
+            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
+            KeeperKind::Youth | KeeperKind::Reprieve => (None, keeper.what.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
     });
     let mut keepers = Keepers::default();
-    keepers.add_all(first, held.total, holds);
-    if let Some(keeper) = mark::kept_by_nobody(&facts::unheld(&row.into()), now, &question.policy) {
+    keepers.add_all(first, &held);
+    if let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, &question.policy) {
         keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
     }
     Ok(keepers)

@@ -1,4 +1,4 @@
-//! What caches and base resource types are, what they own, and who keeps them.
+//! What caches and base resource types are, what they own, and what keeps them.
 
 use std::collections::HashMap;
 
@@ -6,11 +6,12 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{Explanation, Keeper, MOST, Question, Stage, Thing, holders};
-use crate::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
-use crate::facts;
-use crate::mark::Keeping;
-use crate::rules::{CacheWent, LetsGo};
+use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
+use crate::explain::{Explanation, Keeper, MOST, Question, Stage, Thing, holders};
+use crate::marks::cache_uses;
+use crate::marks::references;
+use crate::policy::garbage::KeeperKind;
+use crate::policy::retention::{CacheEndReason, ReleaseTime};
 
 /// A resource cache, to a team to which it is answered.
 pub(super) async fn resource_cache(
@@ -28,59 +29,58 @@ pub(super) async fn resource_cache(
         ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let mut uses = facts::uses(conn, &[row.cache_id], question.now).await?;
+    let mut uses = cache_uses::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
     match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
-        (_, LetsGo::NotYet) => {
+        (_, ReleaseTime::NotYet) => {
             users(conn, question, row.cache_id, &mut explanation).await?;
-            explanation.goes_at =
-                facts::cache_until(conn, row.cache_id, question.now, &question.terms()).await?;
+            explanation.goes_at = row.goes_at(&uses, question.resource_cache_ttl);
             if explanation.goes_at.is_some() {
-                explanation.why = CacheWent::Unused.to_string();
+                explanation.why = CacheEndReason::Unused.to_string();
             }
         }
-        (true, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "whoever makes it", CacheWent::NotMade);
+        (true, ReleaseTime::At(at)) => {
+            explanation.lets_go(question.now, at, "its maker", CacheEndReason::NotMade);
         }
-        (false, LetsGo::At(at)) => {
-            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
+        (false, ReleaseTime::At(at)) => {
+            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
 }
 
-/// Names who uses a cache.
+/// Names what uses a cache.
 async fn users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
     cache: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let users = facts::users(conn, cache, question.now, MOST).await?;
+    let users = cache_uses::users(conn, cache, question.now, MOST).await?;
     name_users(conn, question, users, explanation).await
 }
 
 async fn name_users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
-    users: facts::Keepers,
+    users: references::Keepers,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
     let builds = users.first.iter().filter_map(|user| match user.what {
-        Keeping::Build(build) => Some(build.uuid()),
+        KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
     let builds = build::Entity::find().filter(build::Column::BuildId.is_in(builds)).all(conn).await?;
     let builds: HashMap<Uuid, build::Model> = builds.into_iter().map(|row| (row.build_id, row)).collect();
     for user in users.first {
         let (thing, text) = match user.what {
-            Keeping::Build(id) => {
+            KeeperKind::Build(id) => {
                 // Another team's build, where the cache is shared, is named and no more.
                 let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
                 let which = row.map(holders::which_build).unwrap_or_default();
                 ((Thing::Build, id.uuid()), format!("build {id}{which}, which uses it"))
             }
-            Keeping::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
+            KeeperKind::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
             _ => continue,
         };
         explanation.kept_by.add(Keeper { thing: Some(thing), text, until: user.until });
@@ -105,11 +105,11 @@ pub(super) async fn task_cache(
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let users = facts::users_of_task_cache(conn, row.cache_id, MOST).await?;
+    let users = cache_uses::users_of_task_cache(conn, row.cache_id, MOST).await?;
     match row.lets_go(users.total > 0) {
-        LetsGo::NotYet => name_users(conn, question, users, &mut explanation).await?,
-        LetsGo::At(at) => {
-            explanation.lets_go(question.now, at, "its last use", CacheWent::Unused);
+        ReleaseTime::NotYet => name_users(conn, question, users, &mut explanation).await?,
+        ReleaseTime::At(at) => {
+            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -141,7 +141,7 @@ pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation
 
 impl Explanation {
     /// Says when it goes by itself: it is kept by something until then.
-    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheWent) {
+    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheEndReason) {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
         }

@@ -5,12 +5,12 @@ use sea_orm::{
     ColumnTrait, ConnectionTrait, DbErr, EntityTrait, FromQueryResult, PaginatorTrait, QueryFilter, Statement,
 };
 
-use super::{Explanation, Keeper, Question, Stage, Thing, is_of_team, related};
-use crate::entity::{
-    BuildStatus, attempt, build, container, holder, owner, pin, resource_certs, set_aside, volume, worker,
+use crate::db::entity::{
+    BuildStatus, attempt, build, container, holder, orphan, owner, pin, resource_certs, volume, worker,
 };
-use crate::mark::Why;
-use crate::units::size;
+use crate::db::units::size;
+use crate::explain::{Explanation, Keeper, Question, Stage, Thing, is_of_team, related};
+use crate::policy::garbage::MarkReason;
 
 pub(super) async fn build(
     conn: &impl ConnectionTrait,
@@ -58,7 +58,7 @@ fn keeps(row: &build::Model) -> Keeper {
         (None, _) if row.term_ends_at.is_some() => {
             rule("its term, unless its caller renews it or its workload is submitted", row.term_ends_at)
         }
-        (None, _) => rule("its caller, who says when it has ended", None),
+        (None, _) => rule("its caller, which says when it has ended", None),
     }
 }
 
@@ -155,7 +155,7 @@ pub(super) async fn transfer(
         let text = "its claim, which it renews while it goes on".to_owned();
         explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
         explanation.goes_at = Some(until);
-        explanation.why = Why::ClaimRanOut.to_string();
+        explanation.why = MarkReason::ClaimRanOut.to_string();
     }
     Ok(Some(explanation))
 }
@@ -175,7 +175,7 @@ pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> 
     let volumes = Volumes::find_by_statement(volumes).one(conn).await?;
     let (volumes, bytes) = volumes.map(|row| (size(row.number), size(row.bytes))).unwrap_or_default();
     let containers = container::Entity::find().filter(container::Column::WorkerId.eq(id)).count(conn).await?;
-    let aside = set_aside::Entity::find().filter(set_aside::Column::WorkerId.eq(id)).count(conn).await?;
+    let aside = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id)).count(conn).await?;
     let mut label = format!("{} and {}", count(volumes, "volume"), count(containers, "container"));
     if aside > 0 {
         label.push_str(&format!(", and {aside} orphaned"));

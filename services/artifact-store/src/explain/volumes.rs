@@ -4,13 +4,14 @@ use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use super::{
-    Explanation, Keeper, MOST, Question, Stage, Thing, artifacts, inventory_state, is_of_team, related,
+use crate::db::entity::{OrphanKind, Purpose, State, artifact, attempt, container, orphan, volume};
+use crate::db::units::size;
+use crate::explain::{
+    Explanation, Keeper, Question, Stage, Thing, artifacts, child, inventory_state, is_of_team, related,
+    terms,
 };
-use crate::entity::{AsideKind, Purpose, State, artifact, attempt, container, set_aside, volume};
-use crate::facts;
-use crate::mark::{self, Belongs, ContainerFacts, Keeping, VolumeFacts};
-use crate::units::size;
+use crate::marks::references;
+use crate::policy::garbage::{self, Belonging, ContainerFacts, KeeperKind, VolumeFacts};
 
 pub(super) async fn volume(
     conn: &impl ConnectionTrait,
@@ -45,14 +46,14 @@ pub(super) async fn volume(
         return Ok(Some(explanation));
     }
     explanation.lost_at = row.lost_at.filter(|_| row.state == State::Lost).map(Timestamp);
-    let Some(facts) = facts::volumes(conn, &[(&row).into()]).await?.pop() else {
+    let Some(facts) = references::volumes(conn, &[(&row).into()]).await?.pop() else {
         return Ok(Some(explanation));
     };
     keep_for_children(conn, question, row.handle, &mut explanation).await?;
     let keeper = match facts.belongs {
-        Belongs::ToArtifact { artifact_marked: true, .. } => None,
-        Belongs::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
-        Belongs::ToArtifact { claimed_until: Some(until), .. } => {
+        Belonging::ToArtifact { artifact_marked: true, .. } => None,
+        Belonging::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
+        Belonging::ToArtifact { claimed_until: Some(until), .. } => {
             let text = row.transfer_id.map_or_else(
                 || "its gateway, by which it is imported; it renews its claim while it goes on".to_owned(),
                 |id| format!("transfer {id}, which fills it; it renews its claim while it goes on"),
@@ -60,9 +61,10 @@ pub(super) async fn volume(
             let thing = row.transfer_id.map(|id| (Thing::Transfer, id));
             (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
         }
-        Belongs::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
-        Belongs::ToAttempt { ended_at: Some(ended_at), .. } => {
-            let until = facts::volume_until(conn, row.handle, &question.terms()).await?;
+        Belonging::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
+        Belonging::ToAttempt { ended_at: Some(ended_at), .. } => {
+            let until = terms::volumes_until(conn, question, [row.handle]).await?;
+            let until = until.get(&row.handle).copied();
             grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
         }
     };
@@ -73,22 +75,24 @@ pub(super) async fn volume(
     let left = VolumeFacts {
         has_live_child: false,
         belongs: match facts.belongs {
-            Belongs::ToArtifact { claimed_until: None, .. } => {
-                Belongs::ToArtifact { artifact_marked: true, claimed_until: None }
+            Belonging::ToArtifact { claimed_until: None, .. } => {
+                Belonging::ToArtifact { artifact_marked: true, claimed_until: None }
             }
-            Belongs::ToAttempt { ended_at, .. } => Belongs::ToAttempt { ended_at, has_live_container: false },
-            claimed @ Belongs::ToArtifact { .. } => claimed,
+            Belonging::ToAttempt { ended_at, .. } => {
+                Belonging::ToAttempt { ended_at, has_live_container: false }
+            }
+            claimed @ Belonging::ToArtifact { .. } => claimed,
         },
     };
-    explanation.goes(question.now, |at| mark::volume(&left, at, &question.policy));
+    explanation.goes(question.now, |at| garbage::volume(&left, at, &question.policy));
     Ok(Some(explanation))
 }
 
-/// What nobody but an operator decides about.
-pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
+/// An orphan, which an operator decides about.
+pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     let thing = match row.kind {
-        AsideKind::Volume => Thing::Volume,
-        AsideKind::Container => Thing::Container,
+        OrphanKind::Volume => Thing::Volume,
+        OrphanKind::Container => Thing::Container,
     };
     let mut explanation = Explanation {
         size_bytes: size(row.size_bytes),
@@ -96,7 +100,8 @@ pub(super) fn set_aside(row: &set_aside::Model) -> Explanation {
     };
     explanation.team = row.team.clone().unwrap_or_default();
     explanation.can_be_adopted = row.digest.is_some();
-    let text = "nobody has decided about it: the store came out of a backup and does not know it".to_owned();
+    let text =
+        "no operator has decided about it: the store came out of a backup and does not know it".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation.relate_one("held", Thing::Artifact, row.artifact_id);
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
@@ -126,21 +131,15 @@ async fn keep_for_children(
     parent: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let (children, holds) = facts::children_until(conn, parent, &question.terms(), MOST).await?;
+    let children = terms::of_volume(conn, question, parent).await?;
     let first = children.first.iter().filter_map(|keeper| match keeper.what {
-        Keeping::Volume(handle) => Some((handle.uuid(), keeper.until)),
+        KeeperKind::Volume(handle) => Some((handle.uuid(), keeper.until)),
         _ => None,
     });
     let first =
         first.map(|(id, until)| Keeper { thing: Some((Thing::Volume, id)), text: child(id, until), until });
-    explanation.kept_by.add_all(first, children.total, holds);
+    explanation.kept_by.add_all(first, &children);
     Ok(())
-}
-
-/// What to say of a volume that keeps what it is made from.
-pub(super) fn child(id: Uuid, until: Option<Timestamp>) -> String {
-    let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
-    format!("volume {id}, which is made from it{ended}")
 }
 
 /// A replica is kept as long as its artifact.
@@ -169,7 +168,7 @@ pub(super) async fn container(
         ..Explanation::of(Thing::Container, row.handle, inventory_state(row.state))
     };
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
-    // Whose it was that was purged nobody knows.
+    // Of what was purged the owner is not known.
     let known = |id: Uuid| (!id.is_nil()).then_some(id);
     explanation.relate_one("attempt", Thing::Attempt, known(row.attempt_id));
     explanation.relate_one("workload", Thing::Workload, known(row.holder_id));
@@ -184,16 +183,13 @@ pub(super) async fn container(
     let touched_at = row.touched_at.map(Timestamp);
     let keeper = match attempt_ended_at {
         None => Some(goes_on(row.attempt_id)),
-        Some(ended_at) => {
-            let last = touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at));
-            grace(question, last + question.policy.gc_grace)
-        }
+        Some(ended_at) => grace(question, garbage::grace_ends(ended_at, touched_at, &question.policy)),
     };
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
     }
     let facts = ContainerFacts { attempt_ended_at, touched_at };
-    explanation.goes(question.now, |at| mark::container(&facts, at, &question.policy));
+    explanation.goes(question.now, |at| garbage::container(&facts, at, &question.policy));
     Ok(Some(explanation))
 }
 

@@ -1,17 +1,17 @@
-//! A dry run of a collection reads and does nothing else: nobody waits for it, and it waits for nobody.
+//! A dry run of a collection tells what a round would mark, and changes nothing.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use domain::{ArtifactId, BuildId};
 use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::DryRun;
-use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend, Statement, TransactionTrait};
 use testing::databases::TestDatabase;
 
-use crate::{Suite, TEAM, on_both_databases};
+use crate::{Suite, TEAM, Tables, on_both_databases};
 
 on_both_databases! {
-    a_dry_run_of_much_holds_up_nobody,
+    dry_run_changes_no_row,
     what_lets_go_of_much_is_told_with_it,
     more_than_fits_into_an_answer_is_said_to_be_there,
 }
@@ -34,40 +34,30 @@ async fn create(suite: &Suite, owner: Option<BuildId>, count: usize) -> Vec<Arti
     ids
 }
 
-/// Keeps everybody from writing to any table, and from locking a row, until it is dropped.
-async fn forbid_writing(connection: &DatabaseConnection) -> sea_orm::DatabaseTransaction {
-    if connection.get_database_backend() == DbBackend::Sqlite {
-        let options = sea_orm::TransactionOptions {
-            sqlite_transaction_mode: Some(sea_orm::SqliteTransactionMode::Immediate),
-            ..Default::default()
-        };
-        return connection.begin_with_options(options).await.expect("the turn to write");
-    }
-    let txn = connection.begin().await.expect("a transaction");
-    let tables = "SELECT CAST(tablename AS TEXT) AS name FROM pg_tables WHERE schemaname = current_schema()";
-    let tables =
-        txn.query_all_raw(Statement::from_string(DbBackend::Postgres, tables)).await.expect("tables");
-    let tables: Vec<String> = tables.iter().map(|row| row.try_get("", "name").expect("a name")).collect();
-    assert!(tables.iter().any(|name| name == "artifacts"), "{tables:?}");
-    // Nothing but a mere SELECT goes on beside it.
-    let lock = format!("LOCK TABLE {} IN EXCLUSIVE MODE", tables.join(", "));
-    txn.execute_unprepared(&lock).await.expect("locked");
-    txn
+/// All that is in the database of a suite.
+async fn rows(suite: &Suite) -> BTreeSet<String> {
+    Tables::open(&suite.url()).await.rows().await
 }
 
-async fn a_dry_run_of_much_holds_up_nobody(database: TestDatabase) {
+async fn dry_run_changes_no_row(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.unowned_ttl = Duration::ZERO).await;
     let made = create(&suite, None, 2500).await;
+    let build = BuildId::new();
+    let request = pb::PutBuildRequest {
+        build_id: build.to_string(),
+        team: TEAM.to_owned(),
+        term: Some(rpc::duration(Duration::from_secs(60))),
+        ..pb::PutBuildRequest::default()
+    };
+    suite.owners().put_build(request).await.expect("put");
+    let owned = create(&suite, Some(build), 5).await;
+    suite.clock.advance(Duration::from_secs(61));
 
-    // It does what can be done while somebody else has the sole right to write, so it never needs what a writer would wait for.
-    let connection = sea_orm::Database::connect(suite.url()).await.expect("the database");
-    let forbidden = forbid_writing(&connection).await;
-    assert_eq!(suite.collect(DryRun::Only).await.len(), made.len());
-    forbidden.rollback().await.expect("allowed again");
-    connection.close().await.expect("closed");
-
-    create(&suite, None, 1).await;
-    assert_eq!(suite.collect(DryRun::Off).await.len(), made.len() + 1);
+    let before = rows(&suite).await;
+    assert_eq!(suite.collect(DryRun::Only).await.len(), made.len() + owned.len());
+    Tables::assert_unchanged(&before, &rows(&suite).await, "a dry run");
+    assert_eq!(suite.collect(DryRun::Off).await.len(), made.len() + owned.len());
+    assert_ne!(rows(&suite).await, before);
     suite.stop().await;
 }
 

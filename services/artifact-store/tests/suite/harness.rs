@@ -81,7 +81,7 @@ impl Suite {
 /// What is marked is in its queue, and nothing else, whatever was done.
 async fn queues_are_true(url: &str) {
     const FALSE: &str = "
-        SELECT 'volume' AS what FROM volumes v LEFT JOIN marks m ON m.worker_id = v.worker_id AND m.handle = v.handle
+        SELECT 'volume' AS what FROM volumes v LEFT JOIN sweep_queue m ON m.worker_id = v.worker_id AND m.handle = v.handle
             LEFT JOIN artifacts a ON a.artifact_id = v.artifact_id AND a.state = 'deleting'
             WHERE (v.state = 'destroying') <> (m.handle IS NOT NULL AND m.number IS NULL AND m.marked_at IS NULL)
                OR (v.state = 'sweeping') <> (m.number IS NOT NULL) OR m.number <> v.judged_after
@@ -89,7 +89,7 @@ async fn queues_are_true(url: &str) {
                OR (m.marked_at IS NOT NULL AND (v.purpose <> 'replica' OR v.complete = FALSE))
                OR (m.marked_at IS NOT NULL AND m.number IS NULL AND a.artifact_id IS NULL)
         UNION ALL
-        SELECT 'mark' FROM marks m WHERE NOT EXISTS (SELECT 1 FROM volumes v WHERE v.handle = m.handle)
+        SELECT 'mark' FROM sweep_queue m WHERE NOT EXISTS (SELECT 1 FROM volumes v WHERE v.handle = m.handle)
         UNION ALL
         SELECT 'artifact' FROM artifacts a LEFT JOIN tombstones t ON t.artifact_id = a.artifact_id
             WHERE (a.state = 'deleting') <> (t.artifact_id IS NOT NULL) OR (a.state = 'deleting' AND a.look_at IS NOT NULL)

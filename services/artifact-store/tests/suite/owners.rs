@@ -87,7 +87,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     gateway.prepared(attempt).await.expect("recorded");
     gateway.complete(&planned.volumes[0].volume_handle, digest(3)).await.expect("complete");
     suite.settle(workload, Some(attempt), &[(out, digest(3))], Some(build)).await.expect("settled");
-    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
     assert_eq!(suite.get(shared).await.expect("it is there").kept_by, [format!("build {other}")]);
@@ -172,7 +172,7 @@ async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
         assert_eq!(found.kept_by.last(), Some(&format!("and {} more", half - 50)));
         assert_eq!(suite.collect(DryRun::Off).await, []);
     }
-    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
     suite.stop().await;
 }
 
@@ -254,7 +254,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     suite.delete_build(build).await.expect("deleted");
     let collected = suite.collect(DryRun::Off).await;
     assert_eq!(collected.len(), ids.len());
-    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
     suite.stop().await;
 }
 
@@ -278,7 +278,7 @@ async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: Tes
 
     let refused = artifacts.batch_add_owner(add(&[ids[0], ArtifactId::new()])).await;
     assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactNotFound);
-    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
     for _ in 0..2 {
         artifacts.batch_add_owner(add(&ids)).await.expect("owned");
     }

@@ -148,7 +148,7 @@ async fn outputs_are_never_given_to_the_build_of_another_team(database: TestData
         suite.settle(workload, Some(attempt), &[(out, digest(1))], Some(build)).await.expect("settled");
     }
     let settled = suite.get(out).await.expect("it is there");
-    assert_eq!(settled.kept_by, ["nobody: it goes when it is old"]);
+    assert_eq!(settled.kept_by, ["no owner: it goes when it is old"]);
     suite.stop().await;
 }
 

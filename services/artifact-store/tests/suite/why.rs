@@ -124,7 +124,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     let old = made_at + 12 * HOUR;
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", Some(old))]);
     assert_eq!(explained.goes(), Some(old));
-    assert_eq!(explained.why, "nobody ever owned it, and it is old");
+    assert_eq!(explained.why, "it never had an owner, and it is old");
 
     // Everything that can keep it, at once.
     let (build, of_build, user, attempt) =
@@ -503,7 +503,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
         let back = suite.undelete(artifact, None).await.expect("it is back");
         assert_eq!((back.state(), back.replicas.len()), (ArtifactState::Sealed, 1));
         assert_eq!((back.marked_at, back.marked_why.as_str()), (None, ""));
-        assert_eq!(back.kept_by, ["nobody: it is kept for a while"]);
+        assert_eq!(back.kept_by, ["no owner: it is kept for a while"]);
     }
     assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
     assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));

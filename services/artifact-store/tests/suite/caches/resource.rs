@@ -106,7 +106,7 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     assert!(yours(second).await, "it is handed on");
     assert_refused(main.renew(first).await, Reason::ClaimLost);
     assert_refused(main.put(first, artifact).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(artifact).await, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.kept_by(artifact).await, ["no owner: it goes when it is old"]);
     for _ in 0..2 {
         main.put(second, artifact).await.expect("put");
         main.renew(second).await.expect("nothing to renew any more");
@@ -167,7 +167,7 @@ async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     assert_refused(other.put(of_other, one).await, Reason::ArtifactNotFound);
     main.put(claim, one).await.expect("put");
     assert_refused(main.put(claim, two).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(two).await, ["nobody: it goes when it is old"]);
+    assert_eq!(suite.kept_by(two).await, ["no owner: it goes when it is old"]);
 
     for (team, key_digest, claim_id) in [
         ("", key(3), claim.to_string()),

@@ -133,7 +133,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     let unused_at = suite.after(Duration::ZERO);
     let went =
-        [("deleted", "somebody deleted it", deleted_at), ("unused", "nobody used it for long", unused_at)];
+        [("deleted", "a caller deleted it", deleted_at), ("unused", "it was unused for long", unused_at)];
     for (cache, (path, why, at)) in caches.iter().zip(went) {
         let explained = suite.explain(cache).await.expect("its grave");
         assert_eq!((explained.thing(), explained.state()), (Thing::TaskCache, pb::ExplainedState::Gone));
@@ -161,7 +161,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
         assert_eq!((explained.thing(), explained.label.as_str()), (Thing::ResourceCache, "git v1"));
         assert_eq!(
             (explained.state(), explained.why.as_str()),
-            (pb::ExplainedState::Gone, "somebody deleted it")
+            (pb::ExplainedState::Gone, "a caller deleted it")
         );
         assert_eq!(suite.explain_to("other", &cache).await.is_ok(), other_knows);
     }

@@ -143,7 +143,7 @@ fn what_a_cache_owns_and_is_marked_is_found() {
     accepted(&mut state, Operation::ReleaseCache { cache: 0, user }, now);
     let seconds = u32::try_from(RESOURCE_CACHE_TTL).expect("few");
     accepted(&mut state, Operation::Advance { seconds }, Outcome::Done);
-    check(&mut state, &mut Past::default(), &view).expect("nobody used it for long");
+    check(&mut state, &mut Past::default(), &view).expect("it was unused for long");
     let other = Uuid::from_u128(6);
     accepted(&mut state, ask, Outcome::Asked { cache: other, found: Found::Yours });
     let ask = Operation::AskCache { cache: 0, claim: 1, user: None };

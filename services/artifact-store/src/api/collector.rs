@@ -1,0 +1,145 @@
+//! `gantry.artifacts.v1.Collector`
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use rpc::pb::artifacts as pb;
+use tokio::sync::broadcast::{self, error::RecvError};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use crate::api::{Handlers, errors};
+use crate::gc;
+use crate::gc::dry_run::{self, WouldGo};
+use crate::policy::garbage::{Collected, Kind};
+
+/// How many messages wait for a slow reader, beside those that it misses.
+const AHEAD: usize = 1;
+
+/// How many marks one answer names, so that it fits into a message.
+const MOST_NAMED: usize = 10_000;
+
+#[tonic::async_trait]
+impl pb::collector_server::Collector for Handlers {
+    async fn collect(
+        &self,
+        request: Request<pb::CollectRequest>,
+    ) -> Result<Response<pb::CollectResponse>, Status> {
+        let WouldGo { collected, is_cut_off } =
+            match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
+                pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
+                pb::DryRun::Only => dry_run::round(&self.store, MOST_NAMED + 1).await,
+                pb::DryRun::Off => gc::full_round(&self.store, &self.stopping)
+                    .await
+                    .map(|collected| WouldGo { collected, is_cut_off: false }),
+            }
+            .map_err(|error| errors::database("collect garbage", &error))?;
+
+        let truncated = is_cut_off || collected.len() > MOST_NAMED;
+        let collected = collected.iter().take(MOST_NAMED).map(named).collect();
+        Ok(Response::new(pb::CollectResponse { collected, truncated }))
+    }
+
+    type WatchCollectionsStream =
+        Pin<Box<dyn Stream<Item = Result<pb::WatchCollectionsResponse, Status>> + Send>>;
+
+    async fn watch_collections(
+        &self,
+        _: Request<pb::WatchCollectionsRequest>,
+    ) -> Result<Response<Self::WatchCollectionsStream>, Status> {
+        let collections = self.store.feed.subscribe();
+        let (messages, stream) = mpsc::channel(AHEAD);
+        let stopping = self.stopping.clone();
+        self.tasks.spawn(async move { pass_on(collections, &messages, &stopping).await });
+        Ok(Response::new(Box::pin(ReceiverStream::new(stream).map(Ok))))
+    }
+}
+
+/// Sends what is marked until the reader leaves or the store stops.
+async fn pass_on(
+    mut collections: broadcast::Receiver<Arc<[Collected]>>,
+    messages: &mpsc::Sender<pb::WatchCollectionsResponse>,
+    stopping: &CancellationToken,
+) {
+    let mut missed = 0;
+    loop {
+        let collected = tokio::select! {
+            () = stopping.cancelled() => return,
+            () = messages.closed() => return,
+            collected = collections.recv() => collected,
+        };
+        let collected = match collected {
+            Ok(collected) => collected.iter().map(named).collect(),
+            Err(RecvError::Lagged(some)) => {
+                missed += some;
+                continue;
+            }
+            Err(RecvError::Closed) => return,
+        };
+        let message = pb::WatchCollectionsResponse { collected, missed };
+        missed = 0;
+        tokio::select! {
+            () = stopping.cancelled() => return,
+            taken = messages.send(message) => if taken.is_err() { return },
+        }
+    }
+}
+
+fn named(collected: &Collected) -> pb::Collected {
+    let thing = match collected.kind {
+        Kind::Artifact => pb::Thing::Artifact,
+        Kind::Volume => pb::Thing::Volume,
+        Kind::Container => pb::Thing::Container,
+    };
+    pb::Collected {
+        thing: thing.into(),
+        id: collected.id.to_string(),
+        why: collected.why.to_string(),
+        size_bytes: collected.size_bytes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::app::feed::CollectionFeed;
+    use crate::policy::garbage::MarkReason;
+
+    #[tokio::test]
+    async fn who_is_too_slow_is_told_how_much_was_left_out() {
+        const TOLD: u64 = 1000;
+        let collections = CollectionFeed::default();
+        let watching = collections.subscribe();
+        for _ in 0..TOLD {
+            collections.tell(&[Collected {
+                kind: Kind::Artifact,
+                id: Uuid::now_v7(),
+                why: MarkReason::NeverOwned,
+                size_bytes: 1,
+            }]);
+        }
+        drop(collections);
+        let (messages, mut stream) = mpsc::channel::<pb::WatchCollectionsResponse>(AHEAD);
+        let stopping = CancellationToken::new();
+        let read = async {
+            let (mut read, mut missed) = (0, 0);
+            while let Some(message) = stream.recv().await {
+                read += u64::try_from(message.collected.len()).expect("few");
+                missed += message.missed;
+            }
+            (read, missed)
+        };
+        let send = async {
+            pass_on(watching, &messages, &stopping).await;
+            drop(messages);
+        };
+        let ((), (read, missed)) = tokio::join!(send, read);
+        assert!(read > 0 && missed > 0);
+        assert_eq!(read + missed, TOLD);
+    }
+}

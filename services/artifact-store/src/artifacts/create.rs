@@ -1,0 +1,251 @@
+//! Artifacts that are made, or found by their bytes.
+//!
+//! Called by clients and by the streamer, and for outputs and imports. Invariant: the same call
+//! again changes nothing.
+
+use std::collections::{HashMap, HashSet};
+
+use domain::{ArtifactId, BuildId, Digest, Timestamp, WorkerId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ActiveModelTrait, ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
+    QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::inline::{self, NewTree};
+use crate::artifacts::{Located, replicas_of, with_ids};
+use crate::builds::{self, OwnerEnded};
+use crate::db::entity::{ArtifactState, artifact, owner};
+use crate::db::units;
+use crate::policy::garbage::Policy;
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CreateError {
+    #[error("artifact {0} exists already and is another")]
+    Exists(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while making an artifact")]
+    Database(#[from] DbErr),
+}
+
+/// What an artifact shall be.
+#[derive(Debug, Clone)]
+pub(crate) struct NewArtifact {
+    pub(crate) id: ArtifactId,
+    pub(crate) team: String,
+    pub(crate) label: String,
+    pub(crate) owner: Option<BuildId>,
+    /// What it is. `None`: not known yet.
+    pub(crate) tree: Option<NewTree>,
+}
+
+/// Makes an artifact: open, or sealed with its tree. The same again changes nothing.
+pub(crate) async fn create(
+    txn: &DatabaseTransaction,
+    new: &NewArtifact,
+    now: Timestamp,
+) -> Result<(), CreateError> {
+    if let Some(row) = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await? {
+        return repeated(new, &row, is_owned(txn, new).await?);
+    }
+    if let Some(build) = new.owner {
+        builds::lock_live(txn, build, &new.team).await?;
+    }
+    let row = first_row(new, now);
+    let inserted = artifact::Entity::insert(row.clone().into_active_model().reset_all())
+        .on_conflict_do_nothing_on([artifact::Column::ArtifactId])
+        .exec_without_returning(txn)
+        .await?;
+    if !matches!(inserted, sea_orm::TryInsertResult::Inserted(1)) {
+        // Another transaction made it since we looked.
+        let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
+        return match row {
+            Some(row) => repeated(new, &row, is_owned(txn, new).await?),
+            None => Err(CreateError::Exists(new.id)),
+        };
+    }
+    if let Some(tree) = &new.tree {
+        inline::keep(txn, new.id.uuid(), tree).await?;
+    }
+    if let Some(build) = new.owner {
+        builds::add(txn, build, [new.id.uuid()]).await?;
+    }
+    Ok(())
+}
+
+/// Makes artifacts of a team with one owner or none, all or none of them: each with its label, open
+/// and without bytes. The same again changes nothing.
+pub(crate) async fn create_all(
+    txn: &DatabaseTransaction,
+    new: &[NewArtifact],
+    now: Timestamp,
+) -> Result<(), CreateError> {
+    let Some(first) = new.first() else { return Ok(()) };
+    let all = new.iter().map(|new| new.id.uuid());
+    let known: HashSet<_> =
+        with_ids(txn, all.clone()).await?.into_iter().map(|row| row.artifact_id).collect();
+    let mut rows: Vec<_> =
+        new.iter().filter(|new| !known.contains(&new.id.uuid())).map(|new| first_row(new, now)).collect();
+    if !rows.is_empty() {
+        if let Some(build) = first.owner {
+            builds::lock_live(txn, build, &first.team).await?;
+        }
+        // In one order, so that no two transactions wait for each other.
+        rows.sort_unstable_by_key(|row| row.artifact_id);
+        let made = rows.iter().map(|row| row.clone().into_active_model().reset_all());
+        artifact::Entity::insert_many(made)
+            .on_conflict_do_nothing_on([artifact::Column::ArtifactId])
+            .exec_without_returning(txn)
+            .await?;
+    }
+    // As they are now: some may have been there before, or have been made by others since we
+    // looked.
+    let ours: HashSet<_> = rows.iter().map(|row| row.ordinal).collect();
+    let (made, known): (Vec<_>, Vec<_>) =
+        with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
+    let by_id: HashMap<_, _> = new.iter().map(|new| (new.id.uuid(), new)).collect();
+    let owned = match first.owner {
+        Some(build) => owned_by(txn, build, &known).await?,
+        None => HashSet::new(),
+    };
+    for row in &known {
+        if let Some(new) = by_id.get(&row.artifact_id) {
+            repeated(new, row, owned.contains(&row.artifact_id))?;
+        }
+    }
+    if let Some(build) = first.owner {
+        builds::add(txn, build, made.iter().map(|row| row.artifact_id)).await?;
+    }
+    Ok(())
+}
+
+/// Which of some artifacts a build owns.
+async fn owned_by(
+    txn: &DatabaseTransaction,
+    build: BuildId,
+    rows: &[artifact::Model],
+) -> Result<HashSet<Uuid>, DbErr> {
+    let owned: Vec<Uuid> = owner::Entity::find()
+        .select_only()
+        .column(owner::Column::ArtifactId)
+        .filter(owner::Column::BuildId.eq(build.uuid()))
+        .filter(owner::Column::ArtifactId.is_in(rows.iter().map(|row| row.artifact_id)))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    Ok(owned.into_iter().collect())
+}
+
+/// Whether the build that a new artifact names owns it.
+async fn is_owned(txn: &DatabaseTransaction, new: &NewArtifact) -> Result<bool, DbErr> {
+    let Some(build) = new.owner else { return Ok(false) };
+    Ok(owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some())
+}
+
+/// Whether a repeated call says the same as the first. `is_owned`: by the build that it names.
+fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
+    let owned = match new.owner {
+        None => !row.had_owner,
+        Some(_) => is_owned,
+    };
+    // What was made open may have become anything since.
+    let of_same_tree = match &new.tree {
+        None => !row.in_store,
+        Some(tree) => row.in_store && row.digest.as_deref() == Some(tree.digest.as_bytes()),
+    };
+    let same = row.team == new.team && row.state != ArtifactState::Deleting && owned && of_same_tree;
+    if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
+}
+
+/// The row of an artifact that has no owner yet, open and without bytes.
+pub(crate) fn unowned(id: ArtifactId, team: &str, now: Timestamp) -> artifact::Model {
+    let new = NewArtifact { id, team: team.to_owned(), label: String::new(), owner: None, tree: None };
+    first_row(&new, now)
+}
+
+fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
+    let tree = new.tree.as_ref();
+    artifact::Model {
+        artifact_id: new.id.uuid(),
+        ordinal: Uuid::now_v7(),
+        team: new.team.clone(),
+        label: new.label.clone(),
+        state: if tree.is_some() { ArtifactState::Sealed } else { ArtifactState::Open },
+        digest: tree.map(|tree| tree.digest.as_bytes().to_vec()),
+        size_bytes: tree.map_or(0, |tree| units::size_column(tree.size_bytes)),
+        had_owner: new.owner.is_some(),
+        created_at: now.0,
+        marked_at: None,
+        marked_why: None,
+        kept_until: None,
+        // An owner says when it lets go.
+        look_at: new.owner.is_none().then_some(now.0),
+        in_store: tree.is_some(),
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdoptError {
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while looking for an artifact by its digest")]
+    Database(#[from] DbErr),
+}
+
+/// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica
+/// that was not lost, on none of the workers `without`, and gives it `owner`.
+///
+/// No holder of its id loses by that: what had no owner stays as long as it would have, and without
+/// an owner it stays as long as one that is made now.
+pub(crate) async fn adopt_by_digest(
+    txn: &DatabaseTransaction,
+    team: &str,
+    digest: Digest,
+    owner: Option<BuildId>,
+    without: &[WorkerId],
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Option<Located>, AdoptError> {
+    if let Some(build) = owner {
+        builds::lock_live(txn, build, team).await?;
+    }
+    // The newest few: they are the likeliest to have a replica left.
+    let candidates = artifact::Entity::find()
+        .filter(artifact::Column::Team.eq(team))
+        .filter(artifact::Column::Digest.eq(digest.as_bytes()))
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .order_by_desc(artifact::Column::Ordinal)
+        .limit(10)
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    let mut replicas = replicas_of(txn, &candidates, "state = 'created'").await?;
+    for row in candidates {
+        let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
+        replicas.retain(|replica| !without.contains(&replica.worker));
+        let located = Located { artifact: row, replicas };
+        if !located.has_bytes() {
+            continue;
+        }
+        let row = &located.artifact;
+        let stays = match owner {
+            None => Some(now + policy.unowned_ttl),
+            Some(_) if row.had_owner => None,
+            Some(_) => Some(Timestamp(row.created_at) + policy.unowned_ttl),
+        };
+        if let Some(until) = stays.filter(|until| row.kept_until.is_none_or(|kept| kept < until.0)) {
+            artifact::Entity::update_many()
+                .col_expr(artifact::Column::KeptUntil, Expr::value(until.0))
+                .filter(artifact::Column::ArtifactId.eq(row.artifact_id))
+                .exec(txn)
+                .await?;
+        }
+        if let Some(build) = owner {
+            builds::add(txn, build, [row.artifact_id]).await?;
+        }
+        return Ok(Some(located));
+    }
+    Ok(None)
+}

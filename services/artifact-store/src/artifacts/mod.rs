@@ -1,0 +1,308 @@
+//! Artifacts: worker-independent names for bytes.
+//!
+//! ```text
+//! open ──bytes are final──▶ sealed
+//!   └───────marked─────────▶ deleting ◀──marked── sealed
+//!                               └──volumes forgotten, tombstone over──▶ (gone)
+//! ```
+//!
+//! A settled output begins sealed, and so does what is made from a small tree ([`crate::artifacts::inline`]). What is uploaded is sealed by its
+//! commit ([`crate::artifacts::replicas`]), what a worker brings along by its gateway ([`crate::inventory::imports`]). Invariant: a sealed artifact's digest and size
+//! never change; every UPDATE that seals is guarded by `state = 'open'`.
+
+pub(crate) mod access;
+mod create;
+pub(crate) mod inline;
+mod lookup;
+pub(crate) mod replicas;
+pub(crate) mod restore;
+
+use std::collections::{HashMap, HashSet};
+
+use domain::{ArtifactId, Timestamp, VolumeHandle, WorkerId};
+use sea_orm::sea_query::{Condition, Expr, ExprTrait};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, PaginatorTrait,
+    QueryFilter, QueryOrder, QuerySelect, QueryTrait, Select, Statement,
+};
+use uuid::Uuid;
+
+pub(crate) use self::lookup::Locating;
+use crate::artifacts::access::usable_by;
+pub(crate) use crate::artifacts::create::{
+    AdoptError, CreateError, NewArtifact, adopt_by_digest, create, create_all, unowned,
+};
+use crate::db::entity::{ALL_TEAMS, ArtifactState, Purpose, artifact, volume};
+use crate::db::{ids, units, volumes};
+use crate::marks::references::{self, Keepers};
+use crate::marks::sweep_queue;
+use crate::policy::garbage::{self, Policy};
+
+/// How many of the things that keep an artifact are named.
+const MOST_KEEPERS: u64 = 50;
+
+/// Where an artifact's bytes are.
+#[derive(Debug, Clone)]
+pub(crate) struct Located {
+    pub(crate) artifact: artifact::Model,
+    /// The complete replicas, the oldest first.
+    pub(crate) replicas: Vec<Replica>,
+}
+
+impl Located {
+    /// Whether its bytes are somewhere, as far as we know.
+    pub(crate) fn has_bytes(&self) -> bool {
+        !self.replicas.is_empty() || self.artifact.in_store
+    }
+}
+
+/// A volume that holds an artifact's bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct Replica {
+    pub(crate) handle: VolumeHandle,
+    pub(crate) worker: WorkerId,
+    pub(crate) size_bytes: u64,
+    pub(crate) verified: bool,
+}
+
+pub(super) async fn with_ids(
+    txn: &DatabaseTransaction,
+    ids: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<artifact::Model>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!("SELECT * FROM artifacts WHERE artifact_id IN ({})", ids::query(backend, 1));
+    let statement = Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)]);
+    artifact::Model::find_by_statement(statement).all(txn).await
+}
+
+/// An artifact of `team`, or of no team, with where it is and what keeps it. `None`: there is none.
+pub(crate) async fn get(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    id: ArtifactId,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Option<(Located, Keepers)>, DbErr> {
+    let rows = artifact::Entity::find_by_id(id.uuid())
+        .filter(artifact::Column::Team.is_in([team, ALL_TEAMS]))
+        .all(conn)
+        .await?;
+    Ok(describe(conn, rows, now, policy).await?.pop())
+}
+
+/// A page of the artifacts of `team`, the newest first.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    state: Option<ArtifactState>,
+    page: rpc::page::Page,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
+    let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
+    if let Some(state) = state {
+        query = query.filter(artifact::Column::State.eq(state));
+    }
+    if let Some(after) = page.after {
+        query = query.filter(artifact::Column::Ordinal.lt(after));
+    }
+    let rows = query.all(conn).await?;
+    describe(conn, rows, now, policy).await
+}
+
+/// A page of the sealed artifacts of `team` that something keeps and that have their bytes neither in the store nor on any other worker than these,
+/// the newest first; and the ordinals of all that were looked at.
+pub(crate) async fn list_at_risk(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    workers: &[WorkerId],
+    page: rpc::page::Page,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<(Vec<(Located, Keepers)>, Vec<Uuid>), DbErr> {
+    let elsewhere = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::Handle)
+        .filter(
+            Expr::col((volume::Entity, volume::Column::ArtifactId))
+                .equals((artifact::Entity, artifact::Column::ArtifactId)),
+        )
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(Expr::cust(volumes::COMPLETE))
+        // One that is not confirmed is none to count on.
+        .filter(Expr::cust("volumes.state = 'created'"))
+        .filter(volume::Column::WorkerId.is_not_in(workers.iter().map(|worker| worker.uuid())))
+        .into_query();
+    let mut query = of_team(team)
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .filter(artifact::Column::InStore.eq(false))
+        .filter(Expr::exists(elsewhere).not())
+        .order_by_desc(artifact::Column::Ordinal)
+        .limit(page.size);
+    if let Some(after) = page.after {
+        query = query.filter(artifact::Column::Ordinal.lt(after));
+    }
+    let rows = query.all(conn).await?;
+    let looked_at = rows.iter().map(|row| row.ordinal).collect();
+    let mut described = describe(conn, rows, now, policy).await?;
+    described.retain(|(_, keepers)| keepers.total > 0);
+    Ok((described, looked_at))
+}
+
+/// Artifacts of any team, with where they are and what keeps them. Unknown ones are left out.
+pub(crate) async fn of_ids(
+    conn: &impl ConnectionTrait,
+    ids: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
+    let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(conn).await?;
+    describe(conn, rows, now, policy).await
+}
+
+fn of_team(team: &str) -> Select<artifact::Entity> {
+    artifact::Entity::find().filter(artifact::Column::Team.eq(team))
+}
+
+/// Those of some artifacts that a team may use, and that `narrowed` leaves. Its own are looked for alone: to plan for what else it may use one
+/// ([`usable_by`]) takes longer than to find them, and a team uses others seldom.
+pub(crate) async fn usable(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    ids: &[ArtifactId],
+    narrowed: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
+) -> Result<Vec<artifact::Model>, DbErr> {
+    let found = async |ids: &[ArtifactId], allowed: Condition| {
+        narrowed(artifact::Entity::find().filter(these(conn, ids)).filter(allowed)).all(conn).await
+    };
+    let mut rows = found(ids, own(team)).await?;
+    let known: HashSet<_> = rows.iter().map(|row| row.artifact_id).collect();
+    let others: Vec<_> = ids.iter().copied().filter(|id| !known.contains(&id.uuid())).collect();
+    if !others.is_empty() {
+        rows.extend(found(&others, usable_by(team)).await?);
+    }
+    Ok(rows)
+}
+
+/// The same, of which `locked` locks the rows: with one statement, so that it does in one order.
+pub(crate) async fn lock_usable(
+    txn: &DatabaseTransaction,
+    team: &str,
+    ids: &[ArtifactId],
+    locked: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
+) -> Result<Vec<artifact::Model>, DbErr> {
+    let its_own = artifact::Entity::find().filter(these(txn, ids)).filter(own(team)).count(txn).await?;
+    let distinct = ids.iter().collect::<HashSet<_>>().len();
+    let allowed = if its_own == distinct as u64 { own(team) } else { usable_by(team) };
+    locked(artifact::Entity::find().filter(these(txn, ids)).filter(allowed)).all(txn).await
+}
+
+fn these(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
+    ids::among(conn.get_database_backend(), "artifact_id", ids.iter().map(|id| id.uuid()))
+}
+
+/// Its own, which never are another team's.
+fn own(team: &str) -> Condition {
+    Condition::all().add(artifact::Column::Team.eq(team))
+}
+
+/// Adds to each row where it is and what keeps it, by the same rules that mark it.
+async fn describe(
+    conn: &impl ConnectionTrait,
+    rows: Vec<artifact::Model>,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Vec<(Located, Keepers)>, DbErr> {
+    let live = rows.iter().filter(|row| row.state != ArtifactState::Deleting);
+    let ids: Vec<_> = live.map(|row| row.artifact_id).collect();
+    let mut keepers = references::keepers(conn, &ids, now, MOST_KEEPERS).await?;
+    let located = locate_rows(conn, rows).await?;
+    let described = located.into_iter().map(|located| {
+        let row = &located.artifact;
+        let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
+        if keepers.total == 0
+            && row.state != ArtifactState::Deleting
+            && let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, policy)
+        {
+            keepers = Keepers { first: vec![keeper], total: 1 };
+        }
+        (located, keepers)
+    });
+    Ok(described.collect())
+}
+
+/// Where the bytes of artifacts are that `team` may use, in the order asked. Unknown and deleted ones are left out.
+pub(crate) async fn locate(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    ids: &[ArtifactId],
+) -> Result<Vec<Located>, DbErr> {
+    if ids.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = usable(conn, team, ids, |rows| rows.filter(Expr::cust("state <> 'deleting'"))).await?;
+    let located = locate_rows(conn, rows).await?.into_iter();
+    Ok(in_order(ids, &located.map(|one| (one.artifact.artifact_id, one)).collect()))
+}
+
+/// Those that are known of `asked`, each once, in that order.
+fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, Located>) -> Vec<Located> {
+    let mut seen = HashSet::new();
+    let each_once = asked.iter().filter(|id| seen.insert(**id));
+    each_once.filter_map(|id| known.get(&id.uuid()).cloned()).collect()
+}
+
+pub(crate) async fn locate_rows(
+    conn: &impl ConnectionTrait,
+    rows: Vec<artifact::Model>,
+) -> Result<Vec<Located>, DbErr> {
+    let (deleted, live): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.state == ArtifactState::Deleting);
+    let mut replicas = replicas_of(conn, live, volumes::PRESENT).await?;
+    // Those that go with it are there no more.
+    let unmarked = format!("{} AND {}", volumes::PRESENT, sweep_queue::without("volumes"));
+    replicas.extend(replicas_of(conn, deleted, &unmarked).await?);
+    let located = rows.into_iter().map(|row| {
+        let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
+        Located { artifact: row, replicas }
+    });
+    Ok(located.collect())
+}
+
+/// Those of the complete replicas of artifacts of which the condition `those` is true.
+pub(super) async fn replicas_of(
+    conn: &impl ConnectionTrait,
+    artifacts: impl IntoIterator<Item = &artifact::Model>,
+    those: &str,
+) -> Result<HashMap<Uuid, Vec<Replica>>, DbErr> {
+    let ids: Vec<_> = artifacts.into_iter().map(|row| row.artifact_id).collect();
+    if ids.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows: Vec<(Uuid, Uuid, Uuid, i64, bool)> = volume::Entity::find()
+        .select_only()
+        .columns([
+            volume::Column::Handle,
+            volume::Column::ArtifactId,
+            volume::Column::WorkerId,
+            volume::Column::SizeBytes,
+            volume::Column::Verified,
+        ])
+        .filter(ids::among(conn.get_database_backend(), "artifact_id", ids))
+        .filter(Expr::cust("purpose = 'replica'"))
+        .filter(Expr::cust(volumes::COMPLETE))
+        .filter(Expr::cust(those.to_owned()))
+        .order_by_asc(volume::Column::Handle)
+        .into_tuple()
+        .all(conn)
+        .await?;
+    let mut replicas: HashMap<_, Vec<_>> = HashMap::new();
+    for (handle, artifact, worker, size_bytes, verified) in rows {
+        replicas.entry(artifact).or_default().push(Replica {
+            handle: VolumeHandle::from_uuid(handle),
+            worker: WorkerId::from_uuid(worker),
+            size_bytes: units::size(size_bytes),
+            verified,
+        });
+    }
+    Ok(replicas)
+}

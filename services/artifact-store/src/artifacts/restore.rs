@@ -1,0 +1,134 @@
+//! Bringing deleted artifacts back, while their bytes are there.
+//!
+//! Invariant: what a gateway was told to destroy stays told. A replica comes back only while its gateway was not told; handing out what is destroying
+//! ([`crate::marks`]) takes the worker's row as a writer, and a transaction that brings something back shares it, so one of them is first, and the
+//! other sees what it did. A report judges what came back only by a token that was minted after it.
+//!
+//! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes for sure.
+//!
+//! The parent of a replica that comes back may be marked, too. It stays so and is not handed out, for it has a child that is not sweeping.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use domain::{ArtifactId, BuildId, Timestamp};
+use sea_orm::sea_query::Expr;
+use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, QueryFilter, QuerySelect};
+
+use crate::builds::{self, OwnerEnded};
+use crate::db::entity::{ArtifactState, Purpose, State, artifact, volume};
+use crate::marks::{self, Wait};
+use crate::marks::{sweep_queue, tombstones};
+
+/// What keeps an artifact that comes back.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum KeptBy {
+    Build(BuildId),
+    /// No owner, for a while.
+    Reprieve(Duration),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UndeleteError {
+    #[error("no artifact {0} in this team")]
+    NotFound(ArtifactId),
+    #[error("artifact {0} is not sealed: there is nothing to bring back")]
+    Open(ArtifactId),
+    #[error("every copy of the bytes of artifact {0} is gone or going")]
+    BytesGone(ArtifactId),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while bringing an artifact back")]
+    Database(#[from] DbErr),
+}
+
+/// Brings an artifact of `team` back if it is deleted, and keeps it.
+pub(crate) async fn undelete(
+    txn: &DatabaseTransaction,
+    team: &str,
+    id: ArtifactId,
+    kept_by: KeptBy,
+    now: Timestamp,
+) -> Result<(), UndeleteError> {
+    let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
+    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    if let KeptBy::Build(build) = kept_by {
+        builds::lock_live(txn, build, team).await?;
+    }
+    let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
+    let Some(row) = row.filter(|row| row.team == team) else { return Err(UndeleteError::NotFound(id)) };
+
+    let mut keep = artifact::Entity::update_many()
+        .col_expr(artifact::Column::LookAt, Expr::value(now.0))
+        .filter(artifact::Column::ArtifactId.eq(id.uuid()));
+    if row.state == ArtifactState::Open {
+        return Err(UndeleteError::Open(id));
+    }
+    restore(txn, &row, id).await?;
+    if row.state == ArtifactState::Deleting {
+        tombstones::take_back(txn, row.artifact_id).await?;
+        keep = keep
+            .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
+            .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
+            .col_expr(artifact::Column::MarkedWhy, Expr::value(None::<String>));
+    }
+    if let KeptBy::Reprieve(keep_for) = kept_by {
+        let until = Ord::max(row.kept_until, Some((now + keep_for).0));
+        keep = keep.col_expr(artifact::Column::KeptUntil, Expr::value(until));
+    }
+    keep.exec(txn).await?;
+    if let KeptBy::Build(build) = kept_by {
+        builds::add(txn, build, [id.uuid()]).await?;
+    }
+    Ok(())
+}
+
+/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. What was dropped stays so
+/// while anything else has the bytes for sure.
+async fn restore(
+    txn: &DatabaseTransaction,
+    row: &artifact::Model,
+    id: ArtifactId,
+) -> Result<(), UndeleteError> {
+    // In one statement: a report may find what is lost between two.
+    let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
+    let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
+    let dropped: HashSet<_> = replicas.iter().filter(|it| is_dropped(it)).map(|it| it.handle).collect();
+    let are_lost = replicas.iter().all(|it| it.state == State::Lost);
+    if are_lost && !row.in_store {
+        return Err(UndeleteError::BytesGone(id));
+    }
+    // One that is not confirmed may prove to be lost.
+    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
+    sweep_queue::show(txn, &mut replicas).await?;
+    let marked = replicas.iter().filter(|it| it.state == State::Destroying);
+    let marked = marked.filter(|it| !bytes_are_sure || !dropped.contains(&it.handle));
+    let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
+    Ok(marks::unmark_volumes(txn, &marked).await?)
+}
+
+/// Whether a replica is marked for a reason of its own: its row says so.
+fn is_dropped(replica: &volume::Model) -> bool {
+    replica.state == State::Destroying
+}
+
+/// The replicas with which an artifact can come back: they hold its bytes, were there when they were marked, and no gateway was told to destroy them.
+pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
+    complete_replicas(row).filter(is_restorable(row))
+}
+
+fn is_restorable(row: &artifact::Model) -> Condition {
+    let there = Condition::any().add(volume::Column::State.is_in(State::PRESENT)).add(
+        Condition::all()
+            .add(volume::Column::State.eq(State::Destroying))
+            .add(volume::Column::MarkedFrom.is_in(State::PRESENT)),
+    );
+    Condition::all().add(volume::Column::Digest.eq(row.digest.clone())).add(there)
+}
+
+fn complete_replicas(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
+    volume::Entity::find()
+        .filter(volume::Column::ArtifactId.eq(row.artifact_id))
+        .filter(volume::Column::Purpose.eq(Purpose::Replica))
+        .filter(volume::Column::Complete.eq(true))
+}

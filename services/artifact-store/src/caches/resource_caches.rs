@@ -1,0 +1,480 @@
+//! Resource caches: found or made, put, used, deleted.
+
+use std::time::Duration;
+
+use domain::{ArtifactId, BuildId, CacheId, ClaimId, Digest, Timestamp, WorkloadId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
+    EntityTrait, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::Located;
+use crate::builds::{self, OwnerEnded};
+use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
+use crate::db::ids;
+use crate::holders::{self, HolderError};
+use crate::marks::cache_uses;
+use crate::marks::deletion_log::{self, LogEntry};
+use crate::policy::retention::CacheEndReason;
+
+/// What uses a cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum User {
+    Build(BuildId),
+    Workload(WorkloadId),
+}
+
+impl User {
+    fn columns(self) -> (UserKind, Uuid) {
+        match self {
+            Self::Build(build) => (UserKind::Build, build.uuid()),
+            Self::Workload(workload) => (UserKind::Workload, workload.uuid()),
+        }
+    }
+}
+
+/// A build or workload cannot use a cache.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UserError {
+    #[error(transparent)]
+    Build(#[from] OwnerEnded),
+    #[error(transparent)]
+    Workload(#[from] HolderError),
+    #[error("workload {0} was settled before")]
+    Settled(WorkloadId),
+}
+
+/// Locks a user that goes on, so that it does not end before the caller commits.
+async fn lock_user(
+    txn: &DatabaseTransaction,
+    user: User,
+    team: &str,
+    now: Timestamp,
+) -> Result<(), UserError> {
+    match user {
+        User::Build(build) => {
+            builds::lock_live(txn, build, team).await?;
+        }
+        User::Workload(workload) => {
+            let holder = holders::lock(txn, workload, team, now).await?;
+            if holder.settled_at.is_some() {
+                return Err(UserError::Settled(workload));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Writes down that a user that was locked uses a cache that was locked.
+async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(), DbErr> {
+    let (user_kind, user_id) = user.columns();
+    let row =
+        cache_use::ActiveModel { cache_id: Set(cache), user_kind: Set(user_kind), user_id: Set(user_id) };
+    cache_use::Entity::insert(row)
+        .on_conflict_do_nothing_on([
+            cache_use::Column::CacheId,
+            cache_use::Column::UserKind,
+            cache_use::Column::UserId,
+        ])
+        .exec_without_returning(txn)
+        .await
+        .map(drop)
+}
+
+/// A request for a cache.
+#[derive(Debug, Clone)]
+pub(crate) struct Ask {
+    pub(crate) team: String,
+    /// Whether the cache is one for every team.
+    pub(crate) shared: bool,
+    pub(crate) key: Digest,
+    pub(crate) claim: ClaimId,
+    pub(crate) resource_type: String,
+    pub(crate) version: String,
+    pub(crate) params: String,
+    pub(crate) user: Option<User>,
+}
+
+impl Ask {
+    fn scope(&self) -> &str {
+        if self.shared { ALL_TEAMS } else { &self.team }
+    }
+}
+
+/// The answer to a request for a cache.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// It is there.
+    Ready(Box<Located>),
+    /// It is the asker's to make.
+    Yours,
+    /// Under this claim.
+    BeingMade(ClaimId),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FindError {
+    #[error("claim {0} was used for another cache")]
+    ClaimTaken(ClaimId),
+    #[error(transparent)]
+    User(#[from] UserError),
+    #[error("database failed while looking for a resource cache")]
+    Database(#[from] DbErr),
+}
+
+/// Finds a cache, or hands it to the caller to make: of all that ask at once, to one.
+pub(crate) async fn find_or_create(
+    txn: &DatabaseTransaction,
+    ask: &Ask,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(CacheId, Found), FindError> {
+    if let Some(user) = ask.user {
+        lock_user(txn, user, &ask.team, now).await?;
+    }
+    let row = lock(txn, ask, now, term).await?;
+    let found = match with_bytes(txn, row.artifact_id).await? {
+        Some(located) => {
+            resource_cache::Entity::update_many()
+                .col_expr(resource_cache::Column::LastUsed, Expr::value(now.0))
+                .filter(resource_cache::Column::CacheId.eq(row.cache_id))
+                .exec(txn)
+                .await?;
+            Found::Ready(Box::new(located))
+        }
+        None => {
+            let claim = ClaimId::from_uuid(row.claim_id);
+            let goes_on = row.claimed_until.is_some_and(|until| until > now.0);
+            if goes_on && claim != ask.claim {
+                Found::BeingMade(claim)
+            } else {
+                claim_it(txn, &row, ask, now, term).await?;
+                Found::Yours
+            }
+        }
+    };
+    if let Some(user) = ask.user {
+        add_use(txn, row.cache_id, user).await?;
+    }
+    Ok((CacheId::from_uuid(row.cache_id), found))
+}
+
+/// Finds or makes the row of a cache, claimed by the asker, and locks it.
+async fn lock(
+    txn: &DatabaseTransaction,
+    ask: &Ask,
+    now: Timestamp,
+    term: Duration,
+) -> Result<resource_cache::Model, FindError> {
+    let claimed_until = (now + term).0;
+    let fresh = resource_cache::Model {
+        cache_id: CacheId::new().uuid(),
+        scope: ask.scope().to_owned(),
+        key_digest: ask.key.as_bytes().to_vec(),
+        resource_type: ask.resource_type.clone(),
+        version: ask.version.clone(),
+        params: ask.params.clone(),
+        team: ask.team.clone(),
+        claim_id: ask.claim.uuid(),
+        claimed_until: Some(claimed_until),
+        artifact_id: None,
+        last_used: now.0,
+        created_at: now.0,
+        look_at: claimed_until,
+    };
+    let by_claim =
+        || resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(ask.claim.uuid()));
+    let taken =
+        |row: &resource_cache::Model| row.scope != ask.scope() || row.key_digest != ask.key.as_bytes();
+    if by_claim().one(txn).await?.is_some_and(|row| taken(&row)) {
+        return Err(FindError::ClaimTaken(ask.claim));
+    }
+    resource_cache::Entity::insert(fresh.into_active_model().reset_all())
+        .on_conflict_do_nothing_on([resource_cache::Column::Scope, resource_cache::Column::KeyDigest])
+        .exec_without_returning(txn)
+        .await?;
+    let row = resource_cache::Entity::find()
+        .filter(resource_cache::Column::Scope.eq(ask.scope()))
+        .filter(resource_cache::Column::KeyDigest.eq(ask.key.as_bytes()))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
+    // It may have gone since: a caller that asks again makes it.
+    row.ok_or_else(|| DbErr::RecordNotFound("a resource cache that was just there".to_owned()).into())
+}
+
+/// Gives a cache that is not there to the asker to make. What it owned is lost, and let go.
+async fn claim_it(
+    txn: &DatabaseTransaction,
+    row: &resource_cache::Model,
+    ask: &Ask,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), DbErr> {
+    if row.artifact_id.is_some() {
+        let_go(txn, row.artifact_id, now).await?;
+    }
+    let claimed_until = (now + term).0;
+    resource_cache::Entity::update_many()
+        .col_expr(resource_cache::Column::Team, Expr::value(&*ask.team))
+        .col_expr(resource_cache::Column::ResourceType, Expr::value(&*ask.resource_type))
+        .col_expr(resource_cache::Column::Version, Expr::value(&*ask.version))
+        .col_expr(resource_cache::Column::Params, Expr::value(&*ask.params))
+        .col_expr(resource_cache::Column::ClaimId, Expr::value(ask.claim.uuid()))
+        .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(claimed_until))
+        .col_expr(resource_cache::Column::ArtifactId, Expr::value(None::<Uuid>))
+        .col_expr(resource_cache::Column::LookAt, Expr::value(claimed_until))
+        .filter(resource_cache::Column::CacheId.eq(row.cache_id))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// A claim is not valid.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ClaimError {
+    #[error("claim {0} is lost")]
+    Lost(ClaimId),
+    #[error(transparent)]
+    Artifact(#[from] HandOverError),
+    #[error("database failed while looking for a claim")]
+    Database(#[from] DbErr),
+}
+
+/// The cache that is made under a claim of `team`, or was, locked.
+async fn lock_claimed(
+    txn: &DatabaseTransaction,
+    team: &str,
+    claim: ClaimId,
+) -> Result<resource_cache::Model, ClaimError> {
+    let row = resource_cache::Entity::find()
+        .filter(resource_cache::Column::ClaimId.eq(claim.uuid()))
+        .filter(resource_cache::Column::Team.eq(team))
+        .lock_exclusive()
+        .one(txn)
+        .await?;
+    row.ok_or(ClaimError::Lost(claim))
+}
+
+/// Whether the holder of the claim of a cache may still put something.
+fn is_being_made(row: &resource_cache::Model, now: Timestamp) -> bool {
+    row.artifact_id.is_none() && row.claimed_until.is_some_and(|until| until > now.0)
+}
+
+/// Renews a claim. One under which the cache was made needs no more renewing.
+pub(crate) async fn renew(
+    txn: &DatabaseTransaction,
+    team: &str,
+    claim: ClaimId,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), ClaimError> {
+    let row = lock_claimed(txn, team, claim).await?;
+    match row.claimed_until {
+        None => Ok(()),
+        Some(until) if until <= now.0 => Err(ClaimError::Lost(claim)),
+        Some(_) => {
+            resource_cache::Entity::update_many()
+                .col_expr(resource_cache::Column::ClaimedUntil, Expr::value((now + term).0))
+                .filter(resource_cache::Column::CacheId.eq(row.cache_id))
+                .exec(txn)
+                .await?;
+            Ok(())
+        }
+    }
+}
+
+/// Makes a cache ready, under a claim that is valid.
+pub(crate) async fn put(
+    txn: &DatabaseTransaction,
+    team: &str,
+    claim: ClaimId,
+    id: ArtifactId,
+    now: Timestamp,
+    ttl: Duration,
+) -> Result<CacheId, ClaimError> {
+    let row = lock_claimed(txn, team, claim).await?;
+    let cache = CacheId::from_uuid(row.cache_id);
+    if row.artifact_id == Some(id.uuid()) {
+        return Ok(cache);
+    }
+    if !is_being_made(&row, now) {
+        return Err(ClaimError::Lost(claim));
+    }
+    hand_over(txn, team, id, None, now).await?;
+    make_ready(txn, row.cache_id, id, now, ttl).await?;
+    Ok(cache)
+}
+
+/// The cache that is being made under a claim of `team` that is valid, locked.
+pub(super) async fn lock_being_made(
+    txn: &DatabaseTransaction,
+    team: &str,
+    claim: ClaimId,
+    now: Timestamp,
+) -> Result<Option<resource_cache::Model>, DbErr> {
+    match lock_claimed(txn, team, claim).await {
+        Ok(row) => Ok(Some(row).filter(|row| is_being_made(row, now))),
+        Err(ClaimError::Lost(_) | ClaimError::Artifact(HandOverError::NotSealed(_))) => Ok(None),
+        Err(ClaimError::Database(error) | ClaimError::Artifact(HandOverError::Database(error))) => Err(error),
+    }
+}
+
+/// Makes a cache ready that is locked and being made.
+pub(super) async fn make_ready(
+    txn: &DatabaseTransaction,
+    cache: Uuid,
+    artifact: ArtifactId,
+    now: Timestamp,
+    ttl: Duration,
+) -> Result<(), DbErr> {
+    resource_cache::Entity::update_many()
+        .col_expr(resource_cache::Column::ArtifactId, Expr::value(artifact.uuid()))
+        .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(None::<i64>))
+        .col_expr(resource_cache::Column::LastUsed, Expr::value(now.0))
+        .col_expr(resource_cache::Column::LookAt, Expr::value((now + ttl).0))
+        .filter(resource_cache::Column::CacheId.eq(cache))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// A cache cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UseError {
+    #[error("no resource cache {0} for this team")]
+    NotFound(CacheId),
+    #[error(transparent)]
+    User(#[from] UserError),
+    #[error("database failed while using a resource cache")]
+    Database(#[from] DbErr),
+}
+
+/// Locks a cache that is answered to `team`.
+async fn lock_for(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+) -> Result<Option<resource_cache::Model>, DbErr> {
+    resource_cache::Entity::find_by_id(cache.uuid())
+        .filter(resource_cache::Column::Scope.is_in([team, ALL_TEAMS]))
+        .lock_exclusive()
+        .one(txn)
+        .await
+}
+
+/// Writes down that a cache is used.
+pub(crate) async fn use_it(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+    user: User,
+    now: Timestamp,
+) -> Result<(), UseError> {
+    lock_user(txn, user, team, now).await?;
+    let row = lock_for(txn, team, cache).await?.ok_or(UseError::NotFound(cache))?;
+    add_use(txn, row.cache_id, user).await?;
+    touch(txn, row.cache_id, now).await?;
+    Ok(())
+}
+
+/// Ends a use.
+pub(crate) async fn release(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+    user: User,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    let Some(row) = lock_for(txn, team, cache).await? else { return Ok(()) };
+    let (user_kind, user_id) = user.columns();
+    let gone = cache_use::Entity::delete_by_id((row.cache_id, user_kind, user_id)).exec(txn).await?;
+    if gone.rows_affected > 0 {
+        touch(txn, row.cache_id, now).await?;
+    }
+    Ok(())
+}
+
+async fn touch(txn: &DatabaseTransaction, cache: Uuid, now: Timestamp) -> Result<(), DbErr> {
+    resource_cache::Entity::update_many()
+        .col_expr(resource_cache::Column::LastUsed, Expr::value(now.0))
+        .filter(resource_cache::Column::CacheId.eq(cache))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// A cache cannot be deleted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DeleteError {
+    #[error("this team made no resource cache {0}")]
+    NotFound(CacheId),
+    #[error("resource cache {0} is used")]
+    InUse(CacheId),
+    #[error("database failed while deleting a resource cache")]
+    Database(#[from] DbErr),
+}
+
+/// Deletes a cache that `team` made and that is neither used nor being made.
+pub(crate) async fn delete(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+    now: Timestamp,
+    tombstone: Duration,
+) -> Result<(), DeleteError> {
+    let row = resource_cache::Entity::find_by_id(cache.uuid())
+        .filter(resource_cache::Column::Team.eq(team))
+        .lock_exclusive()
+        .one(txn)
+        .await?
+        .ok_or(DeleteError::NotFound(cache))?;
+    let uses = cache_uses::uses(txn, &[row.cache_id], now).await?;
+    if uses.values().any(|uses| uses.used) {
+        return Err(DeleteError::InUse(cache));
+    }
+    let_go(txn, row.artifact_id, now).await?;
+    remove(txn, &[row.cache_id]).await?;
+    deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, CacheEndReason::Deleted)], now, tombstone)
+        .await?;
+    Ok(())
+}
+
+/// Removes the rows of caches that are locked.
+pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<(), DbErr> {
+    let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
+    cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
+    resource_cache::Entity::delete_many().filter(those()).exec(txn).await.map(drop)
+}
+
+/// Gives every claim at least a full `term` from `now`: its maker could perhaps not renew it.
+pub(crate) async fn extend_terms(
+    txn: &DatabaseTransaction,
+    now: Timestamp,
+    term: Duration,
+) -> Result<(), DbErr> {
+    resource_cache::Entity::update_many()
+        .col_expr(resource_cache::Column::ClaimedUntil, Expr::value((now + term).0))
+        .filter(resource_cache::Column::ClaimedUntil.lt((now + term).0))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// A page of the caches that are answered to `team`, the oldest first.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    page: rpc::page::Page,
+) -> Result<Vec<resource_cache::Model>, DbErr> {
+    resource_cache::Entity::find()
+        .filter(resource_cache::Column::Scope.is_in([team, ALL_TEAMS]))
+        .filter(resource_cache::Column::CacheId.gt(page.after.unwrap_or_default()))
+        .order_by_asc(resource_cache::Column::CacheId)
+        .limit(page.size)
+        .all(conn)
+        .await
+}

@@ -1,0 +1,354 @@
+//! Task caches: found or made, used by workloads, given their next version, deleted.
+//!
+//! A workload uses the caches that it finds as directories from when it is pinned until it is settled. Which version it finds is decided when it is
+//! prepared ([`latest`]), and kept from then on by the volume that starts with it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::time::Duration;
+
+use domain::{ArtifactId, CacheId, Timestamp, WorkloadId};
+use sea_orm::sea_query::{Expr, OnConflict};
+use sea_orm::{
+    ActiveModelTrait, ActiveValue::Set, ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr,
+    EntityTrait, IntoActiveModel, QueryFilter, QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::{self, Located};
+use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::db::entity::{ArtifactState, artifact, task_cache, task_cache_use};
+use crate::db::ids;
+use crate::db::units::micros;
+use crate::marks::deletion_log::{self, LogEntry};
+use crate::policy::retention::CacheEndReason;
+
+/// How many are deleted in one transaction.
+pub(crate) const BATCH: u64 = 500;
+
+/// What a task cache is of.
+#[derive(Debug, Clone)]
+pub(crate) struct Key {
+    pub(crate) team: String,
+    pub(crate) job: String,
+    pub(crate) step: String,
+    pub(crate) path: String,
+}
+
+/// Finds or makes a cache, which counts as use, and answers what it owns, if the bytes are left.
+pub(crate) async fn find_or_create(
+    txn: &DatabaseTransaction,
+    key: &Key,
+    ttl: Duration,
+    now: Timestamp,
+) -> Result<(CacheId, Option<Located>), DbErr> {
+    let fresh = task_cache::Model {
+        cache_id: CacheId::new().uuid(),
+        team: key.team.clone(),
+        job: key.job.clone(),
+        step: key.step.clone(),
+        path: key.path.clone(),
+        artifact_id: None,
+        ttl: micros(ttl),
+        last_used: now.0,
+        created_at: now.0,
+        look_at: (now + ttl).0,
+    };
+    let of_key = [
+        task_cache::Column::Team,
+        task_cache::Column::Job,
+        task_cache::Column::Step,
+        task_cache::Column::Path,
+    ];
+    let used = [task_cache::Column::Ttl, task_cache::Column::LastUsed, task_cache::Column::LookAt];
+    let row = task_cache::Entity::insert(fresh.into_active_model().reset_all())
+        .on_conflict(OnConflict::columns(of_key).update_columns(used).to_owned())
+        .exec_with_returning(txn)
+        .await?;
+    let located = with_bytes(txn, row.artifact_id).await?;
+    Ok((CacheId::from_uuid(row.cache_id), located))
+}
+
+/// A cache cannot be given a version.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PublishError {
+    #[error("no task cache {0} in this team")]
+    NotFound(CacheId),
+    #[error(transparent)]
+    Artifact(#[from] HandOverError),
+    #[error("database failed while publishing a task cache")]
+    Database(#[from] DbErr),
+}
+
+/// Gives a cache its next version, and lets go of the one before.
+pub(crate) async fn publish(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+    artifact: ArtifactId,
+    now: Timestamp,
+) -> Result<(), PublishError> {
+    let row = lock(txn, team, cache).await?.ok_or(PublishError::NotFound(cache))?;
+    hand_over(txn, team, artifact, row.artifact_id, now).await?;
+    set_version(txn, cache, artifact, now).await?;
+    Ok(())
+}
+
+/// A cache of `team`, locked.
+pub(super) async fn lock(
+    txn: &DatabaseTransaction,
+    team: &str,
+    cache: CacheId,
+) -> Result<Option<task_cache::Model>, DbErr> {
+    task_cache::Entity::find_by_id(cache.uuid())
+        .filter(task_cache::Column::Team.eq(team))
+        .lock_exclusive()
+        .one(txn)
+        .await
+}
+
+/// Writes down the next version of a cache that is locked.
+pub(super) async fn set_version(
+    txn: &DatabaseTransaction,
+    cache: CacheId,
+    artifact: ArtifactId,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    task_cache::Entity::update_many()
+        .col_expr(task_cache::Column::ArtifactId, Expr::value(artifact.uuid()))
+        .col_expr(task_cache::Column::LastUsed, Expr::value(now.0))
+        .filter(task_cache::Column::CacheId.eq(cache.uuid()))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// Caches of `team`, locked in the order of their ids.
+pub(super) async fn lock_all(
+    txn: &DatabaseTransaction,
+    team: &str,
+    caches: BTreeSet<Uuid>,
+) -> Result<BTreeMap<Uuid, task_cache::Model>, DbErr> {
+    if caches.is_empty() {
+        return Ok(BTreeMap::new());
+    }
+    let rows = task_cache::Entity::find()
+        .filter(task_cache::Column::CacheId.is_in(caches))
+        .filter(task_cache::Column::Team.eq(team))
+        .order_by_asc(task_cache::Column::CacheId)
+        .lock_exclusive()
+        .all(txn)
+        .await?;
+    Ok(rows.into_iter().map(|row| (row.cache_id, row)).collect())
+}
+
+/// A cache cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum UseError {
+    #[error("no task cache {0} in this team")]
+    NotFound(CacheId),
+    #[error("database failed while using a task cache")]
+    Database(#[from] DbErr),
+}
+
+/// Writes down that a workload, whose holder is locked, uses caches, all or none. Answers where their latest versions are.
+pub(crate) async fn use_them(
+    txn: &DatabaseTransaction,
+    team: &str,
+    holder: WorkloadId,
+    caches: &[CacheId],
+    now: Timestamp,
+) -> Result<Vec<Located>, UseError> {
+    if caches.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = lock_all(txn, team, caches.iter().map(|cache| cache.uuid()).collect()).await?;
+    if let Some(unknown) = caches.iter().find(|cache| !rows.contains_key(&cache.uuid())) {
+        return Err(UseError::NotFound(*unknown));
+    }
+    let uses = rows
+        .keys()
+        .map(|cache| task_cache_use::ActiveModel { cache_id: Set(*cache), holder_id: Set(holder.uuid()) });
+    task_cache_use::Entity::insert_many(uses)
+        .on_conflict_do_nothing_on([task_cache_use::Column::CacheId, task_cache_use::Column::HolderId])
+        .exec_without_returning(txn)
+        .await?;
+    touch(txn, rows.keys().copied(), now).await?;
+    let versions = rows.values().filter_map(|row| row.artifact_id);
+    Ok(sealed_with_bytes(txn, versions).await?)
+}
+
+/// Of these artifacts those that are sealed and whose bytes are left.
+async fn sealed_with_bytes(
+    txn: &DatabaseTransaction,
+    artifacts: impl Iterator<Item = Uuid>,
+) -> Result<Vec<Located>, DbErr> {
+    let artifacts: Vec<_> = artifacts.collect();
+    if artifacts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let rows = artifact::Entity::find()
+        .filter(artifact::Column::ArtifactId.is_in(artifacts))
+        .filter(artifact::Column::State.eq(ArtifactState::Sealed))
+        .all(txn)
+        .await?;
+    let located = artifacts::locate_rows(txn, rows).await?;
+    Ok(located.into_iter().filter(Located::has_bytes).collect())
+}
+
+async fn touch(
+    txn: &DatabaseTransaction,
+    caches: impl IntoIterator<Item = Uuid>,
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    task_cache::Entity::update_many()
+        .col_expr(task_cache::Column::LastUsed, Expr::value(now.0))
+        .filter(task_cache::Column::CacheId.is_in(caches))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// The caches that a workload uses.
+pub(crate) async fn used_by(txn: &DatabaseTransaction, holder: WorkloadId) -> Result<Vec<Uuid>, DbErr> {
+    task_cache_use::Entity::find()
+        .select_only()
+        .column(task_cache_use::Column::CacheId)
+        .filter(task_cache_use::Column::HolderId.eq(holder.uuid()))
+        .into_tuple()
+        .all(txn)
+        .await
+}
+
+/// Ends the uses of a workload. The caches are locked.
+pub(super) async fn end_uses(
+    txn: &DatabaseTransaction,
+    holder: WorkloadId,
+    caches: &[Uuid],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    if caches.is_empty() {
+        return Ok(());
+    }
+    touch(txn, caches.iter().copied(), now).await?;
+    task_cache_use::Entity::delete_many()
+        .filter(task_cache_use::Column::HolderId.eq(holder.uuid()))
+        .exec(txn)
+        .await
+        .map(drop)
+}
+
+/// Which of these caches workloads use.
+pub(crate) async fn in_use(conn: &impl ConnectionTrait, caches: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
+    if caches.is_empty() {
+        return Ok(HashSet::new());
+    }
+    let used: Vec<Uuid> = task_cache_use::Entity::find()
+        .select_only()
+        .column(task_cache_use::Column::CacheId)
+        .distinct()
+        .filter(ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied()))
+        .into_tuple()
+        .all(conn)
+        .await?;
+    Ok(used.into_iter().collect())
+}
+
+/// What caches of `team` have now, of those that have something with bytes. It stays theirs until the caller commits.
+pub(crate) async fn latest(
+    txn: &DatabaseTransaction,
+    team: &str,
+    caches: &[CacheId],
+) -> Result<HashMap<CacheId, ArtifactId>, DbErr> {
+    if caches.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let rows = task_cache::Entity::find()
+        .filter(task_cache::Column::CacheId.is_in(caches.iter().map(|cache| cache.uuid())))
+        .filter(task_cache::Column::Team.eq(team))
+        .order_by_asc(task_cache::Column::CacheId)
+        .lock_shared()
+        .all(txn)
+        .await?;
+    let located = sealed_with_bytes(txn, rows.iter().filter_map(|row| row.artifact_id)).await?;
+    let there: HashSet<_> = located.iter().map(|located| located.artifact.artifact_id).collect();
+    let version = |row: &task_cache::Model| {
+        let version = row.artifact_id.filter(|version| there.contains(version))?;
+        Some((CacheId::from_uuid(row.cache_id), ArtifactId::from_uuid(version)))
+    };
+    Ok(rows.iter().filter_map(version).collect())
+}
+
+/// Which caches of a team are meant.
+#[derive(Debug, Clone)]
+pub(crate) enum Which {
+    One(CacheId),
+    /// Those of a job; of a step, and of a path.
+    Of {
+        job: String,
+        step: Option<String>,
+        path: Option<String>,
+    },
+}
+
+/// Deletes caches, a batch at most. Answers how many.
+pub(crate) async fn delete(
+    txn: &DatabaseTransaction,
+    team: &str,
+    which: &Which,
+    now: Timestamp,
+    tombstone: Duration,
+) -> Result<u64, DbErr> {
+    let mut query = task_cache::Entity::find().filter(task_cache::Column::Team.eq(team));
+    query = match which {
+        Which::One(cache) => query.filter(task_cache::Column::CacheId.eq(cache.uuid())),
+        Which::Of { job, step, path } => {
+            query = query.filter(task_cache::Column::Job.eq(&**job));
+            if let Some(step) = step {
+                query = query.filter(task_cache::Column::Step.eq(&**step));
+            }
+            if let Some(path) = path {
+                query = query.filter(task_cache::Column::Path.eq(&**path));
+            }
+            query
+        }
+    };
+    let rows = query.order_by_asc(task_cache::Column::CacheId).limit(BATCH).lock_exclusive().all(txn).await?;
+    if rows.is_empty() {
+        return Ok(0);
+    }
+    let_go(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
+    let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
+    let entries: Vec<_> =
+        rows.iter().map(|row| LogEntry::of_task_cache(row, CacheEndReason::Deleted)).collect();
+    deletion_log::append(txn, &entries, now, tombstone).await?;
+    Ok(gone)
+}
+
+/// Removes the rows of caches that are locked, used or not. Answers how many.
+pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<u64, DbErr> {
+    if caches.is_empty() {
+        return Ok(0);
+    }
+    let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
+    task_cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
+    let gone = task_cache::Entity::delete_many().filter(those()).exec(txn).await?;
+    Ok(gone.rows_affected)
+}
+
+/// A page of the caches of `team`, or of one job of it, the oldest first.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    team: &str,
+    job: Option<&str>,
+    page: rpc::page::Page,
+) -> Result<Vec<task_cache::Model>, DbErr> {
+    let mut query = task_cache::Entity::find()
+        .filter(task_cache::Column::Team.eq(team))
+        .filter(task_cache::Column::CacheId.gt(page.after.unwrap_or_default()))
+        .order_by_asc(task_cache::Column::CacheId)
+        .limit(page.size);
+    if let Some(job) = job {
+        query = query.filter(task_cache::Column::Job.eq(job));
+    }
+    query.all(conn).await
+}

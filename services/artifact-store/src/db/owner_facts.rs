@@ -1,0 +1,118 @@
+//! What the retention rules need to know of the rows of owners.
+//!
+//! Called by the collector, by explanations and by the modules of these owners.
+//! [`crate::policy::retention`] has the rules.
+
+use std::time::Duration;
+
+use domain::Timestamp;
+
+use super::entity::{BuildStatus, build, resource_cache, task_cache};
+use crate::policy::retention::{Build, BuildEnd, CacheEndReason, ReleaseTime, ResourceCache, Uses};
+
+impl resource_cache::Model {
+    /// What it is called, for people.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {}", self.resource_type, self.version).trim().to_owned()
+    }
+
+    /// Why it goes when it goes by itself.
+    pub(crate) fn goes(&self) -> CacheEndReason {
+        if self.claimed_until.is_some() { CacheEndReason::NotMade } else { CacheEndReason::Unused }
+    }
+
+    /// When it goes by itself though it is used, if all that uses it ends by itself.
+    pub(crate) fn goes_at(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
+        let last_use = uses.last_end.map_or(self.last_used, |end| Ord::max(self.last_used, end.0));
+        (!uses.endless).then(|| Timestamp(last_use) + ttl)
+    }
+
+    /// What the rule needs to know of it.
+    pub(crate) fn standing(&self, uses: Uses) -> ResourceCache {
+        match self.claimed_until {
+            Some(until) => ResourceCache::BeingMade { claimed_until: Timestamp(until) },
+            None => {
+                let ended = uses.ended.map_or(i64::MIN, |ended| ended.0);
+                let last_used = Timestamp(Ord::max(self.last_used, ended));
+                ResourceCache::Ready { used: uses.used, last_used }
+            }
+        }
+    }
+}
+
+impl task_cache::Model {
+    /// What it is called, for people.
+    pub(crate) fn name(&self) -> String {
+        format!("{} {} {}", self.job, self.step, self.path)
+    }
+
+    /// `used`: a workload that was not settled uses it.
+    pub(crate) fn lets_go(&self, used: bool) -> ReleaseTime {
+        if used {
+            return ReleaseTime::NotYet;
+        }
+        ReleaseTime::At(Timestamp(self.last_used.saturating_add(self.ttl)))
+    }
+}
+
+impl build::Model {
+    /// What the rule needs to know of a build that ends so.
+    pub(crate) fn ending(&self, status: BuildStatus, at: Timestamp, latest_of_its_job: bool) -> Build {
+        let end = match status {
+            BuildStatus::Succeeded | BuildStatus::Aborted => BuildEnd::Done,
+            BuildStatus::Failed | BuildStatus::Errored => BuildEnd::Failed,
+        };
+        Build { ended: Some((end, at)), latest_of_its_job, keep: self.keep }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: i64) -> Timestamp {
+        Timestamp(seconds * 1_000_000)
+    }
+
+    #[test]
+    fn a_cache_lets_go_when_it_was_unused_for_long() {
+        let cache = resource_cache::Model {
+            cache_id: uuid::Uuid::now_v7(),
+            scope: String::new(),
+            key_digest: vec![0; 32],
+            resource_type: String::new(),
+            version: String::new(),
+            params: String::new(),
+            team: "main".to_owned(),
+            claim_id: uuid::Uuid::now_v7(),
+            claimed_until: None,
+            artifact_id: Some(uuid::Uuid::now_v7()),
+            last_used: at(10).0,
+            created_at: 0,
+            look_at: 0,
+        };
+        let ttl = Duration::from_secs(100);
+        for (endless, last_end, expected) in [
+            (false, None, Some(at(110))),
+            (false, Some(at(5)), Some(at(110))),
+            (false, Some(at(500)), Some(at(600))),
+            (true, Some(at(500)), None),
+        ] {
+            let uses = Uses { used: true, ended: None, endless, last_end };
+            assert_eq!(cache.goes_at(&uses, ttl), expected);
+        }
+        for (claimed_until, used, ended, expected) in [
+            (None, false, None, ReleaseTime::At(at(110))),
+            (None, false, Some(at(5)), ReleaseTime::At(at(110))),
+            (None, false, Some(at(20)), ReleaseTime::At(at(120))),
+            (None, true, Some(at(20)), ReleaseTime::NotYet),
+            (Some(at(30).0), false, None, ReleaseTime::At(at(30))),
+            // Waiting for it does not keep it from being made by another.
+            (Some(at(30).0), true, None, ReleaseTime::At(at(30))),
+        ] {
+            let cache = resource_cache::Model { claimed_until, ..cache.clone() };
+            let uses = Uses { used, ended, ..Uses::default() };
+            assert_eq!(cache.standing(uses).lets_go(ttl), expected);
+        }
+    }
+}

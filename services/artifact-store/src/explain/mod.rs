@@ -1,0 +1,348 @@
+//! Explanations: why something that the store knows is there, or went.
+//!
+//! When something goes is derived by what will mark it: [`crate::policy::garbage`] is asked about the moment after the last thing that keeps it. Reads
+//! only, in as many statements however much there is; of everything that may be much, the first few things and how many there are.
+
+mod artifacts;
+mod caches;
+mod holders;
+mod terms;
+mod volumes;
+
+use std::time::Duration;
+
+use domain::{Timestamp, VolumeHandle};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DbErr, EntityTrait, PaginatorTrait, QueryFilter, QueryOrder, QuerySelect,
+    Select,
+};
+use uuid::Uuid;
+
+use crate::db::entity::{
+    ALL_TEAMS, DeletionKind, State, artifact, attempt, base_resource_type, build, container, deletion,
+    holder, orphan, resource_cache, task_cache, volume, worker,
+};
+use crate::inventory;
+use crate::policy::garbage::{self, Policy, Verdict};
+use terms::Holds;
+
+/// How many things of a kind are named.
+const MOST: u64 = 50;
+
+/// What an id can be the id of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Thing {
+    Artifact,
+    Volume,
+    Container,
+    Build,
+    Workload,
+    Attempt,
+    Worker,
+    Transfer,
+    ResourceCache,
+    TaskCache,
+    BaseResourceType,
+}
+
+/// Where something is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Open,
+    Sealed,
+    Deleting,
+    Creating,
+    Created,
+    Unconfirmed,
+    Lost,
+    Destroying,
+    Sweeping,
+    Gone,
+    GoingOn,
+    Succeeded,
+    Failed,
+    Errored,
+    Aborted,
+    Settled,
+    Ended,
+    Known,
+    BeingMade,
+    Ready,
+    Empty,
+    Published,
+    InPlace,
+    Orphaned,
+}
+
+/// What something is, and why it is there or went.
+#[derive(Debug, Clone)]
+pub(crate) struct Explanation {
+    pub(crate) thing: Thing,
+    pub(crate) id: Uuid,
+    pub(crate) state: Stage,
+    pub(crate) label: String,
+    pub(crate) size_bytes: u64,
+    pub(crate) created_at: Option<Timestamp>,
+    pub(crate) kept_by: Keepers,
+    pub(crate) relations: Vec<Relation>,
+    pub(crate) marked_at: Option<Timestamp>,
+    pub(crate) gone_at: Option<Timestamp>,
+    pub(crate) goes_at: Option<Timestamp>,
+    pub(crate) why: String,
+    pub(crate) remembered_until: Option<Timestamp>,
+    pub(crate) can_be_undeleted: bool,
+    /// Whether no worker has the bytes of a sealed artifact any more, nor the store.
+    pub(crate) bytes_lost: bool,
+    /// Since when something is missing on its worker.
+    pub(crate) lost_at: Option<Timestamp>,
+    /// The team of an orphan. Empty: that is not known.
+    pub(crate) team: String,
+    /// Whether an orphan has final bytes that are known.
+    pub(crate) can_be_adopted: bool,
+    /// Whether the store itself has its bytes.
+    pub(crate) in_store: bool,
+}
+
+impl Explanation {
+    fn of(thing: Thing, id: Uuid, state: Stage) -> Self {
+        Self {
+            thing,
+            id,
+            state,
+            label: String::new(),
+            size_bytes: 0,
+            created_at: None,
+            kept_by: Keepers::default(),
+            relations: Vec::new(),
+            marked_at: None,
+            gone_at: None,
+            goes_at: None,
+            why: String::new(),
+            remembered_until: None,
+            can_be_undeleted: false,
+            bytes_lost: false,
+            lost_at: None,
+            team: String::new(),
+            can_be_adopted: false,
+            in_store: false,
+        }
+    }
+
+    /// Names things that it has to do with, if there are any.
+    fn relate(&mut self, relation: Relation) {
+        if relation.total > 0 {
+            self.relations.push(relation);
+        }
+    }
+
+    /// Names one thing that it has to do with, if there is one.
+    fn relate_one(&mut self, relation: &'static str, thing: Thing, id: Option<Uuid>) {
+        if let Some(id) = id {
+            self.relate(Relation { relation, thing, ids: vec![id], total: 1 });
+        }
+    }
+
+    /// Says when it goes, if what keeps it ends by itself: when nothing of that is left, `judge` says.
+    fn goes(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
+        if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::fate(last, judge)) {
+            self.goes_at = Some(at);
+            self.why = why.to_string();
+        }
+    }
+}
+
+/// What keeps something: the first few things, and how many there are.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Keepers {
+    pub(crate) first: Vec<Keeper>,
+    pub(crate) total: u64,
+    /// Whether one of them does not say until when.
+    endless: bool,
+    /// When the last of the others ends.
+    until: Option<Timestamp>,
+}
+
+impl Keepers {
+    fn add(&mut self, keeper: Keeper) {
+        self.total += 1;
+        self.endless |= keeper.until.is_none();
+        self.until = Ord::max(self.until, keeper.until);
+        self.first.push(keeper);
+    }
+
+    /// Adds things of which the first are named, and says how long all of them keep it.
+    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &Holds) {
+        self.total += holds.total;
+        self.endless |= holds.endless;
+        self.until = Ord::max(self.until, holds.until);
+        self.first.extend(first);
+    }
+
+    /// When nothing of it is left, if all of it ends by itself.
+    fn last(&self, now: Timestamp) -> Option<Timestamp> {
+        (!self.endless).then(|| self.until.map_or(now, |until| Ord::max(until, now)))
+    }
+}
+
+/// One thing that keeps something.
+#[derive(Debug, Clone)]
+pub(crate) struct Keeper {
+    /// `None`: a rule.
+    pub(crate) thing: Option<(Thing, Uuid)>,
+    pub(crate) text: String,
+    /// `None`: not before something happens.
+    pub(crate) until: Option<Timestamp>,
+}
+
+/// What something has to do with other things: the first of them, and how many there are.
+#[derive(Debug, Clone)]
+pub(crate) struct Relation {
+    pub(crate) relation: &'static str,
+    pub(crate) thing: Thing,
+    pub(crate) ids: Vec<Uuid>,
+    pub(crate) total: u64,
+}
+
+/// The asking team, the instant, and the settings by which it is judged.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Question<'a> {
+    pub(crate) team: &'a str,
+    pub(crate) now: Timestamp,
+    pub(crate) policy: Policy,
+    pub(crate) tombstone: Duration,
+    pub(crate) resource_cache_ttl: Duration,
+}
+
+/// Explains the thing with this id. `None`: the team has no such thing, or it is forgotten.
+pub(crate) async fn explain(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    id: Uuid,
+) -> Result<Option<Explanation>, DbErr> {
+    let of_team = |team: &str| team == question.team || team == ALL_TEAMS;
+    if let Some(row) = artifact::Entity::find_by_id(id).one(conn).await? {
+        return if of_team(&row.team) {
+            artifacts::artifact(conn, question, row).await.map(Some)
+        } else {
+            Ok(None)
+        };
+    }
+    if let Some(row) = inventory::volume(conn, VolumeHandle::from_uuid(id)).await? {
+        return volumes::volume(conn, question, row).await;
+    }
+    if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {
+        return volumes::container(conn, question, row).await;
+    }
+    if let Some(row) = orphan::Entity::find_by_id(id).one(conn).await? {
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::orphan(&row)));
+    }
+    if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
+        return if of_team(&row.team) {
+            holders::build(conn, question, &row).await.map(Some)
+        } else {
+            Ok(None)
+        };
+    }
+    if let Some(row) = holder::Entity::find_by_id(id).one(conn).await? {
+        return if of_team(&row.team) { holders::workload(conn, &row).await.map(Some) } else { Ok(None) };
+    }
+    if let Some(row) = attempt::Entity::find_by_id(id).one(conn).await? {
+        return holders::attempt(conn, question, &row).await;
+    }
+    if let Some(row) = resource_cache::Entity::find_by_id(id).one(conn).await? {
+        return caches::resource_cache(conn, question, &row).await;
+    }
+    if let Some(row) = task_cache::Entity::find_by_id(id).one(conn).await? {
+        return caches::task_cache(conn, question, &row).await;
+    }
+    if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
+        return Ok(Some(caches::base_resource_type(&row)));
+    }
+    // Nothing that is garbage is in its index.
+    let transfer = volume::Entity::find()
+        .filter(volume::Column::TransferId.eq(id))
+        .filter(Expr::cust("given_up = FALSE"));
+    if let Some(row) = transfer.one(conn).await? {
+        return holders::transfer(conn, question, &row).await;
+    }
+    if let Some(row) = worker::Entity::find_by_id(id).one(conn).await? {
+        return holders::worker(conn, &row).await.map(Some);
+    }
+    if let Some(row) = deletion::Entity::find_by_id(id).one(conn).await? {
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| logged(question, row)));
+    }
+    artifacts::orphan(conn, question, id).await
+}
+
+/// What is gone, as far as it is remembered.
+fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
+    let thing = match row.kind {
+        DeletionKind::Volume => Thing::Volume,
+        DeletionKind::Container => Thing::Container,
+        DeletionKind::ResourceCache => Thing::ResourceCache,
+        DeletionKind::TaskCache => Thing::TaskCache,
+    };
+    Explanation {
+        marked_at: row.marked_at.map(Timestamp),
+        gone_at: Some(Timestamp(row.gone_at)),
+        why: row.marked_why.unwrap_or_default(),
+        label: row.label,
+        remembered_until: Some(Timestamp(row.gone_at) + question.tombstone),
+        ..Explanation::of(thing, row.id, Stage::Gone)
+    }
+}
+
+/// Whether what belongs to these artifacts and to this attempt may be shown to the team: whose it is says whichever is still known.
+async fn is_of_team(
+    conn: &impl ConnectionTrait,
+    question: &Question<'_>,
+    artifacts: [Option<Uuid>; 2],
+    holder: Option<Uuid>,
+) -> Result<bool, DbErr> {
+    let artifacts = artifact::Entity::find()
+        .select_only()
+        .column(artifact::Column::Team)
+        .filter(artifact::Column::ArtifactId.is_in(artifacts.into_iter().flatten()));
+    let mut teams: Vec<String> = artifacts.into_tuple().all(conn).await?;
+    if let Some(holder) = holder {
+        teams.extend(holder::Entity::find_by_id(holder).one(conn).await?.map(|row| row.team));
+    }
+    Ok(teams.iter().all(|team| team == question.team || team == ALL_TEAMS))
+}
+
+/// The first things of a query, and how many there are.
+async fn related<E>(
+    conn: &impl ConnectionTrait,
+    relation: &'static str,
+    thing: Thing,
+    query: Select<E>,
+    column: E::Column,
+) -> Result<Relation, DbErr>
+where
+    E: EntityTrait,
+    E::Model: Send + Sync,
+{
+    let ids = query.clone().select_only().column(column).order_by_asc(column).limit(MOST);
+    let ids: Vec<Uuid> = ids.into_tuple().all(conn).await?;
+    let named = u64::try_from(ids.len()).unwrap_or(u64::MAX);
+    let total = if named < MOST { named } else { query.count(conn).await? };
+    Ok(Relation { relation, thing, ids, total })
+}
+
+fn inventory_state(state: State) -> Stage {
+    match state {
+        State::Creating => Stage::Creating,
+        State::Created => Stage::Created,
+        State::Unconfirmed => Stage::Unconfirmed,
+        State::Lost => Stage::Lost,
+        State::Destroying => Stage::Destroying,
+        State::Sweeping => Stage::Sweeping,
+    }
+}
+
+/// What to say of a volume that keeps what it is made from.
+fn child(id: Uuid, until: Option<Timestamp>) -> String {
+    let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
+    format!("volume {id}, which is made from it{ended}")
+}

@@ -1,0 +1,217 @@
+//! Attempts that ended: what they made goes, and in the end their rows.
+
+use std::collections::{BTreeMap, HashSet};
+
+use domain::Timestamp;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QuerySelect, Statement, Value,
+};
+use uuid::Uuid;
+
+use crate::db::entity::{Purpose, attempt, container, volume};
+use crate::db::ids;
+use crate::db::units::size;
+use crate::gc::{Batch, Collected, Kind, NextLook, Settings, by_reason, lock_due, look_next};
+use crate::marks::references::{self, JudgedVolume};
+use crate::marks::schedule::make_due;
+use crate::marks::{self, Wait};
+use crate::policy::garbage::{self, ContainerFacts, Verdict};
+use crate::policy::retention::FORGOTTEN_LATER;
+
+/// How many volumes are judged at a time: an attempt may have thousands.
+const VOLUMES: usize = 1000;
+
+pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+    // Each made some volumes, which are what takes time.
+    let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
+    let rows = lock_due(txn, attempt::Entity::find(), &some).await?;
+    if rows.is_empty() {
+        return Ok(Batch::default());
+    }
+    let mut batch = Batch { looked: true, ..Batch::default() };
+    let ids: Vec<_> = rows.iter().map(|row| row.attempt_id).collect();
+    let mut looks = Looks::default();
+    containers(txn, settings, &ids, &mut batch, &mut looks).await?;
+    volumes(txn, settings, &ids, &mut batch, &mut looks).await?;
+
+    let mut forgettable = Vec::new();
+    let mut next = Vec::new();
+    for row in &rows {
+        let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
+        match looks.0.get(&row.attempt_id) {
+            Some(look) => next.push((row.attempt_id, *look)),
+            None if row.ended_at.is_none() => next.push((row.attempt_id, NextLook::WhenTold)),
+            None if forget_at > settings.now => next.push((row.attempt_id, NextLook::At(forget_at))),
+            None => forgettable.push(row.attempt_id),
+        }
+    }
+    next.extend(forget(txn, settings, &forgettable).await?);
+    look_next::<attempt::Entity>(txn, settings, &next).await?;
+    Ok(batch)
+}
+
+/// When attempts of which something is left are looked at again: as soon as for any of it.
+#[derive(Default)]
+struct Looks(BTreeMap<Uuid, NextLook>);
+
+impl Looks {
+    fn add(&mut self, attempt: Uuid, look: NextLook) {
+        let sooner = |one, other| match (one, other) {
+            (NextLook::At(one), NextLook::At(other)) => NextLook::At(Ord::min(one, other)),
+            (NextLook::At(at), _) | (_, NextLook::At(at)) => NextLook::At(at),
+            _ => NextLook::Later,
+        };
+        self.0.entry(attempt).and_modify(|known| *known = sooner(*known, look)).or_insert(look);
+    }
+}
+
+/// Containers of the attempts `IDS` that are no garbage.
+const CONTAINERS_OF: &str =
+    "FROM containers WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
+
+/// Volumes of the attempts `IDS` that are no garbage.
+const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
+
+/// A container that is judged.
+#[derive(FromQueryResult)]
+struct Container {
+    handle: Uuid,
+    attempt_id: Uuid,
+    touched_at: Option<i64>,
+}
+
+async fn containers(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+    batch: &mut Batch,
+    looks: &mut Looks,
+) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let of_attempts = CONTAINERS_OF.replace("IDS", &ids::query(backend, 1));
+    let values = || [ids::value(backend, attempts.iter().copied())];
+    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
+    let sql = format!("SELECT handle, attempt_id, touched_at {of_attempts}{lock}");
+    let locked = Statement::from_sql_and_values(backend, sql, values());
+    let locked = Container::find_by_statement(locked).all(txn).await?;
+    let ended = references::ended_attempts(txn, attempts.iter().copied()).await?;
+    let mut collected = Vec::new();
+    for row in &locked {
+        let facts = ContainerFacts {
+            attempt_ended_at: ended.get(&row.attempt_id).copied(),
+            touched_at: row.touched_at.map(Timestamp),
+        };
+        match garbage::container(&facts, settings.now, &settings.policy) {
+            Verdict::Mark(why) => {
+                collected.push(Collected { kind: Kind::Container, id: row.handle, why, size_bytes: 0 });
+            }
+            Verdict::Keep(look) => looks.add(row.attempt_id, look),
+        }
+    }
+    for (why, handles) in by_reason(&collected) {
+        batch.workers.extend(marks::mark_containers_of_held(txn, &handles, why, settings.now).await?);
+    }
+    batch.collected.extend(collected);
+    // What others have locked is looked at again.
+    for attempt in attempts_of(txn, &of_attempts, values()).await? {
+        if !looks.0.contains_key(&attempt) {
+            looks.add(attempt, NextLook::Later);
+        }
+    }
+    Ok(())
+}
+
+/// The attempts of rows.
+async fn attempts_of(
+    txn: &DatabaseTransaction,
+    rows: &str,
+    values: [Value; 1],
+) -> Result<HashSet<Uuid>, DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!("SELECT DISTINCT attempt_id {rows}");
+    let rows = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    rows.iter().map(|row| row.try_get("", "attempt_id")).collect()
+}
+
+async fn volumes(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+    batch: &mut Batch,
+    looks: &mut Looks,
+) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let of_attempts = VOLUMES_OF.replace("IDS", &ids::query(backend, 1));
+    let values = || [ids::value(backend, attempts.iter().copied())];
+    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
+    let sql = format!("SELECT {} {of_attempts} ORDER BY handle{lock}", JudgedVolume::COLUMNS);
+    let locked = Statement::from_sql_and_values(backend, sql, values());
+    let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
+    let mut let_go = HashSet::new();
+    let mut parents_free = false;
+    // Children are younger than their parents: from the youngest on, parents are judged after them.
+    for rows in locked.rchunks(VOLUMES) {
+        let facts = references::volumes(txn, rows).await?;
+        let mut collected = Vec::new();
+        for (row, facts) in rows.iter().zip(facts) {
+            match garbage::volume(&facts, settings.now, &settings.policy) {
+                Verdict::Mark(why) => {
+                    let size_bytes = size(row.size_bytes);
+                    collected.push(Collected { kind: Kind::Volume, id: row.handle, why, size_bytes });
+                    let_go.extend(row.from_artifact_id);
+                    parents_free |= row.parent.is_some();
+                }
+                Verdict::Keep(look) => looks.add(row.attempt_id.unwrap_or_default(), look),
+            }
+        }
+        for (why, handles) in by_reason(&collected) {
+            batch.workers.extend(marks::mark_volumes_of_ended(txn, &handles, why, settings.now).await?);
+        }
+        batch.collected.extend(collected);
+    }
+    for attempt in attempts_of(txn, &of_attempts, values()).await? {
+        if parents_free {
+            // It may have been a parent of what was just marked.
+            looks.add(attempt, NextLook::At(settings.now));
+        } else if !looks.0.contains_key(&attempt) {
+            looks.add(attempt, NextLook::Later);
+        }
+    }
+    make_due(txn, let_go, settings.now).await
+}
+
+/// Forgets attempts of which nothing is left. Answers when to look at the others, whose volumes and containers are all marked.
+async fn forget(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    attempts: &[Uuid],
+) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
+    if attempts.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let of_attempts = || ids::among(backend, "attempt_id", attempts.iter().copied());
+    let of_containers: Vec<Uuid> = container::Entity::find()
+        .select_only()
+        .column(container::Column::AttemptId)
+        .filter(of_attempts())
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let of_volumes: Vec<Uuid> = volume::Entity::find()
+        .select_only()
+        .column(volume::Column::AttemptId)
+        .filter(of_attempts())
+        .filter(volume::Column::Purpose.ne(Purpose::Replica))
+        .into_tuple()
+        .all(txn)
+        .await?;
+    let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
+    let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
+    attempt::Entity::delete_many().filter(ids::among(backend, "attempt_id", gone)).exec(txn).await?;
+    let look = NextLook::At(settings.now + FORGOTTEN_LATER);
+    Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
+}

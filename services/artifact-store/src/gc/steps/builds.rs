@@ -1,0 +1,155 @@
+//! Builds: ended by their terms, letting go, forgotten.
+
+use std::collections::HashSet;
+
+use domain::Timestamp;
+use sea_orm::sea_query::{Expr, ExprTrait};
+use sea_orm::{
+    ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    Statement, Value,
+};
+use uuid::Uuid;
+
+use crate::db::entity::{ArtifactState, BuildStatus, build, job};
+use crate::db::ids;
+use crate::gc::steps::artifacts;
+use crate::gc::{Batch, NextLook, Settings, lock_due, look_next};
+use crate::marks::references::JudgedArtifact;
+
+pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+    let now = settings.now;
+    // Each owns some artifacts, which are what takes time.
+    let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
+    let due = lock_due(txn, build::Entity::find(), &some).await?;
+    if due.is_empty() {
+        return Ok(Batch::default());
+    }
+    let mut looks = Vec::new();
+    let (mut overdue, mut let_go) = (Vec::new(), Vec::new());
+    for row in &due {
+        match (row.ended_at, row.kept_until.map(Timestamp)) {
+            (None, _) => match row.term_ends_at.filter(|_| !row.bound).map(Timestamp) {
+                Some(ends_at) if ends_at <= now => overdue.push(row.build_id),
+                Some(ends_at) => looks.push((row.build_id, NextLook::At(ends_at))),
+                None => looks.push((row.build_id, NextLook::WhenTold)),
+            },
+            (Some(_), None) => looks.push((row.build_id, NextLook::WhenTold)),
+            (Some(_), Some(until)) if until > now => looks.push((row.build_id, NextLook::At(until))),
+            (Some(_), Some(_)) => let_go.push(row),
+        }
+    }
+    end(txn, &overdue, now).await?;
+    let mut batch = Batch { looked: true, ..Batch::default() };
+    looks.extend(release(txn, &let_go, settings, &mut batch).await?);
+    look_next::<build::Entity>(txn, settings, &looks).await?;
+    Ok(batch)
+}
+
+/// Ends builds whose term is over. They stay due: some let go at once.
+async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
+    if overdue.is_empty() {
+        return Ok(());
+    }
+    build::Entity::update_many()
+        .col_expr(build::Column::Status, Expr::value(BuildStatus::Aborted))
+        .col_expr(build::Column::EndedAt, Expr::value(now.0))
+        .col_expr(build::Column::KeptUntil, Expr::col(build::Column::Keep).add(now.0))
+        .filter(ids::among(txn.get_database_backend(), "build_id", overdue.iter().copied()))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Takes from builds that have let go what they own, or a batch of it, and judges that. Answers when to look at which build again; one that still
+/// owns something stays due.
+async fn release(
+    txn: &DatabaseTransaction,
+    let_go: &[&build::Model],
+    settings: &Settings,
+    batch: &mut Batch,
+) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
+    if let_go.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let builds = ids::value(backend, let_go.iter().map(|row| row.build_id));
+    let owned = lock_owned(txn, &builds, settings).await?;
+    if !owned.is_empty() {
+        disown(txn, &owned, settings).await?;
+        let live = |row: &&JudgedArtifact| row.state != ArtifactState::Deleting;
+        let live: Vec<_> = owned.iter().filter(live).copied().collect();
+        artifacts::judge(txn, settings, &live, batch).await?;
+    }
+    let sql = format!(
+        "SELECT id FROM ({}) AS builds WHERE EXISTS (SELECT 1 FROM owners WHERE owners.build_id = builds.id)",
+        ids::query(backend, 1)
+    );
+    let owning = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [builds])).await?;
+    let owning: HashSet<Uuid> = owning.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
+
+    let mut looks = Vec::new();
+    let mut forgotten = Vec::new();
+    for row in let_go {
+        let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
+        if owning.contains(&row.build_id) {
+            if owned.is_empty() {
+                // Others have locked it.
+                looks.push((row.build_id, NextLook::Later));
+            }
+        } else if forget_at > settings.now {
+            looks.push((row.build_id, NextLook::At(forget_at)));
+        } else {
+            forgotten.push(row.build_id);
+        }
+    }
+    if !forgotten.is_empty() {
+        build::Entity::delete_many()
+            .filter(ids::among(backend, "build_id", forgotten.iter().copied()))
+            .exec(txn)
+            .await?;
+        job::Entity::delete_many().filter(ids::among(backend, "latest_build", forgotten)).exec(txn).await?;
+    }
+    Ok(looks)
+}
+
+/// Locks artifacts that some of these builds own, as many as a batch has, without those that others have locked.
+async fn lock_owned(
+    txn: &DatabaseTransaction,
+    builds: &Value,
+    settings: &Settings,
+) -> Result<Vec<JudgedArtifact>, DbErr> {
+    let backend = txn.get_database_backend();
+    let builds_query = ids::query(backend, 1);
+    let owned = match backend {
+        // One build after the other by the index, however many artifacts PostgreSQL expects them to have.
+        DbBackend::Postgres => format!(
+            "SELECT o.artifact_id FROM ({builds_query}) AS builds
+             CROSS JOIN LATERAL (SELECT artifact_id FROM owners WHERE build_id = builds.id LIMIT $2) AS o LIMIT $2"
+        ),
+        _ => format!("SELECT artifact_id FROM owners WHERE build_id IN ({builds_query}) LIMIT $2"),
+    };
+    let sql = format!(
+        "SELECT {} FROM artifacts WHERE artifact_id IN ({owned}){}",
+        JudgedArtifact::COLUMNS,
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [builds.clone(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
+    JudgedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
+}
+
+/// Takes these artifacts, which are locked, from builds that have let go. That is final, so it need not be one of this batch.
+async fn disown(
+    txn: &DatabaseTransaction,
+    artifacts: &[JudgedArtifact],
+    settings: &Settings,
+) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "DELETE FROM owners WHERE artifact_id IN ({})
+         AND EXISTS (SELECT 1 FROM builds WHERE builds.build_id = owners.build_id AND builds.kept_until <= $2)",
+        ids::query(backend, 1)
+    );
+    let artifacts = ids::value(backend, artifacts.iter().map(|row| row.artifact_id));
+    let values = [artifacts, settings.now.0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
+}

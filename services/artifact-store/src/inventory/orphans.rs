@@ -1,0 +1,490 @@
+//! Orphans: volumes and containers that workers hold and that a store out of a backup does not know.
+//!
+//! ```text
+//! unknown, of another store life ──report──▶ orphan ──adopt──▶ created, a replica
+//!                                              │ └─────purge──▶ destroying
+//!                                              └──────report──▶ (gone)
+//! ```
+//!
+//! Unknown handles are garbage, for their rows would have come first: as long as the worker's volumes are of the life in which
+//! this database is ([`crate::store_life`]). Where they are of another, or of none, the first report that is judged makes orphans of all that is unknown. From
+//! then on the worker's volumes are of this life, and what is unknown then is garbage as ever.
+//!
+//! Invariants: a handle is here or in one of the tables of the inventory, never in both, for it goes from the one to the other in one
+//! transaction; what is here is not garbage, and a volume that has a child here is not handed out ([`crate::marks`]).
+
+use std::collections::HashSet;
+use std::fmt;
+
+use domain::worker::SessionClaims;
+use domain::{ArtifactId, Digest, Timestamp, VolumeHandle, WorkerId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{ActiveModelTrait, ActiveValue::Set};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, IntoActiveModel, QueryFilter,
+    QueryOrder, QuerySelect,
+};
+use uuid::Uuid;
+
+use crate::artifacts::replicas::{self, SealError};
+use crate::artifacts::restore::{self, KeptBy, UndeleteError};
+use crate::artifacts::{self, CreateError, NewArtifact};
+use crate::builds::{self, OwnerEnded};
+use crate::db::entity::{
+    ArtifactState, OrphanKind, Purpose, State, artifact, container, deletion, orphan, volume, worker,
+};
+use crate::db::{ids, volumes};
+use crate::marks::Wait;
+use crate::marks::deletion_log::LogEntry;
+use crate::marks::sweep_queue;
+use crate::sessions::{SessionError, fence};
+use crate::{inventory, marks};
+
+/// Why what is purged is garbage.
+const PURGED: &str = "an operator purged it: it was set aside after a backup had been restored";
+
+/// Why something is gone that was never decided upon.
+const VANISHED: &str =
+    "it was set aside after a backup had been restored, and its worker does not have it any more";
+
+/// The orphans of a worker.
+pub(crate) async fn of_worker(
+    conn: &impl ConnectionTrait,
+    worker: WorkerId,
+) -> Result<Vec<orphan::Model>, DbErr> {
+    orphan::Entity::find().filter(orphan::Column::WorkerId.eq(worker.uuid())).all(conn).await
+}
+
+/// Adds orphans: things that a report names and that are not known. The caller holds their worker's row.
+pub(crate) async fn put(
+    txn: &DatabaseTransaction,
+    worker: &worker::Model,
+    kind: OrphanKind,
+    handles: &[Uuid],
+    now: Timestamp,
+) -> Result<(), DbErr> {
+    if handles.is_empty() {
+        return Ok(());
+    }
+    let rows = handles.iter().map(|handle| orphan::ActiveModel {
+        handle: Set(*handle),
+        kind: Set(kind),
+        worker_id: Set(worker.worker_id),
+        first_seen_at: Set(now.0),
+        judged_after: Set(worker.sequence),
+        described: Set(kind == OrphanKind::Container),
+        parent: Set(None),
+        team: Set(None),
+        artifact_id: Set(None),
+        digest: Set(None),
+        size_bytes: Set(0),
+    });
+    orphan::Entity::insert_many(rows)
+        .on_conflict_do_nothing_on([orphan::Column::Handle])
+        .exec_without_returning(txn)
+        .await
+        .map(|_| ())
+}
+
+/// Forgets what a report with the token `sequence` did not name, and answers what to remember of it.
+pub(crate) async fn forget(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    sequence: i64,
+    now: Timestamp,
+) -> Result<Vec<LogEntry>, DbErr> {
+    if handles.is_empty() {
+        return Ok(Vec::new());
+    }
+    let gone = orphan::Entity::delete_many()
+        .filter(orphan::Column::Handle.is_in(handles.iter().copied()))
+        .filter(orphan::Column::JudgedAfter.lt(sequence))
+        .exec_with_returning(txn)
+        .await?;
+    let entry = |row: orphan::Model| {
+        LogEntry::of(row.handle, row.kind.into(), Some(VANISHED.to_owned()), Some(now.0))
+    };
+    Ok(gone.into_iter().map(entry).collect())
+}
+
+/// What a worker knows of a volume.
+#[derive(Debug, Clone)]
+pub(crate) struct Description {
+    pub(crate) volume: VolumeHandle,
+    pub(crate) parent: Option<VolumeHandle>,
+    pub(crate) team: Option<String>,
+    pub(crate) artifact: Option<ArtifactId>,
+    pub(crate) digest: Option<Digest>,
+    pub(crate) size_bytes: i64,
+}
+
+/// Notes what a worker knows of orphans.
+pub(crate) async fn describe(
+    txn: &DatabaseTransaction,
+    claims: &SessionClaims,
+    descriptions: &[Description],
+) -> Result<(), SessionError> {
+    fence(txn, claims).await?;
+    for description in descriptions {
+        orphan::Entity::update_many()
+            .col_expr(orphan::Column::Described, Expr::value(true))
+            .col_expr(orphan::Column::Parent, Expr::value(description.parent.map(VolumeHandle::uuid)))
+            .col_expr(orphan::Column::Team, Expr::value(description.team.clone()))
+            .col_expr(orphan::Column::ArtifactId, Expr::value(description.artifact.map(ArtifactId::uuid)))
+            .col_expr(
+                orphan::Column::Digest,
+                Expr::value(description.digest.map(|digest| digest.as_bytes().to_vec())),
+            )
+            .col_expr(orphan::Column::SizeBytes, Expr::value(description.size_bytes))
+            .filter(orphan::Column::Handle.eq(description.volume.uuid()))
+            .filter(orphan::Column::WorkerId.eq(claims.worker.uuid()))
+            .filter(orphan::Column::Kind.eq(OrphanKind::Volume))
+            .exec(txn)
+            .await?;
+    }
+    Ok(())
+}
+
+/// A page of orphans, the newest first.
+pub(crate) async fn list(
+    conn: &impl ConnectionTrait,
+    worker: Option<WorkerId>,
+    page: rpc::page::Page,
+) -> Result<Vec<orphan::Model>, DbErr> {
+    let mut query = orphan::Entity::find().order_by_desc(orphan::Column::Handle).limit(page.size);
+    if let Some(worker) = worker {
+        query = query.filter(orphan::Column::WorkerId.eq(worker.uuid()));
+    }
+    if let Some(after) = page.after {
+        query = query.filter(orphan::Column::Handle.lt(after));
+    }
+    query.all(conn).await
+}
+
+/// What becomes of an orphan that is adopted.
+#[derive(Debug, Clone)]
+pub(crate) struct Adoption {
+    pub(crate) team: String,
+    pub(crate) volume: VolumeHandle,
+    /// Where it must be.
+    pub(crate) worker: Option<WorkerId>,
+    /// What it holds. `None`: what it says itself, or something new.
+    pub(crate) artifact: Option<ArtifactId>,
+    pub(crate) kept_by: KeptBy,
+}
+
+/// Where something was looked for: anywhere, or on one worker.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Where(Option<WorkerId>);
+
+impl fmt::Display for Where {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |worker| write!(f, " on worker {worker}"))
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdoptionError {
+    #[error("no volume {0} is set aside for this team{1}")]
+    NotFound(VolumeHandle, Where),
+    #[error("volume {0} is not set aside: it was adopted or purged, or the store knew it all along")]
+    NotOrphaned(VolumeHandle),
+    #[error("{0} cannot be adopted: it is a container, or it is not known what it holds")]
+    NotAdoptable(VolumeHandle),
+    #[error("artifact {0} is another team's")]
+    ArtifactNotFound(ArtifactId),
+    #[error("artifact {0} has other bytes")]
+    OtherBytes(ArtifactId),
+    #[error(transparent)]
+    Undelete(#[from] UndeleteError),
+    #[error(transparent)]
+    Owner(#[from] OwnerEnded),
+    #[error("database failed while adopting a volume")]
+    Database(#[from] DbErr),
+}
+
+/// Makes an orphan a replica of an artifact, and has that kept. Answers the artifact, and the workers on which volumes with other
+/// bytes were marked.
+pub(crate) async fn adopt(
+    txn: &DatabaseTransaction,
+    adoption: &Adoption,
+    now: Timestamp,
+) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
+    let handle = adoption.volume;
+    let Some(row) = orphan::Entity::find_by_id(handle.uuid()).one(txn).await? else {
+        return adopted(txn, adoption, now).await;
+    };
+    let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
+    let of_others = row.team.as_ref().is_some_and(|team| *team != adoption.team);
+    if elsewhere || (of_others && !holds_of(txn, &row, adoption).await?) {
+        return Err(AdoptionError::NotFound(handle, Where(adoption.worker)));
+    }
+    let Some(digest) = row.digest.as_deref().and_then(|digest| digest.try_into().ok()).map(Digest) else {
+        return Err(AdoptionError::NotAdoptable(handle));
+    };
+    let noted = row.artifact_id.map(ArtifactId::from_uuid);
+    let id = adoption.artifact.or(noted).unwrap_or_else(ArtifactId::new);
+
+    let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
+    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    let worker = worker::Entity::find_by_id(row.worker_id).lock_shared().one(txn).await?;
+    let worker = worker.ok_or(AdoptionError::NotFound(handle, Where(adoption.worker)))?;
+    if let KeptBy::Build(build) = adoption.kept_by {
+        builds::lock_live(txn, build, &adoption.team).await?;
+    }
+    let state = find_or_make(txn, adoption, id, digest, now).await?;
+    if let Some(parent) = row.parent {
+        volume::Entity::find_by_id(parent).lock_shared().one(txn).await?;
+    }
+    let taken = orphan::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
+    if taken.rows_affected == 0 {
+        // Another operator decided.
+        return adopted(txn, adoption, now).await;
+    }
+    let replica = volume::Model {
+        state: State::Created,
+        artifact_id: Some(id.uuid()),
+        parent: row.parent,
+        complete: true,
+        digest: row.digest,
+        size_bytes: row.size_bytes,
+        adopted_at: Some(now.0),
+        ..volumes::new_volume(
+            handle,
+            WorkerId::from_uuid(row.worker_id),
+            Purpose::Replica,
+            worker.sequence,
+            now,
+        )
+    };
+    volume::Entity::insert(replica.into_active_model().reset_all()).exec_without_returning(txn).await?;
+    let marked = match state {
+        ArtifactState::Open => seal(txn, adoption, id, digest, now).await?,
+        ArtifactState::Sealed | ArtifactState::Deleting => Vec::new(),
+    };
+    restore::undelete(txn, &adoption.team, id, adoption.kept_by, now).await?;
+    Ok((id, marked))
+}
+
+/// Whether a volume that was made for another team holds what belongs to the one that adopts it: a copy of something that both may use.
+async fn holds_of(
+    txn: &DatabaseTransaction,
+    row: &orphan::Model,
+    adoption: &Adoption,
+) -> Result<bool, DbErr> {
+    let Some(noted) = row.artifact_id else { return Ok(false) };
+    let known = artifact::Entity::find_by_id(noted)
+        .filter(artifact::Column::Team.eq(&adoption.team))
+        .filter(artifact::Column::Digest.eq(row.digest.clone()))
+        .one(txn)
+        .await?;
+    Ok(known.is_some() && adoption.artifact.is_none_or(|wanted| wanted.uuid() == noted))
+}
+
+/// Locks the artifact that a volume becomes a replica of, made where it is unknown, and answers in which state it is.
+async fn find_or_make(
+    txn: &DatabaseTransaction,
+    adoption: &Adoption,
+    id: ArtifactId,
+    digest: Digest,
+    now: Timestamp,
+) -> Result<ArtifactState, AdoptionError> {
+    let locked = || artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn);
+    let found = match locked().await? {
+        Some(found) => Some(found),
+        None => {
+            let new = NewArtifact {
+                id,
+                team: adoption.team.clone(),
+                label: String::new(),
+                owner: None,
+                tree: None,
+            };
+            match artifacts::create(txn, &new, now).await {
+                // A faster transaction made another one; then it is that.
+                Ok(()) | Err(CreateError::Exists(_)) => {}
+                Err(CreateError::Owner(error)) => return Err(error.into()),
+                Err(CreateError::Database(error)) => return Err(error.into()),
+            }
+            locked().await?
+        }
+    };
+    let found = found.filter(|row| row.team == adoption.team).ok_or(AdoptionError::ArtifactNotFound(id))?;
+    let same = found.digest.as_deref() == Some(digest.as_bytes());
+    match found.state {
+        ArtifactState::Sealed if !same => Err(AdoptionError::OtherBytes(id)),
+        ArtifactState::Deleting if !same => Err(UndeleteError::BytesGone(id).into()),
+        state => Ok(state),
+    }
+}
+
+/// Seals an open artifact with the bytes of a volume that was adopted for it. Answers the workers on which volumes with other bytes were marked.
+async fn seal(
+    txn: &DatabaseTransaction,
+    adoption: &Adoption,
+    id: ArtifactId,
+    digest: Digest,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, AdoptionError> {
+    match replicas::seal(txn, &adoption.team, id, digest, now).await {
+        Ok((_, marked)) => Ok(marked),
+        Err(SealError::ArtifactNotFound(id)) => Err(AdoptionError::ArtifactNotFound(id)),
+        Err(SealError::OtherBytes(id)) => Err(AdoptionError::OtherBytes(id)),
+        Err(SealError::CandidateMissing(_)) => {
+            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+        }
+        Err(SealError::Database(error)) => Err(error.into()),
+    }
+}
+
+/// What a repeated call finds: the volume was adopted, and is kept as it says now.
+async fn adopted(
+    txn: &DatabaseTransaction,
+    adoption: &Adoption,
+    now: Timestamp,
+) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
+    let (handle, refused) = (adoption.volume.uuid(), AdoptionError::NotOrphaned(adoption.volume));
+    let Some(row) = volume::Entity::find_by_id(handle).one(txn).await? else {
+        let known = deletion::Entity::find_by_id(handle).one(txn).await?.is_some()
+            || container::Entity::find_by_id(handle).one(txn).await?.is_some();
+        return Err(if known {
+            refused
+        } else {
+            AdoptionError::NotFound(adoption.volume, Where(adoption.worker))
+        });
+    };
+    if adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id) {
+        return Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)));
+    }
+    let row = sweep_queue::shown(txn, row).await?;
+    let id = row.artifact_id.filter(|_| row.adopted_at.is_some() && !row.state.is_garbage());
+    let id = id.filter(|id| adoption.artifact.is_none_or(|wanted| wanted.uuid() == *id));
+    let id = ArtifactId::from_uuid(id.ok_or(refused)?);
+    match restore::undelete(txn, &adoption.team, id, adoption.kept_by, now).await {
+        Ok(()) => Ok((id, Vec::new())),
+        Err(UndeleteError::NotFound(_) | UndeleteError::Open(_)) => {
+            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// How much became garbage.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Purged {
+    pub(crate) volumes: u64,
+    pub(crate) containers: u64,
+    pub(crate) workers: HashSet<WorkerId>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PurgeError {
+    #[error("nothing has the handle {0}{1}")]
+    NotFound(Uuid, Where),
+    #[error("{0} is not set aside: it was adopted, or the store knew it all along")]
+    NotOrphaned(Uuid),
+    #[error("database failed while purging what is set aside")]
+    Database(#[from] DbErr),
+}
+
+/// Makes garbage of orphans.
+pub(crate) async fn purge(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    on: Option<WorkerId>,
+    now: Timestamp,
+) -> Result<Purged, PurgeError> {
+    let of_handles = || orphan::Entity::find().filter(orphan::Column::Handle.is_in(handles.to_vec()));
+    let backend = txn.get_database_backend();
+    let workers = format!("SELECT worker_id FROM orphans WHERE handle IN ({})", ids::query(backend, 1));
+    let values = [ids::value(backend, handles.iter().copied())];
+    marks::lock_workers(txn, &workers, values, Wait::Long).await?;
+    let rows = of_handles().order_by_asc(orphan::Column::Handle).lock_exclusive().all(txn).await?;
+    if let Some(row) = rows.iter().find(|row| on.is_some_and(|on| on.uuid() != row.worker_id)) {
+        return Err(PurgeError::NotFound(row.handle, Where(on)));
+    }
+    let found: HashSet<_> = rows.iter().map(|row| row.handle).collect();
+    for other in handles.iter().filter(|handle| !found.contains(handle)) {
+        must_be_garbage(txn, *other, on).await?;
+    }
+    let of_workers = worker::Column::WorkerId.is_in(rows.iter().map(|row| row.worker_id));
+    let workers = worker::Entity::find().filter(of_workers).all(txn).await?;
+    let sequence = |row: &orphan::Model| {
+        workers.iter().find(|worker| worker.worker_id == row.worker_id).map_or(0, |worker| worker.sequence)
+    };
+    orphan::Entity::delete_many()
+        .filter(orphan::Column::Handle.is_in(found.iter().copied()))
+        .exec(txn)
+        .await?;
+
+    let mut purged = Purged::default();
+    for row in &rows {
+        purged.workers.insert(WorkerId::from_uuid(row.worker_id));
+        match row.kind {
+            OrphanKind::Volume => {
+                purged.volumes += 1;
+                let garbage = garbage_volume(row, sequence(row), now).into_active_model().reset_all();
+                volume::Entity::insert(garbage).exec_without_returning(txn).await?;
+                sweep_queue::add(txn, [row.handle]).await?;
+            }
+            OrphanKind::Container => {
+                purged.containers += 1;
+                let garbage = garbage_container(row, sequence(row), now).into_active_model().reset_all();
+                container::Entity::insert(garbage).exec_without_returning(txn).await?;
+            }
+        }
+    }
+    Ok(purged)
+}
+
+/// Something that is no orphan may be purged again, once it is garbage or gone.
+async fn must_be_garbage(
+    txn: &DatabaseTransaction,
+    handle: Uuid,
+    on: Option<WorkerId>,
+) -> Result<(), PurgeError> {
+    let volume = inventory::volume(txn, VolumeHandle::from_uuid(handle)).await?;
+    let volume = volume.map(|row| (row.worker_id, row.state));
+    let container =
+        container::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
+    match volume.or(container) {
+        Some((worker, _)) if on.is_some_and(|on| on.uuid() != worker) => {
+            Err(PurgeError::NotFound(handle, Where(on)))
+        }
+        Some((_, state)) if state.is_garbage() => Ok(()),
+        Some(_) => Err(PurgeError::NotOrphaned(handle)),
+        None if deletion::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
+        None => Err(PurgeError::NotFound(handle, Where(on))),
+    }
+}
+
+fn garbage_volume(row: &orphan::Model, sequence: i64, now: Timestamp) -> volume::Model {
+    let (handle, worker) = (VolumeHandle::from_uuid(row.handle), WorkerId::from_uuid(row.worker_id));
+    volume::Model {
+        state: State::Destroying,
+        parent: row.parent,
+        size_bytes: row.size_bytes,
+        marked_why: Some(PURGED.to_owned()),
+        marked_at: Some(now.0),
+        given_up: true,
+        ..volumes::new_volume(handle, worker, Purpose::Scratch, sequence, now)
+    }
+}
+
+fn garbage_container(row: &orphan::Model, sequence: i64, now: Timestamp) -> container::Model {
+    container::Model {
+        handle: row.handle,
+        worker_id: row.worker_id,
+        state: State::Destroying,
+        // Whose it was is not known.
+        attempt_id: Uuid::nil(),
+        holder_id: Uuid::nil(),
+        created_at: now.0,
+        judged_after: sequence,
+        marked_why: Some(PURGED.to_owned()),
+        marked_at: Some(now.0),
+        touched_at: None,
+        lost_at: None,
+        loss_noticed: false,
+    }
+}

@@ -1,0 +1,157 @@
+//! What was marked and is gone by a report: its row and its mark are deleted, and the deletion log has it, however many they are in as many statements. An attempt that only
+//! waits for that is due then.
+
+use std::time::Duration;
+
+use domain::{Timestamp, WorkerId};
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbBackend, DbErr, Statement, Value};
+use uuid::Uuid;
+
+use crate::db::ids;
+use crate::marks::Sweepable;
+use crate::policy::garbage::MarkReason;
+use crate::policy::retention::FORGOTTEN_LATER;
+use crate::store_life::receipts::Token;
+
+/// How long what is forgotten is remembered, and from when on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct LogTerms {
+    pub(super) now: Timestamp,
+    pub(super) tombstone: Duration,
+}
+
+/// Deletes rows of a worker that were marked before the token, and answers how many.
+///
+/// A transaction that takes a mark back changes the row, too, so that this token judges it no more.
+pub(super) async fn forget<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    worker: WorkerId,
+    handles: &[Uuid],
+    token: Token,
+    memory: LogTerms,
+) -> Result<u64, DbErr> {
+    if handles.is_empty() {
+        return Ok(0);
+    }
+    let backend = txn.get_database_backend();
+    let handles = ids::value(backend, handles.iter().copied());
+    let which = [handles, worker.uuid().into(), token.sequence.into()];
+    let LogTerms { now, tombstone } = memory;
+    let mut values = Vec::from(which.clone());
+    values.extend([now.0.into(), (now + tombstone).0.into(), (now + FORGOTTEN_LATER).0.into()]);
+    if E::HAS_QUEUE {
+        values.push(MarkReason::ArtifactDeleted.to_string().into());
+    }
+    match backend {
+        DbBackend::Postgres => at_once::<E>(txn, values).await,
+        _ => one_after_the_other::<E>(txn, which, values).await,
+    }
+}
+
+/// What is told of a row when it goes. `$1` are handles, `$2` is the worker and `$3` the token; `$4` is now, `$5` when to look at the grave, and `$6`
+/// when to look at the latest at an attempt that waits for nothing else.
+struct Gone {
+    table: &'static str,
+    /// Another table that says so, too.
+    beside: Option<&'static str>,
+    /// Whether it goes.
+    goes: String,
+    /// Why and when it was marked.
+    marked: String,
+}
+
+impl Gone {
+    fn of<E: Sweepable>(backend: DbBackend) -> Self {
+        let table = E::TABLE;
+        let (beside, is_marked, marked) = if E::HAS_QUEUE {
+            let is_marked =
+                "sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle";
+            let why =
+                "CASE WHEN sweep_queue.marked_at IS NULL THEN volumes.marked_why ELSE $7 END AS marked_why";
+            let at = "COALESCE(sweep_queue.marked_at, volumes.marked_at) AS marked_at";
+            (Some("sweep_queue"), is_marked.to_owned(), format!("{why}, {at}"))
+        } else {
+            let is_marked = format!("{table}.state IN ('destroying', 'sweeping')");
+            (None, is_marked, "marked_why, marked_at".to_owned())
+        };
+        let ids = ids::query(backend, 1);
+        let goes = format!(
+            "{is_marked} AND {table}.worker_id = $2 AND {table}.handle IN ({ids}) AND {table}.judged_after < $3"
+        );
+        Self { table, beside, goes, marked }
+    }
+}
+
+const INSERT_ENTRIES: &str =
+    "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
+
+/// Attempts that only wait for what is gone.
+const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
+
+async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) -> Result<u64, DbErr> {
+    let backend = txn.get_database_backend();
+    let Gone { table, beside, goes, marked } = Gone::of::<E>(backend);
+    let using = beside.map(|beside| format!("USING {beside}")).unwrap_or_default();
+    let unmarked = match beside {
+        Some(marks) => format!(
+            "unmarked AS (DELETE FROM {marks} WHERE worker_id = $2 AND handle IN (SELECT handle FROM gone)),"
+        ),
+        None => String::new(),
+    };
+    let kind = E::KIND.to_value();
+    let sql = format!(
+        "WITH gone AS (DELETE FROM {table} {using} WHERE {goes} RETURNING {table}.handle AS handle, {table}.attempt_id AS attempt_id, {marked}),
+              {unmarked}
+              waiting AS (SELECT a.attempt_id FROM (SELECT DISTINCT attempt_id FROM gone WHERE attempt_id IS NOT NULL) AS g
+                          CROSS JOIN LATERAL ({WAITING} AND attempt_id = g.attempt_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a),
+              due AS (UPDATE attempts SET look_at = $4 WHERE attempt_id IN (SELECT attempt_id FROM waiting)),
+              dug AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
+         SELECT COUNT(*) AS number FROM gone"
+    );
+    let row = txn.query_one_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    let number: i64 = row.map(|row| row.try_get("", "number")).transpose()?.unwrap_or(0);
+    Ok(u64::try_from(number).unwrap_or(0))
+}
+
+/// Where a writer is alone.
+async fn one_after_the_other<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    which: [Value; 3],
+    values: Vec<Value>,
+) -> Result<u64, DbErr> {
+    let backend = txn.get_database_backend();
+    let Gone { table, beside, goes, marked } = Gone::of::<E>(backend);
+    let from = beside.map(|beside| format!(", {beside}")).unwrap_or_default();
+    let dig = format!(
+        "{INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5
+         FROM (SELECT {table}.handle AS handle, {marked} FROM {table}{from} WHERE {goes}) AS gone WHERE TRUE
+         ON CONFLICT (id) DO NOTHING",
+        kind = E::KIND.to_value(),
+    );
+    let make_due = format!(
+        "UPDATE attempts SET look_at = $4 WHERE attempt_id IN
+             ({WAITING} AND attempt_id IN (SELECT {table}.attempt_id FROM {table}{from} WHERE {goes}))"
+    );
+    let due = values.iter().take(6).cloned();
+    txn.execute_raw(Statement::from_sql_and_values(backend, make_due, due)).await?;
+    txn.execute_raw(Statement::from_sql_and_values(backend, dig, values)).await?;
+    let goes = match beside {
+        // As a join, which is found by its indexes.
+        Some(beside) => {
+            format!("handle IN (SELECT {table}.handle FROM {table}, {beside} WHERE {goes})")
+        }
+        None => goes,
+    };
+    let delete = format!("DELETE FROM {table} WHERE {goes}");
+    let gone = txn.execute_raw(Statement::from_sql_and_values(backend, delete, which.clone())).await?;
+    if let Some(marks) = beside {
+        let [handles, worker, _] = which;
+        let unmark = format!(
+            "DELETE FROM {marks} WHERE worker_id = $2 AND handle IN ({})
+             AND NOT EXISTS (SELECT 1 FROM {table} WHERE {table}.handle = {marks}.handle)",
+            ids::query(backend, 1)
+        );
+        txn.execute_raw(Statement::from_sql_and_values(backend, unmark, [handles, worker])).await?;
+    }
+    Ok(gone.rows_affected())
+}

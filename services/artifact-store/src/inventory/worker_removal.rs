@@ -1,0 +1,273 @@
+//! Workers that are gone for good: all that they held is forgotten.
+//!
+//! Invariant: unless forced, nothing that is kept loses its last replica, and no orphan goes undecided. A transaction that forgets a worker holds its row, so that no session speaks for it
+//! meanwhile, and the rows of the artifacts that have replicas there, so that no call drops another replica, or forgets another worker, and counts
+//! on these.
+
+use std::fmt;
+
+use domain::{ArtifactId, Timestamp, WorkerId};
+use sea_orm::sea_query::{Condition, Expr, ExprTrait};
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    QueryOrder, QuerySelect, Statement,
+};
+use uuid::Uuid;
+
+use crate::caches;
+use crate::db::entity::{State, artifact, container, orphan, volume, worker};
+use crate::db::ids;
+use crate::inventory::imports;
+use crate::inventory::losses::{self, NewLoss};
+use crate::marks::references::{self, JudgedArtifact};
+use crate::marks::sweep_queue;
+use crate::policy::garbage::{self, Policy, Verdict};
+use crate::policy::retention::FORGOTTEN_LATER;
+
+/// How many rows are looked at by one statement.
+const PAGE: u64 = 500;
+
+/// Up to which number artifacts are counted that would be lost.
+const MOST_COUNTED: u64 = 1000;
+
+/// How many of them are named.
+const NAMED: usize = 5;
+
+/// What a forgotten worker held.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Held {
+    pub(crate) volumes: u64,
+    pub(crate) containers: u64,
+}
+
+/// Artifacts that are kept, and whose bytes are on one worker only.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct LastReplicas {
+    /// Up to [`MOST_COUNTED`].
+    pub(crate) count: u64,
+    /// Some of them.
+    pub(crate) some: Vec<ArtifactId>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ForgetError {
+    #[error("worker {0} has the last replica of {1}")]
+    LastReplica(WorkerId, LastReplicas),
+    #[error(
+        "volumes or containers of worker {0} are set aside, and no operator has decided what becomes of them"
+    )]
+    HoldsOrphans(WorkerId),
+    /// Nothing speaks against it, and the caller wants to know no more: what was done is rolled back.
+    #[error("worker {0} may be forgotten")]
+    OnlyChecked(WorkerId),
+    #[error("database failed while forgetting a worker")]
+    Database(#[from] DbErr),
+}
+
+impl fmt::Display for LastReplicas {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.count {
+            1 => f.write_str("an artifact that something keeps")?,
+            MOST_COUNTED => write!(f, "{MOST_COUNTED} artifacts or more that something keeps")?,
+            count => write!(f, "{count} artifacts that something keeps")?,
+        }
+        let some: Vec<_> = self.some.iter().map(ToString::to_string).collect();
+        let more = if self.count > self.some.len() as u64 { " and others" } else { "" };
+        write!(f, ": {}{more}", some.join(", "))
+    }
+}
+
+/// Whether [`forget_worker`] would refuse. The transaction must not be committed.
+pub(crate) async fn check(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Held, ForgetError> {
+    may_go(txn, id, force, now, policy).await?;
+    Err(ForgetError::OnlyChecked(id))
+}
+
+/// Forgets a worker and all that it held.
+pub(crate) async fn forget_worker(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<Held, ForgetError> {
+    if !may_go(txn, id, force, now, policy).await? {
+        return Ok(Held::default());
+    }
+    lock_unnoticed(txn, id).await?;
+    note_losses(txn, id, now).await?;
+    sweep_queue::forget_worker(txn, id).await?;
+    let volumes =
+        volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    let containers =
+        container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    orphan::Entity::delete_many().filter(orphan::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
+    worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
+    look_at_attempts(txn, id, now).await?;
+    Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+}
+
+/// Makes attempts due that waited for a worker to destroy what is left of them. What is locked is looked at later.
+async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    let sql = format!(
+        "WITH waiting AS (SELECT attempt_id FROM attempts
+                          WHERE look_at > $2 AND look_at <= $3 AND worker_id = $1{})
+         UPDATE attempts SET look_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
+        ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
+    );
+    let values = [id.uuid().into(), now.0.into(), (now + FORGOTTEN_LATER).0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
+}
+
+/// Holds a worker and the artifacts that have replicas there, lets go what it brought along, and refuses what must not be lost. `false`: it is unknown.
+async fn may_go(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    force: bool,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<bool, ForgetError> {
+    if worker::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?.is_none() {
+        return Ok(false);
+    }
+    if !force && holds_orphans(txn, id).await? {
+        return Err(ForgetError::HoldsOrphans(id));
+    }
+    // Taken back where it is only checked.
+    let let_go = imports::forget_worker(txn, id).await?;
+    caches::let_go(txn, let_go, now).await?;
+    lock_artifacts(txn, id).await?;
+    if !force {
+        // What it brought along has let go by now.
+        let alone = kept_here_only(txn, id, now, policy).await?;
+        if alone.count > 0 {
+            return Err(ForgetError::LastReplica(id, alone));
+        }
+    }
+    Ok(true)
+}
+
+async fn holds_orphans(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, DbErr> {
+    let row = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id.uuid())).one(txn).await?;
+    Ok(row.is_some())
+}
+
+/// Artifacts that have a replica on worker `$1`.
+const ARTIFACTS_HERE: &str = "SELECT v.artifact_id FROM volumes v
+     WHERE v.worker_id = $1 AND v.purpose = 'replica' AND v.complete = TRUE AND v.state IN ('created', 'unconfirmed')";
+
+#[derive(FromQueryResult)]
+struct Id {
+    artifact_id: Uuid,
+}
+
+/// Holds the artifacts that have a replica on a worker.
+async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    if backend == sea_orm::DbBackend::Sqlite {
+        // A writer is alone.
+        return Ok(());
+    }
+    let sql = format!(
+        "SELECT artifact_id FROM artifacts
+         WHERE state = 'sealed' AND artifact_id IN ({ARTIFACTS_HERE}) ORDER BY artifact_id FOR UPDATE"
+    );
+    let statement = Statement::from_sql_and_values(backend, sql, [id.uuid().into()]);
+    Id::find_by_statement(statement).all(txn).await.map(|_| ())
+}
+
+/// The artifacts that are kept, and whose bytes are neither in the store nor on another worker for sure.
+async fn kept_here_only(
+    txn: &DatabaseTransaction,
+    id: WorkerId,
+    now: Timestamp,
+    policy: &Policy,
+) -> Result<LastReplicas, DbErr> {
+    let sql = format!(
+        "SELECT a.artifact_id AS artifact_id FROM artifacts a
+         WHERE a.artifact_id > $2 AND a.state = 'sealed' AND a.in_store = FALSE AND a.artifact_id IN ({ARTIFACTS_HERE})
+           AND NOT EXISTS (SELECT 1 FROM volumes o WHERE o.artifact_id = a.artifact_id AND o.worker_id <> $1
+                           AND o.purpose = 'replica' AND o.complete = TRUE AND o.state = 'created')
+         ORDER BY a.artifact_id LIMIT {PAGE}"
+    );
+    let (mut alone, mut after) = (LastReplicas::default(), Uuid::nil());
+    loop {
+        let values = [id.uuid().into(), after.into()];
+        let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
+        let ids: Vec<_> =
+            Id::find_by_statement(statement).all(txn).await?.into_iter().map(|id| id.artifact_id).collect();
+        let Some(last) = ids.last().filter(|_| alone.count < MOST_COUNTED) else { return Ok(alone) };
+        after = *last;
+        let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
+        let rows: Vec<_> = rows.iter().map(JudgedArtifact::from).collect();
+        let facts = references::artifacts(txn, &rows, now).await?;
+        for (row, facts) in rows.iter().zip(&facts) {
+            if alone.count < MOST_COUNTED && matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))
+            {
+                alone.count += 1;
+                if alone.some.len() < NAMED {
+                    alone.some.push(ArtifactId::from_uuid(row.artifact_id));
+                }
+            }
+        }
+    }
+}
+
+/// Waits for a collector that notices what is lost on a worker, and keeps others out: each loss is noted once.
+async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+    let backend = txn.get_database_backend();
+    for table in ["volumes", "containers"] {
+        let sql = format!(
+            "SELECT handle FROM {table} WHERE worker_id = $1 AND state = 'lost' AND loss_noticed = FALSE{}",
+            ids::lock(backend, " FOR UPDATE")
+        );
+        txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [id.uuid().into()])).await?;
+    }
+    Ok(())
+}
+
+/// Notes as lost what was there as far as we knew, and what is lost and was not noticed yet.
+async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+    let mut after = Uuid::nil();
+    loop {
+        let lost = Condition::any()
+            .add(container::Column::State.eq(State::Created))
+            .add(container::Column::State.eq(State::Lost).and(container::Column::LossNoticed.eq(false)));
+        let rows = container::Entity::find()
+            .filter(container::Column::WorkerId.eq(id.uuid()))
+            .filter(container::Column::Handle.gt(after))
+            .filter(lost)
+            .order_by_asc(container::Column::Handle)
+            .limit(PAGE)
+            .all(txn)
+            .await?;
+        let Some(last) = rows.last() else { break };
+        after = last.handle;
+        losses::append(txn, &rows.iter().map(NewLoss::from).collect::<Vec<_>>(), now).await?;
+    }
+    let mut after = Uuid::nil();
+    loop {
+        let lost = Condition::any()
+            .add(volume::Column::State.is_in(State::PRESENT))
+            .add(volume::Column::State.eq(State::Lost).and(volume::Column::LossNoticed.eq(false)));
+        let rows = volume::Entity::find()
+            .filter(volume::Column::WorkerId.eq(id.uuid()))
+            .filter(volume::Column::Handle.gt(after))
+            .filter(lost)
+            .filter(Expr::cust(sweep_queue::without("volumes")))
+            .order_by_asc(volume::Column::Handle)
+            .limit(PAGE)
+            .all(txn)
+            .await?;
+        let Some(last) = rows.last() else { return Ok(()) };
+        after = last.handle;
+        losses::append(txn, &rows.iter().map(NewLoss::from).collect::<Vec<_>>(), now).await?;
+    }
+}

@@ -1,0 +1,113 @@
+//! The deletion log: when and why things went that are forgotten, for as long as tombstones of
+//! artifacts stay.
+
+use std::time::Duration;
+
+use db::rows::Column;
+use domain::Timestamp;
+use sea_orm::{ActiveEnum, ConnectionTrait, DatabaseTransaction, DbErr, Statement};
+use serde::Serialize;
+use uuid::Uuid;
+
+use crate::db::entity::{ALL_TEAMS, DeletionKind, resource_cache, task_cache};
+use crate::policy::retention::CacheEndReason;
+
+/// What is written of something that is gone.
+#[derive(Debug, Clone)]
+pub(crate) struct LogEntry {
+    pub(crate) id: Uuid,
+    kind: DeletionKind,
+    /// The team that may read it. `None`: every team.
+    team: Option<String>,
+    /// What it was called, for people.
+    label: String,
+    marked_why: Option<String>,
+    marked_at: Option<i64>,
+}
+
+impl LogEntry {
+    /// Of a volume or container.
+    pub(crate) fn of(
+        id: Uuid,
+        kind: DeletionKind,
+        marked_why: Option<String>,
+        marked_at: Option<i64>,
+    ) -> Self {
+        Self { id, kind, team: None, label: String::new(), marked_why, marked_at }
+    }
+
+    /// Of a resource cache.
+    pub(crate) fn of_resource_cache(row: &resource_cache::Model, why: CacheEndReason) -> Self {
+        Self {
+            id: row.cache_id,
+            kind: DeletionKind::ResourceCache,
+            team: (row.scope != ALL_TEAMS).then(|| row.scope.clone()),
+            label: row.name(),
+            marked_why: Some(why.to_string()),
+            marked_at: None,
+        }
+    }
+
+    /// Of a task cache.
+    pub(crate) fn of_task_cache(row: &task_cache::Model, why: CacheEndReason) -> Self {
+        Self {
+            id: row.cache_id,
+            kind: DeletionKind::TaskCache,
+            team: Some(row.team.clone()),
+            label: row.name(),
+            marked_why: Some(why.to_string()),
+            marked_at: None,
+        }
+    }
+}
+
+/// Remembers what is gone since `now` for `tombstone`.
+pub(crate) async fn append(
+    txn: &DatabaseTransaction,
+    gone: &[LogEntry],
+    now: Timestamp,
+    tombstone: Duration,
+) -> Result<(), DbErr> {
+    if gone.is_empty() {
+        return Ok(());
+    }
+    let rows = gone.iter().map(|entry| Row {
+        id: entry.id,
+        kind: entry.kind.to_value(),
+        team: entry.team.as_deref(),
+        label: &entry.label,
+        marked_why: entry.marked_why.as_deref(),
+        marked_at: entry.marked_at,
+    });
+    let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
+    let backend = txn.get_database_backend();
+    // SQLite takes ON CONFLICT for a part of the query without a condition.
+    let sql = format!(
+        "INSERT INTO deletion_log (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
+         SELECT id, kind, team, label, marked_why, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
+         ON CONFLICT (id) DO NOTHING",
+        db::rows::query(backend, 1, &ROW)
+    );
+    let values = [rows, now.0.into(), (now + tombstone).0.into()];
+    txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
+}
+
+/// A row that is added.
+#[derive(Serialize)]
+struct Row<'a> {
+    id: Uuid,
+    kind: String,
+    team: Option<&'a str>,
+    label: &'a str,
+    marked_why: Option<&'a str>,
+    marked_at: Option<i64>,
+}
+
+const ROW: [(&str, Column); 6] = [
+    ("id", Column::Uuid),
+    ("kind", Column::Text),
+    ("team", Column::Text),
+    ("label", Column::Text),
+    ("marked_why", Column::Text),
+    ("marked_at", Column::Integer),
+];

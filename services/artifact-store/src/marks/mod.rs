@@ -1,0 +1,235 @@
+//! Marks: volumes and containers that are garbage, and what is known of things before they are
+//! judged.
+//!
+//! A mark makes a row `destroying`, or is all that says so ([`sweep_queue`]). Gateways are told of
+//! it by [`crate::inventory::sweep`].
+//!
+//! Called by the collector, and by calls that destroy something. Invariant: a mark is written
+//! behind the lock of its worker's row ([`lock_workers`]), so that no report begins between a mark
+//! and its commit.
+
+pub(crate) mod cache_uses;
+pub(crate) mod deletion_log;
+pub(crate) mod references;
+pub(crate) mod schedule;
+pub(crate) mod sweep_queue;
+pub(crate) mod tombstones;
+
+use std::collections::HashSet;
+use std::fmt;
+
+use domain::{Timestamp, WorkerId};
+use sea_orm::sea_query::Expr;
+use sea_orm::{
+    ColumnTrait, ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, FromQueryResult, QueryFilter,
+    Statement, Value,
+};
+use uuid::Uuid;
+
+use crate::db::entity::{DeletionKind, State, container, volume};
+use crate::db::ids;
+use crate::marks::sweep_queue::MarkedVolume;
+
+/// The sequence of the worker that a volume belongs to, read behind a lock on the worker's row.
+const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = volumes.worker_id)";
+
+/// Marks volumes that are not marked yet, and answers their workers. Others may be made in their
+/// places.
+pub(crate) async fn mark_volumes(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
+    Ok(workers_of(&mark_those_volumes(txn, handles, why, now).await?))
+}
+
+/// The same, and answers which it marked.
+pub(crate) async fn mark_those_volumes(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<MarkedVolume>, DbErr> {
+    lock_workers_of::<volume::Entity>(txn, handles).await?;
+    let besides = ", marked_from = volumes.state, given_up = TRUE";
+    mark_rows::<volume::Entity>(txn, handles, why, now, besides).await
+}
+
+fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
+    let workers: HashSet<_> = marked.iter().map(|row| row.worker_id).collect();
+    workers.into_iter().map(WorkerId::from_uuid).collect()
+}
+
+/// The same of volumes of attempts that have ended, whose workers are held already: no call makes
+/// another in the place of one.
+pub(crate) async fn mark_volumes_of_ended(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
+    let besides = ", marked_from = volumes.state";
+    Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, besides).await?))
+}
+
+/// Marks containers that are not marked yet, and answers their workers.
+pub(crate) async fn mark_containers(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
+    lock_workers_of::<container::Entity>(txn, handles).await?;
+    mark_containers_of_held(txn, handles, why, now).await
+}
+
+/// The same, where their workers are held already.
+pub(crate) async fn mark_containers_of_held(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+) -> Result<Vec<WorkerId>, DbErr> {
+    Ok(workers_of(&mark_rows::<container::Entity>(txn, handles, why, now, "").await?))
+}
+
+/// Holds the sequences of the workers of some rows still.
+async fn lock_workers_of<E: Sweepable>(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
+    if handles.is_empty() {
+        return Ok(());
+    }
+    let backend = txn.get_database_backend();
+    let of_rows = format!("SELECT worker_id FROM {} WHERE handle IN ({})", E::TABLE, ids::query(backend, 1));
+    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], Wait::Long).await.map(drop)
+}
+
+/// Marks rows of one of the two tables whose workers are held, and sets `besides`.
+async fn mark_rows<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    handles: &[Uuid],
+    why: impl fmt::Display,
+    now: Timestamp,
+    besides: &str,
+) -> Result<Vec<MarkedVolume>, DbErr> {
+    if handles.is_empty() {
+        return Ok(Vec::new());
+    }
+    let backend = txn.get_database_backend();
+    let table = E::TABLE;
+    let of_handles = format!("{table}.handle IN ({})", ids::query(backend, 1));
+    let handles = ids::value(backend, handles.iter().copied());
+    // Joined, and not looked up for each of them.
+    let update = format!(
+        "UPDATE {table} SET state = 'destroying', judged_after = workers.sequence,
+                            marked_why = $2, marked_at = $3{besides}
+         FROM workers
+         WHERE workers.worker_id = {table}.worker_id AND {of_handles}
+           AND {table}.state NOT IN ('destroying', 'sweeping')"
+    );
+    let values = [handles, why.to_string().into(), now.0.into()];
+    if E::HAS_QUEUE {
+        sweep_queue::mark(txn, &update, values).await
+    } else {
+        let update = format!("{update} RETURNING {table}.worker_id, {table}.handle");
+        MarkedVolume::find_by_statement(Statement::from_sql_and_values(backend, update, values))
+            .all(txn)
+            .await
+    }
+}
+
+/// Takes back marks of volumes that no gateway was told of. No report that began before now judges
+/// them. The transfer that made one is over. What is lost is noticed from now on, as if it had not
+/// been before.
+pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
+    if handles.is_empty() {
+        return Ok(());
+    }
+    sweep_queue::take_back(txn, handles.iter().copied()).await?;
+    // What went with its artifact has its state still.
+    let before = "CASE WHEN state = 'destroying' THEN marked_from ELSE state END";
+    volume::Entity::update_many()
+        .col_expr(volume::Column::State, Expr::cust(before))
+        .col_expr(volume::Column::GivenUp, Expr::value(false))
+        .col_expr(volume::Column::JudgedAfter, Expr::cust(SEQUENCE))
+        .col_expr(volume::Column::MarkedWhy, Expr::value(None::<String>))
+        .col_expr(volume::Column::MarkedAt, Expr::value(None::<i64>))
+        .col_expr(volume::Column::MarkedFrom, Expr::value(None::<String>))
+        .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
+        .col_expr(volume::Column::ClaimedUntil, Expr::value(None::<i64>))
+        .col_expr(volume::Column::LossNoticed, Expr::value(false))
+        .filter(ids::among(txn.get_database_backend(), "handle", handles.iter().copied()))
+        .filter(volume::Column::State.ne(State::Sweeping))
+        .exec(txn)
+        .await
+        .map(|_| ())
+}
+
+/// A table of things that workers hold, and gateways destroy.
+pub(crate) trait Sweepable: EntityTrait {
+    const HANDLE: Self::Column;
+    const WORKER_ID: Self::Column;
+    const STATE: Self::Column;
+    const JUDGED_AFTER: Self::Column;
+    /// Whether what is marked is in a queue, too: [`marks`].
+    const HAS_QUEUE: bool;
+    const LOST_AT: Self::Column;
+    const LOSS_NOTICED: Self::Column;
+
+    const TABLE: &str;
+    const KIND: DeletionKind;
+
+    fn handle(row: &Self::Model) -> Uuid;
+}
+
+macro_rules! sweepable {
+    ($($table:ident: $name:literal, $kind:ident, $has_queue:literal;)+) => {$(
+        impl Sweepable for $table::Entity {
+            const HANDLE: Self::Column = $table::Column::Handle;
+            const WORKER_ID: Self::Column = $table::Column::WorkerId;
+            const STATE: Self::Column = $table::Column::State;
+            const JUDGED_AFTER: Self::Column = $table::Column::JudgedAfter;
+            const HAS_QUEUE: bool = $has_queue;
+            const LOST_AT: Self::Column = $table::Column::LostAt;
+            const LOSS_NOTICED: Self::Column = $table::Column::LossNoticed;
+
+            const TABLE: &str = $name;
+            const KIND: DeletionKind = DeletionKind::$kind;
+
+            fn handle(row: &Self::Model) -> Uuid {
+                row.handle
+            }
+        }
+    )+};
+}
+
+sweepable! {
+    volume: "volumes", Volume, true;
+    container: "containers", Container, false;
+}
+
+/// Whether rows that another transaction has locked are waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    Long,
+    Not,
+}
+
+/// Holds the sequences of workers still, so that no report begins between a mark and its commit.
+/// `workers` is a query of their ids. Answers which it holds.
+pub(crate) async fn lock_workers(
+    txn: &DatabaseTransaction,
+    workers: &str,
+    values: impl IntoIterator<Item = Value>,
+    wait: Wait,
+) -> Result<HashSet<Uuid>, DbErr> {
+    let backend = txn.get_database_backend();
+    let lock = match wait {
+        Wait::Long => " FOR SHARE",
+        Wait::Not => " FOR SHARE SKIP LOCKED",
+    };
+    let lock = ids::lock(backend, lock);
+    let sql = format!("SELECT worker_id FROM workers WHERE worker_id IN ({workers}){lock}");
+    let locked = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
+    locked.iter().map(|row| row.try_get("", "worker_id")).collect()
+}

@@ -1,0 +1,382 @@
+//! What is known of things before they are judged, in as many statements however many they are.
+//!
+//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact
+//! stands in one query, `holds!`. Until when that is, the rows say as far as they know it; the
+//! rules of caches and volumes say the rest ([`crate::explain`]).
+
+use std::collections::{HashMap, HashSet};
+
+use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
+use sea_orm::{ConnectionTrait, DbErr, FromQueryResult, Statement};
+use uuid::Uuid;
+
+use crate::db::entity::{ArtifactState, Purpose, artifact, volume};
+use crate::db::ids;
+use crate::marks::sweep_queue;
+use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
+
+/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term
+/// is over does so until it is ended: until then, its caller may renew it.
+macro_rules! build_keeps {
+    () => {
+        "(b.kept_until IS NULL OR b.kept_until > $1)"
+    };
+}
+
+pub(super) use build_keeps;
+
+/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which
+/// artifact, what kind of thing, which, and until when, if its row says so.
+macro_rules! holds {
+    () => {
+        concat!(
+            "
+    SELECT o.artifact_id AS artifact_id, 'build' AS kind, b.build_id AS id, b.kept_until AS until
+        FROM owners o JOIN builds b ON b.build_id = o.build_id
+        WHERE o.artifact_id IN (SELECT id FROM ids) AND ",
+            build_keeps!(),
+            "
+    UNION ALL
+    SELECT c.artifact_id, 'resource cache', c.cache_id, CAST(NULL AS BIGINT)
+        FROM resource_caches c WHERE c.artifact_id IN (SELECT id FROM ids)
+    UNION ALL
+    SELECT c.artifact_id, 'task cache', c.cache_id, CAST(NULL AS BIGINT)
+        FROM task_caches c WHERE c.artifact_id IN (SELECT id FROM ids)
+    UNION ALL
+    SELECT t.artifact_id, 'base resource type', t.base_type_id, CAST(NULL AS BIGINT)
+        FROM base_resource_types t WHERE t.artifact_id IN (SELECT id FROM ids)
+    UNION ALL
+    SELECT c.artifact_id, 'resource certs', c.worker_id, CAST(NULL AS BIGINT)
+        FROM resource_certs c WHERE c.artifact_id IN (SELECT id FROM ids)
+    UNION ALL
+    SELECT p.artifact_id, 'pin', p.holder_id, CAST(NULL AS BIGINT)
+        FROM pins p WHERE p.artifact_id IN (SELECT id FROM ids)
+    UNION ALL
+    SELECT v.from_artifact_id, 'volume', v.handle, CAST(NULL AS BIGINT)
+        FROM volumes v
+        WHERE v.from_artifact_id IN (SELECT id FROM ids) AND v.purpose <> 'replica'
+          AND v.state NOT IN ('destroying', 'sweeping')
+    UNION ALL
+    SELECT v.artifact_id, CASE WHEN v.transfer_id IS NULL THEN 'import' ELSE 'transfer' END,
+           COALESCE(v.transfer_id, v.handle), v.claimed_until
+        FROM volumes v
+        WHERE v.artifact_id IN (SELECT id FROM ids) AND v.complete = FALSE AND v.claimed_until > $1
+          AND v.state NOT IN ('destroying', 'sweeping')"
+        )
+    };
+}
+
+/// A statement about `ids`, which are the value `$2`, at the instant `$1`.
+pub(super) fn statement(
+    conn: &impl ConnectionTrait,
+    sql: &str,
+    now: Timestamp,
+    ids: impl IntoIterator<Item = Uuid>,
+) -> Statement {
+    let backend = conn.get_database_backend();
+    let sql = format!("WITH ids AS ({}) {sql}", ids::query(backend, 2));
+    Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
+}
+
+/// What is read of an artifact that is judged.
+#[derive(Debug, Clone, Copy, FromQueryResult)]
+pub(crate) struct JudgedArtifact {
+    pub(crate) artifact_id: Uuid,
+    created_at: i64,
+    had_owner: bool,
+    kept_until: Option<i64>,
+    pub(crate) look_at: Option<i64>,
+    pub(crate) size_bytes: i64,
+    pub(crate) state: ArtifactState,
+}
+
+impl JudgedArtifact {
+    /// Its columns.
+    pub(crate) const COLUMNS: &str =
+        "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
+}
+
+impl From<&artifact::Model> for JudgedArtifact {
+    fn from(row: &artifact::Model) -> Self {
+        let artifact::Model { artifact_id, created_at, had_owner, kept_until, .. } = *row;
+        let artifact::Model { look_at, size_bytes, state, .. } = *row;
+        Self { artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state }
+    }
+}
+
+/// That something of this kind holds an artifact.
+#[derive(FromQueryResult)]
+struct Hold {
+    artifact_id: Uuid,
+    kind: String,
+}
+
+/// What is known of artifacts, in their order.
+pub(crate) async fn artifacts(
+    conn: &impl ConnectionTrait,
+    rows: &[JudgedArtifact],
+    now: Timestamp,
+) -> Result<Vec<ArtifactFacts>, DbErr> {
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let ids = rows.iter().map(|row| row.artifact_id);
+    let sql = concat!("SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (", holds!(), ") h");
+    let holds = Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await?;
+    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+}
+
+/// What is known of artifacts that these kinds of things hold.
+fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
+    let mut held: HashMap<Uuid, HoldFlags> = HashMap::new();
+    for (artifact, kind) in holds {
+        let held = held.entry(artifact).or_default();
+        match kind {
+            "pin" => held.pinned = true,
+            "volume" => held.used = true,
+            "transfer" | "import" => held.transferred = true,
+            _ => held.owned = true,
+        }
+    }
+    let facts = rows.iter().map(|row| ArtifactFacts {
+        held: held.get(&row.artifact_id).copied().unwrap_or_default(),
+        ..unheld(row)
+    });
+    facts.collect()
+}
+
+/// What an artifact's own row says.
+pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
+    ArtifactFacts {
+        created_at: Timestamp(row.created_at),
+        had_owner: row.had_owner,
+        kept_until: row.kept_until.map(Timestamp),
+        held: HoldFlags::default(),
+    }
+}
+
+/// What holds an artifact: the first few things, and how many there are.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Keepers {
+    pub(crate) first: Vec<Keeper>,
+    pub(crate) total: u64,
+}
+
+/// What holds artifacts, by their id: of each the first `most` things.
+pub(crate) async fn keepers(
+    conn: &impl ConnectionTrait,
+    artifacts: &[Uuid],
+    now: Timestamp,
+    most: u64,
+) -> Result<HashMap<Uuid, Keepers>, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Hold {
+        artifact_id: Uuid,
+        kind: String,
+        id: Uuid,
+        until: Option<i64>,
+        total: i64,
+    }
+
+    if artifacts.is_empty() {
+        return Ok(HashMap::new());
+    }
+    let holds = holds!();
+    let sql = format!(
+        "SELECT n.artifact_id AS artifact_id, n.kind AS kind, n.id AS id, n.until AS until, n.total AS total
+         FROM (SELECT h.artifact_id AS artifact_id, h.kind AS kind, h.id AS id, h.until AS until,
+                      COUNT(*) OVER (PARTITION BY h.artifact_id) AS total,
+                      ROW_NUMBER() OVER (PARTITION BY h.artifact_id ORDER BY h.kind, h.id) AS place
+               FROM ({holds}) h) n
+         WHERE n.place <= {most} ORDER BY n.artifact_id, n.place"
+    );
+    let statement = statement(conn, &sql, now, artifacts.iter().copied());
+    let mut keepers: HashMap<_, Keepers> = HashMap::new();
+    for hold in Hold::find_by_statement(statement).all(conn).await? {
+        let of_artifact = keepers.entry(hold.artifact_id).or_default();
+        of_artifact.total = u64::try_from(hold.total).unwrap_or(0);
+        let what = match hold.kind.as_str() {
+            "pin" => KeeperKind::Pin(WorkloadId::from_uuid(hold.id)),
+            "volume" => KeeperKind::Volume(VolumeHandle::from_uuid(hold.id)),
+            "transfer" => KeeperKind::Transfer(TransferId::from_uuid(hold.id)),
+            "import" => KeeperKind::Import(VolumeHandle::from_uuid(hold.id)),
+            "resource cache" => KeeperKind::ResourceCache(CacheId::from_uuid(hold.id)),
+            "task cache" => KeeperKind::TaskCache(CacheId::from_uuid(hold.id)),
+            "base resource type" => KeeperKind::BaseResourceType(hold.id),
+            "resource certs" => KeeperKind::ResourceCerts(WorkerId::from_uuid(hold.id)),
+            _ => KeeperKind::Build(BuildId::from_uuid(hold.id)),
+        };
+        of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
+    }
+    Ok(keepers)
+}
+
+/// Volumes that were made from another one and are no garbage: the first `most`, and how many there
+/// are.
+pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u64) -> Result<Keepers, DbErr> {
+    #[derive(FromQueryResult)]
+    struct Child {
+        handle: Uuid,
+        total: i64,
+    }
+
+    let sql = format!(
+        "SELECT v.handle AS handle, COUNT(*) OVER () AS total FROM volumes v
+         WHERE v.parent = $1 AND {} ORDER BY v.handle LIMIT {most}",
+        sweep_queue::without("v")
+    );
+    let of_parent = Statement::from_sql_and_values(conn.get_database_backend(), sql, [parent.into()]);
+    let mut children = Keepers::default();
+    for row in Child::find_by_statement(of_parent).all(conn).await? {
+        children.total = u64::try_from(row.total).unwrap_or(0);
+        let what = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
+        children.first.push(Keeper { what, until: None });
+    }
+    Ok(children)
+}
+
+/// A volume of an attempt that has ended.
+#[derive(Debug, Clone, Copy, FromQueryResult)]
+pub(crate) struct LeftVolume {
+    pub(crate) handle: Uuid,
+    pub(crate) ended_at: i64,
+    /// When the attempt's container was last used interactively, if it is no garbage.
+    pub(crate) touched_at: Option<i64>,
+    pub(crate) has_live_child: bool,
+}
+
+/// Those of these volumes whose attempts have ended.
+pub(crate) async fn left_volumes(
+    conn: &impl ConnectionTrait,
+    volumes: impl IntoIterator<Item = Uuid>,
+) -> Result<Vec<LeftVolume>, DbErr> {
+    let sql = format!(
+        "SELECT v.handle AS handle, a.ended_at AS ended_at,
+                (SELECT MAX(t.touched_at) FROM containers t
+                 WHERE t.attempt_id = v.attempt_id AND t.state NOT IN ('destroying', 'sweeping')) AS touched_at,
+                EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND {}) AS has_live_child
+         FROM volumes v JOIN attempts a ON a.attempt_id = v.attempt_id
+         WHERE v.handle IN (IDS) AND v.purpose <> 'replica' AND a.ended_at IS NOT NULL",
+        sweep_queue::without("w")
+    );
+    LeftVolume::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
+}
+
+/// A statement whose only value is these ids: `IDS` is the query of them.
+fn of_ids(conn: &impl ConnectionTrait, sql: &str, ids: impl IntoIterator<Item = Uuid>) -> Statement {
+    let backend = conn.get_database_backend();
+    let sql = sql.replace("IDS", &ids::query(backend, 1));
+    Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)])
+}
+
+/// The ids that a statement answers, as `id`.
+async fn answered(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
+    let rows = conn.query_all_raw(statement).await?;
+    rows.into_iter().map(|row| row.try_get("", "id")).collect()
+}
+
+/// When attempts ended, of those that have.
+pub(crate) async fn ended_attempts(
+    conn: &impl ConnectionTrait,
+    attempts: impl IntoIterator<Item = Uuid>,
+) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
+    let attempts: HashSet<_> = attempts.into_iter().collect();
+    if attempts.is_empty() {
+        return Ok(HashMap::new());
+    }
+    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all
+    // of those for each id.
+    let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS)";
+    let mut ended = HashMap::new();
+    for row in conn.query_all_raw(of_ids(conn, sql, attempts)).await? {
+        if let Some(at) = row.try_get("", "ended_at")? {
+            ended.insert(row.try_get("", "attempt_id")?, Timestamp(at));
+        }
+    }
+    Ok(ended)
+}
+
+/// What is read of a volume that is judged.
+#[derive(Debug, FromQueryResult)]
+pub(crate) struct JudgedVolume {
+    pub(crate) handle: Uuid,
+    pub(crate) purpose: Purpose,
+    pub(crate) artifact_id: Option<Uuid>,
+    pub(crate) from_artifact_id: Option<Uuid>,
+    pub(crate) parent: Option<Uuid>,
+    pub(crate) attempt_id: Option<Uuid>,
+    claimed_until: Option<i64>,
+    complete: bool,
+    pub(crate) size_bytes: i64,
+}
+
+impl JudgedVolume {
+    /// Its columns.
+    pub(crate) const COLUMNS: &str = "handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, claimed_until, complete, size_bytes";
+}
+
+impl From<&volume::Model> for JudgedVolume {
+    fn from(row: &volume::Model) -> Self {
+        let volume::Model { handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, .. } = *row;
+        let volume::Model { claimed_until, complete, size_bytes, .. } = *row;
+        Self {
+            handle,
+            purpose,
+            artifact_id,
+            from_artifact_id,
+            parent,
+            attempt_id,
+            claimed_until,
+            complete,
+            size_bytes,
+        }
+    }
+}
+
+/// What is known of volumes, in their order.
+pub(crate) async fn volumes(
+    conn: &impl ConnectionTrait,
+    rows: &[JudgedVolume],
+) -> Result<Vec<VolumeFacts>, DbErr> {
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let handles = rows.iter().map(|row| row.handle);
+    // A replica may have very many children: one row for each parent.
+    let with_children = format!(
+        "SELECT DISTINCT c.parent AS id FROM volumes c WHERE c.parent IN (IDS) AND {}",
+        sweep_queue::without("c")
+    );
+    let with_children = answered(conn, of_ids(conn, &with_children, handles)).await?;
+    let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
+    let with_container = if ended.is_empty() {
+        HashSet::new()
+    } else {
+        let sql = "SELECT attempt_id AS id FROM containers
+            WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
+        answered(conn, of_ids(conn, sql, ended.keys().copied())).await?
+    };
+    let artifacts: HashSet<_> = rows.iter().filter_map(|row| row.artifact_id).collect();
+    let live_artifacts = if artifacts.is_empty() {
+        HashSet::new()
+    } else {
+        let sql =
+            "SELECT artifact_id AS id FROM artifacts WHERE artifact_id IN (IDS) AND state <> 'deleting'";
+        answered(conn, of_ids(conn, sql, artifacts)).await?
+    };
+
+    let facts = rows.iter().map(|row| VolumeFacts {
+        has_live_child: with_children.contains(&row.handle),
+        belongs: match row.purpose {
+            Purpose::Replica => Belonging::ToArtifact {
+                artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
+                claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
+            },
+            Purpose::Input | Purpose::Output | Purpose::Scratch => Belonging::ToAttempt {
+                ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
+                has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
+            },
+        },
+    });
+    Ok(facts.collect())
+}

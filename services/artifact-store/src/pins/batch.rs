@@ -1,0 +1,118 @@
+//! Pins and settlements of many holders in one transaction: of those of one team that come at the same time ([`db::Together`]).
+//!
+//! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
+//! each is carried out alone then. It may be told later: those of a team wait for one another.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use db::{Answers, Together, grouped};
+use futures::future::join_all;
+use sea_orm::DbErr;
+use tokio_util::task::TaskTracker;
+
+use crate::app::Store;
+use crate::caches::outputs::Owned;
+use crate::pins::settle::settle_plain;
+use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settlement, pin, pin_all, settle};
+
+/// How many at most.
+const MOST: usize = 64;
+
+/// Pins and settles for all callers. Cheap to clone; clones share it.
+#[derive(Clone)]
+pub(crate) struct Pins {
+    store: Arc<Store>,
+    pinning: Together<PinRequest, Result<PinAnswer, PinError>>,
+    settling: Together<Settlement, Result<Vec<Owned>, SettleError>>,
+}
+
+impl Pins {
+    /// It has tasks of its own among `tasks`.
+    pub(crate) fn new(store: Arc<Store>, tasks: &TaskTracker) -> Self {
+        let of_pins = store.clone();
+        let pinning = Together::new(MOST, tasks.clone(), move |uses| {
+            let store = of_pins.clone();
+            async move {
+                let groups = grouped(uses, |used: &PinRequest| used.team.clone());
+                join_all(groups.into_iter().map(|group| pin_group(&store, group))).await;
+            }
+        });
+        let of_settlements = store.clone();
+        let settling = Together::new(MOST, tasks.clone(), move |settlements| {
+            let store = of_settlements.clone();
+            async move {
+                let groups = grouped(settlements, |settlement: &Settlement| settlement.team.clone());
+                join_all(groups.into_iter().map(|group| settle_group(&store, group))).await;
+            }
+        });
+        Self { store, pinning, settling }
+    }
+
+    /// [`pin`], with others where there is nothing to be locked in an order of its own.
+    pub(crate) async fn pin(&self, used: PinRequest) -> Result<PinAnswer, PinError> {
+        if used.task_caches.is_empty() {
+            return self.pinning.call(used).await.map_err(DbErr::from)?;
+        }
+        let (used, now) = (&used, self.store.now());
+        self.store.db.write(|txn| async move { pin(&txn, used, now).await }).await
+    }
+
+    /// [`settle`], with others where nothing is kept.
+    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
+        if settlement.outputs.is_empty() {
+            return self.settling.call(settlement).await.map_err(DbErr::from)?;
+        }
+        let (settlement, now, ttl) = (&settlement, self.store.now(), self.store.config.resource_cache_ttl);
+        self.store.db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await
+    }
+}
+
+/// Pins what holders of one team use, none of whom uses task caches.
+async fn pin_group(store: &Store, (uses, answers): (Vec<PinRequest>, Answers<Result<PinAnswer, PinError>>)) {
+    let (db, now, uses) = (&store.db, store.now(), &uses);
+    if let [first, _, ..] = &uses[..] {
+        match db.write(|txn| async move { pin_all(&txn, &first.team, uses, now).await }).await {
+            Ok(pinned) => {
+                for (answer, pinned) in answers.into_iter().zip(pinned) {
+                    answer.send(Ok(pinned)).ok();
+                }
+                return;
+            }
+            Err(error) => tracing::debug!(%error, pins = uses.len(), "each is pinned alone"),
+        }
+    }
+    let alone = uses.iter().zip(answers).map(async |(used, answer)| {
+        let pinned = db.write(|txn| async move { pin(&txn, used, now).await }).await;
+        answer.send(pinned).ok();
+    });
+    join_all(alone).await;
+}
+
+/// Settles holders of one team that made nothing which is kept.
+async fn settle_group(
+    store: &Store,
+    (settlements, answers): (Vec<Settlement>, Answers<Result<Vec<Owned>, SettleError>>),
+) {
+    let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
+    let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();
+    let mut left: HashSet<_> = holders.iter().copied().collect();
+    if let [first, _, ..] = &settlements[..] {
+        let settled = db.write(|txn| async move { settle_plain(&txn, &first.team, holders, now).await });
+        match settled.await {
+            Ok(others) => left = others,
+            Err(error) => tracing::debug!(%error, settlements = holders.len(), "each is settled alone"),
+        }
+    }
+    let each = settlements.iter().zip(answers).map(async |(settlement, answer)| {
+        let settled = match left.contains(&settlement.holder) {
+            true => db.write(|txn| async move { settle(&txn, settlement, now, ttl).await }).await,
+            false => Ok(Vec::new()),
+        };
+        answer.send(settled).ok();
+    });
+    join_all(each).await;
+}
+
+#[cfg(test)]
+mod tests;
