@@ -1,52 +1,29 @@
 //! The runtime gateway: containers, volumes and processes of the workers it attends.
 //!
-//! It speaks for a worker to the scheduler ([`synchronize`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
-//! worker's volumes ([`volumes`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sweeper`]), and makes
-//! artifacts of what the worker brings along ([`brought`]). It
+//! It speaks for a worker to the scheduler ([`sync::scheduler_stream`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
+//! worker's volumes ([`transfer`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sync::inventory_sync`]), and makes
+//! artifacts of what the worker brings along ([`sync::base_type_import`]). It
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
 //! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
-mod amounts;
-mod archives;
+mod api;
 mod attempt;
-mod attendance;
-mod blocking;
-mod brought;
-mod clock;
+mod attend;
+mod capacity;
 mod config;
-mod contact;
-mod contents;
-mod door;
-mod end;
-mod far;
-mod fetch;
+mod metrics;
+mod proxy;
+mod runtimes;
+mod sync;
 #[cfg(test)]
-mod for_tests;
-pub mod garden;
-mod gateway;
-mod gauges;
-mod grpc;
-mod held;
-pub mod host;
-mod image;
-mod locks;
-mod peer;
-mod pipe;
-mod plan;
-mod rehash;
-mod retry;
-mod room;
-mod spool;
-mod standby;
-mod sweeper;
-mod synchronize;
-mod ticketed;
-mod trees;
-mod volumes;
+mod test_support;
+mod transfer;
+mod util;
 mod worker;
+mod worker_set;
 
 use std::future::Future;
 use std::path::Path;
@@ -56,11 +33,12 @@ use anyhow::Context;
 use runtime::Runtime;
 use server::{Host, Listener};
 
-pub use amounts::Amounts;
+pub use attend::machine::attend_this_machine;
+pub use capacity::Amounts;
 pub use config::Config;
-pub use door::{serve_door, start_door};
-pub use gateway::Gateway;
-pub use standby::attend_this_machine;
+pub use proxy::{serve_door, start_door};
+pub use runtimes::{garden, host};
+pub use worker_set::Gateway;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";

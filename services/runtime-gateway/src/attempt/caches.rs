@@ -15,8 +15,8 @@ use transfer::{Entry, Manifest};
 
 use super::inputs::{self, Prepared};
 use super::{Stopped, Task, complete};
-use crate::plan::{Plan, PlannedCache, PlannedVolume};
-use crate::trees::Scanned;
+use crate::attempt::spec_plan::{Plan, PlannedCache, PlannedVolume};
+use crate::transfer::manifests::Scanned;
 use crate::worker::Worker;
 
 /// What became of the caches of an attempt.

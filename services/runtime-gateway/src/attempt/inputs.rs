@@ -15,8 +15,8 @@ use runtime::{Brought, RuntimeError};
 use tonic::Code;
 
 use super::{Plan, Stopped, Task};
-use crate::plan::{BroughtAlong, PlannedVolume};
-use crate::retry::until_answered;
+use crate::attempt::spec_plan::{BroughtAlong, PlannedVolume};
+use crate::util::retry::until_answered;
 use crate::worker::Worker;
 
 /// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.

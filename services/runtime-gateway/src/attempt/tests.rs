@@ -1,7 +1,7 @@
 //! How attempts end that cannot be carried out.
 
 use super::*;
-use crate::for_tests::Attended;
+use crate::test_support::Attended;
 use crate::worker::Attempt;
 use testing::fake::FakeWorker;
 

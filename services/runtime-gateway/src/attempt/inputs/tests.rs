@@ -13,9 +13,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::attempt::{carry_out, failure};
-use crate::for_tests::served::Served;
-use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Attended, NOBODY, within};
+use crate::test_support::served::Served;
+use crate::test_support::store::{Asked, Store, session};
+use crate::test_support::{Attended, NOBODY, within};
 use crate::worker::Attempt;
 use testing::fake::FakeWorker;
 
@@ -369,7 +369,7 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();
     let mut suite = Suite::with(machine, git).await;
-    suite.worker.tasks.spawn(crate::brought::import_forever(suite.worker.clone()));
+    suite.worker.tasks.spawn(crate::sync::base_type_import::import_forever(suite.worker.clone()));
     let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
     let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
         let Asked::PrepareImport(asked, answer) = store.asked().await else { panic!("something else") };
@@ -401,7 +401,7 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     let both = async { tokio::join!(prepare(&suite.worker, &suite.task), script) };
     let (prepared, told) = within("the handles", both).await;
     let (plan, prepared) = prepared.expect("everything is here");
-    assert_eq!(plan.image, crate::plan::PlannedImage::Brought(0));
+    assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::Brought(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
     assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
     assert!(suite.brought.try_recv().is_err(), "the streamer was not asked");

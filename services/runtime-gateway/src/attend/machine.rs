@@ -1,0 +1,143 @@
+//! This machine as a worker, with other gateways that were given the same state directory.
+//!
+//! One of them attends it; the others stand by, and touch nothing of it. Where the one that attends is gone, it is gone with its lock, and who
+//! gets that attends from then on, in a session of its own once the scheduler lets it in. One that is frozen keeps its lock: so whoever
+//! stands by looks at what the scheduler says of the worker, too, and asks for a session when that has been silent for too long. Who
+//! is given one takes the directory over; see [`crate::runtimes::host`]. The other, when it wakes up, is refused by scheduler and artifact store,
+//! finds the directory taken, does nothing more, and ends.
+
+use std::time::Duration;
+
+use domain::GatewayInstance;
+use domain::chain;
+use rpc::Refusal;
+use rpc::client::Outgoing;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::synchronize_request::Message as Up;
+use rpc::pb::scheduler::synchronize_response::Message as Down;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use runtime::RuntimeError;
+use std::sync::Arc;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Streaming;
+
+use crate::runtimes::host::{HostConfig, HostRuntime, Look};
+use crate::sync::scheduler_stream;
+use crate::util::blocking::blocking;
+use crate::{Config, Gateway};
+
+/// How often is looked whether the worker is free.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Attends this machine as a worker as soon as no other gateway does.
+///
+/// # Errors
+///
+/// This machine cannot be a worker, or another gateway has taken it over: then this one does nothing any more, and its process should
+/// end. It never returns otherwise.
+pub async fn attend_this_machine(
+    gateway: &Gateway,
+    config: Config,
+    machine: HostConfig,
+) -> anyhow::Result<std::convert::Infallible> {
+    let name = config.worker_name.clone();
+    let (runtime, instance) = wait_for_turn(&config, &machine).await?;
+    gateway.attend_as(instance, config, runtime.clone()).await?;
+    tokio::select! {
+        () = runtime.superseded() => {}
+        () = runtime.clone().look_after_containers() => {}
+    }
+    tracing::error!(
+        worker.name = name,
+        "another gateway has taken over this worker: this one starts and destroys nothing more, and ends"
+    );
+    anyhow::bail!("another gateway has taken over worker {name:?}")
+}
+
+async fn wait_for_turn(
+    config: &Config,
+    machine: &HostConfig,
+) -> anyhow::Result<(Arc<HostRuntime>, GatewayInstance)> {
+    let instance = GatewayInstance::new();
+    let outgoing = Outgoing::internal().with_token(config.token.as_deref());
+    let scheduler = WorkersClient::new(rpc::client::peer(&config.scheduler, outgoing)?);
+    let mut said = false;
+    loop {
+        let free = machine.clone();
+        if let Some(runtime) = blocking(move || HostRuntime::open_if_free(free)).await? {
+            return Ok((runtime, instance));
+        }
+        if !std::mem::replace(&mut said, true) {
+            tracing::info!(
+                worker.name = config.worker_name,
+                state_dir = %machine.state_dir.display(),
+                "another gateway attends this worker: this one stands by"
+            );
+        }
+        if is_silent(scheduler.clone(), config).await
+            && let Some(session) = open_session(scheduler.clone(), config, machine, instance).await?
+        {
+            tracing::warn!(
+                worker.name = config.worker_name,
+                "the gateway that attended this worker is silent and still holds its state directory: it is taken over"
+            );
+            let taken = machine.clone();
+            let runtime = blocking(move || HostRuntime::take_over(taken)).await?;
+            // Until now: who ends a stream says goodbye, and somebody else might be let in.
+            drop(session);
+            return Ok((runtime, instance));
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
+/// Whether the scheduler knows the worker, and that nobody speaks for it.
+async fn is_silent(mut scheduler: WorkersClient<rpc::Peer>, config: &Config) -> bool {
+    let request = pb::GetWorkerRequest { worker: config.worker_name.clone() };
+    match scheduler.get_worker(request).await.map_err(Refusal::from) {
+        Ok(answer) => answer.into_inner().worker.is_some_and(|worker| {
+            worker.name == config.worker_name && worker.state() != pb::WorkerState::Running
+        }),
+        Err(refusal) => {
+            tracing::debug!(error = %refusal, "the scheduler does not say who attends this worker");
+            false
+        }
+    }
+}
+
+/// A stream to the scheduler, on which a session was opened.
+struct Session {
+    _up: mpsc::Sender<pb::SynchronizeRequest>,
+    _down: Streaming<pb::SynchronizeResponse>,
+}
+
+/// Opens a session of the worker that somebody else may hold. `None`: the scheduler does not let us in, or not now.
+async fn open_session(
+    mut scheduler: WorkersClient<rpc::Peer>,
+    config: &Config,
+    machine: &HostConfig,
+    instance: GatewayInstance,
+) -> Result<Option<Session>, RuntimeError> {
+    let look = machine.clone();
+    let Some(Look { marker, disk, capabilities }) = blocking(move || HostRuntime::look(look)).await? else {
+        return Ok(None);
+    };
+    let (up, requests) = mpsc::channel(1);
+    let hello =
+        scheduler_stream::introduce(config, instance, marker, Some(disk), &capabilities, String::new());
+    // The other end of the channel is the stream below, which is alive.
+    up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
+    let welcomed = async {
+        let mut down = scheduler.synchronize(ReceiverStream::new(requests)).await?.into_inner();
+        let welcome = down.message().await?.and_then(|response| response.message);
+        Ok::<_, Refusal>(matches!(welcome, Some(Down::Welcome(_))).then_some(down))
+    };
+    match welcomed.await {
+        Ok(down) => Ok(down.map(|down| Session { _up: up, _down: down })),
+        Err(refusal) => {
+            tracing::debug!(error = chain(&refusal), "this gateway is not let in");
+            Ok(None)
+        }
+    }
+}

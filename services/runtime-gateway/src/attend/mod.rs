@@ -1,0 +1,3 @@
+//! How a gateway comes to attend a worker.
+
+pub(crate) mod machine;

@@ -1,0 +1,131 @@
+//! The door: a gateway that attends no worker and lets callers from outside in.
+//!
+//! It serves `Containers` and `Volumes` for every worker of the cluster. A call is looked at up to its first message, which names the worker
+//! ([`route`]); it is then passed on, one hop, to the gateway that attends that worker ([`peers`]), under a ticket of the scheduler for that one
+//! worker and never with the caller's credentials. Bytes go through as they come ([`forward`]): nothing else is decoded.
+//!
+//! Nothing is kept but who attends which worker, for some seconds. Any number of doors may stand side by side.
+
+mod directory;
+mod forward;
+mod route;
+
+use std::convert::Infallible;
+use std::marker::PhantomData;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use http::{Request, Response};
+use rpc::client::Outgoing;
+use rpc::pb::runtime::containers_server;
+use rpc::pb::runtime::volumes_server;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::token::Keys;
+use server::{Host, Listener};
+use tokio_util::sync::CancellationToken;
+use tonic::body::Body;
+use tonic::server::NamedService;
+use tower_service::Service;
+
+use directory::Peers;
+
+/// What each call of a door has.
+struct Door {
+    peers: Peers,
+    keys: Keys,
+    stopping: CancellationToken,
+}
+
+/// Adds a door to `host`, which lets its callers in. `token` is what the door presents to the scheduler.
+///
+/// # Errors
+///
+/// The address of the scheduler is malformed.
+pub fn start_door(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
+    let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
+    let door = Arc::new(Door {
+        peers: Peers::new(WorkersClient::new(scheduler.clone())),
+        keys: Keys::new(scheduler),
+        stopping: host.stopping(),
+    });
+    host.add_service(Passed::<Containers>::new(door.clone()));
+    host.add_service(Passed::<Volumes>::new(door));
+    host.describe(server::Service {
+        name: "door",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: Vec::new(),
+    });
+    Ok(())
+}
+
+/// Serves a door on `listener` until `shutdown` resolves. Callers over TCP present `token`.
+///
+/// # Errors
+///
+/// The address of the scheduler is malformed, or the server failed.
+pub async fn serve_door(
+    scheduler: &str,
+    token: Option<String>,
+    listener: Listener,
+    shutdown: impl Future<Output = ()> + Send,
+) -> anyhow::Result<()> {
+    let mut host = Host::new().with_token(token.clone());
+    start_door(scheduler, token.as_deref(), &mut host)?;
+    host.serve([listener], shutdown).await
+}
+
+struct Containers;
+struct Volumes;
+
+impl NamedService for Containers {
+    const NAME: &'static str = containers_server::SERVICE_NAME;
+}
+
+impl NamedService for Volumes {
+    const NAME: &'static str = volumes_server::SERVICE_NAME;
+}
+
+/// A service that others serve.
+struct Passed<N> {
+    door: Arc<Door>,
+    name: PhantomData<fn() -> N>,
+}
+
+impl<N> Passed<N> {
+    fn new(door: Arc<Door>) -> Self {
+        Self { door, name: PhantomData }
+    }
+}
+
+impl<N> Clone for Passed<N> {
+    fn clone(&self) -> Self {
+        Self::new(self.door.clone())
+    }
+}
+
+impl<N: NamedService> NamedService for Passed<N> {
+    const NAME: &'static str = N::NAME;
+}
+
+impl<N> Service<Request<Body>> for Passed<N> {
+    type Response = Response<Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<Body>) -> Self::Future {
+        let door = self.door.clone();
+        Box::pin(async move {
+            let answer = forward::forward(door, request).await;
+            Ok(answer.unwrap_or_else(|status| status.into_http()))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

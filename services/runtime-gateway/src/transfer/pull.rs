@@ -1,0 +1,438 @@
+//! Bytes from other workers: a planned volume is filled with what a volume elsewhere holds.
+//!
+//! The manifest comes first, and names everything; what this worker has already is taken from there, and the rest is read from one
+//! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else;
+//! but where this worker is far, it takes whole files, and the next source begins anew.
+//!
+//! Where both workers are far, and workers reach one another, the source's worker sends it all by itself ([`crate::transfer::peer_copy`]); what goes wrong with that
+//! costs time, and nothing else.
+//!
+//! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::transfer::volumes`]): its manifest has
+//! that digest, and every extent the digest that the manifest says.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::{TicketClaims, TicketOperation};
+use domain::{Digest, chain};
+use rpc::client::{AddressError, Outgoing};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::read_request::Message as Say;
+use rpc::pb::runtime::read_response::Message as Said;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use rpc::{Peer, Reason, Refusal};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::Streaming;
+use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
+
+use crate::api::DOWNLOAD_PAUSE;
+use crate::transfer::peer_copy::Sender;
+use crate::transfer::volumes::{Filling, TransferError};
+use crate::worker::Worker;
+use crate::worker_set::Gateway;
+
+/// A volume elsewhere that has the bytes.
+///
+/// Invariant: this gateway connects to the address that the scheduler signed, and to nothing that a caller named. [`Source::endpoint`] comes
+/// out of a verified ticket.
+#[derive(Debug, Clone)]
+pub(crate) struct Source {
+    /// The gateway of its worker, as the scheduler knows it. `None`: the ticket is not good for reading.
+    pub(crate) endpoint: Option<String>,
+    /// Permits to read it.
+    pub(crate) ticket: String,
+}
+
+impl Source {
+    /// The volume that `ticket` permits to read, at the gateway that the scheduler named when it signed. `named`: that the caller named.
+    pub(crate) async fn permitted(
+        gateway: &Gateway,
+        place: usize,
+        named: String,
+        ticket: String,
+    ) -> Result<Self, TransferError> {
+        match gateway.permitted(&ticket, TicketOperation::Read).await {
+            Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
+                Ok(Self { endpoint: Some(named), ticket })
+            }
+            Ok(_) => Err(TransferError::SourceAddress { place, named }),
+            // Another source may do.
+            Err(TransferError::Ticket) => Ok(Self { endpoint: None, ticket }),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Calls to its gateway, which present its ticket and nothing else.
+    pub(crate) fn client(&self) -> Result<VolumesClient<Peer>, SourceError> {
+        let endpoint = self.endpoint.as_deref().ok_or(SourceError::Ticket)?;
+        let outgoing = Outgoing::internal().with_ticket(&self.ticket);
+        Ok(VolumesClient::new(rpc::client::peer(endpoint, outgoing)?))
+    }
+}
+
+/// How far a fetch is, in bytes of content.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// What this worker had already.
+    pub(crate) saved: u64,
+    /// The place of the source that is read.
+    pub(crate) source: usize,
+    /// Whether the worker of that source sent it all by itself.
+    pub(crate) by_peer: bool,
+}
+
+/// A volume could not be fetched.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FetchError {
+    /// This worker failed, or the store refused.
+    #[error(transparent)]
+    Here(#[from] TransferError),
+    /// Each source failed, in their order.
+    #[error("no source could give all that is missing: {}", listed(.0))]
+    Sources(Vec<SourceError>),
+}
+
+/// A source is of no use.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SourceError {
+    /// Its ticket is forged, expired, or for something else.
+    #[error("its ticket is not good for this")]
+    Ticket,
+    /// It cannot be reached by that name.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// It refused, or broke off.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// It ended before everything was there.
+    #[error("it broke off")]
+    Cut,
+    /// Its manifest breaks a rule.
+    #[error("its manifest is invalid")]
+    Manifest(#[from] InvalidManifest),
+    /// It has something else.
+    #[error("it does not hold what was asked for")]
+    OtherBytes,
+    /// It says what makes no sense.
+    #[error("it said something that makes no sense")]
+    Nonsense,
+}
+
+impl SourceError {
+    /// What a program may tell sources by.
+    pub(crate) fn reason(&self) -> &str {
+        match self {
+            Self::Ticket => Reason::InvalidToken.as_str(),
+            Self::Address(_) => Reason::InvalidField.as_str(),
+            Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
+            Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
+            Self::Cut => Reason::Unavailable.as_str(),
+            // The memory of this gateway, and no fault of the source.
+            Self::Manifest(InvalidManifest::NoMemory) => Reason::Unavailable.as_str(),
+            Self::Manifest(_) | Self::Nonsense => Reason::InvalidManifest.as_str(),
+            Self::OtherBytes => Reason::DigestMismatch.as_str(),
+        }
+    }
+}
+
+/// The errors of sources, for people.
+fn listed(errors: &[SourceError]) -> String {
+    let mut text = String::new();
+    for (place, error) in errors.iter().enumerate() {
+        let separator = if place == 0 { "" } else { "; " };
+        // Writing to a string does not fail.
+        _ = write!(text, "{separator}{}", chain(error));
+    }
+    text
+}
+
+/// Why nothing more came from a source.
+enum Failed {
+    There(SourceError),
+    Here(TransferError),
+}
+
+impl From<SourceError> for Failed {
+    fn from(error: SourceError) -> Self {
+        Self::There(error)
+    }
+}
+
+/// Longest pause of a source while there are others to try.
+const OTHERS_LEFT: Duration = Duration::from_secs(120);
+
+/// The volume to be filled, and what permits it.
+pub(crate) struct Destination {
+    /// What the ticket says.
+    pub(crate) ticket: TicketClaims,
+    /// The ticket itself.
+    pub(crate) signed: String,
+}
+
+/// Fills the volume that the ticket of `to` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+///
+/// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
+pub(crate) async fn fetch(
+    worker: &Arc<Worker>,
+    to: Destination,
+    digest: Digest,
+    sources: Vec<Source>,
+    progress: impl Fn(Progress),
+) -> Result<Arc<Manifest>, FetchError> {
+    let mut fetch = Fetch { worker, to, digest, under_way: None, progress };
+    let mut failed = Vec::new();
+    for (place, source) in sources.iter().enumerate() {
+        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { DOWNLOAD_PAUSE };
+        match fetch.from(place, source, pause).await {
+            Ok(filling) => return Ok(filling.commit(worker).await?),
+            Err(Failed::Here(error)) => return Err(error.into()),
+            Err(Failed::There(error)) => {
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = chain(&error), "a source failed");
+                failed.push(error);
+            }
+        }
+    }
+    Err(FetchError::Sources(failed))
+}
+
+/// What is kept from one source to the next.
+struct Fetch<'w, P> {
+    worker: &'w Arc<Worker>,
+    to: Destination,
+    digest: Digest,
+    under_way: Option<UnderWay>,
+    progress: P,
+}
+
+/// A volume of which some is there.
+struct UnderWay {
+    filling: Filling,
+    manifest: Arc<Manifest>,
+    /// What no source has sent yet.
+    missing: Runs,
+    progress: Progress,
+}
+
+impl<P: Fn(Progress)> Fetch<'_, P> {
+    /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
+    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<Filling, Failed> {
+        let mut reading = Reading::open(source, pause).await?;
+        let manifest = reading.manifest().await?;
+        if manifest.tree_digest() != self.digest {
+            return Err(SourceError::OtherBytes.into());
+        }
+        let mut under_way = match self.under_way.take() {
+            Some(under_way) => under_way,
+            None => self.begin(place, source, Arc::new(manifest)).await.map_err(Failed::Here)?,
+        };
+        under_way.progress.source = place;
+        (self.progress)(under_way.progress);
+
+        match self.receive(&mut under_way, &mut reading).await {
+            Ok(()) => {
+                debug_assert!(under_way.missing.is_empty(), "everything was received");
+                Ok(under_way.filling)
+            }
+            // The next source may begin with another file.
+            Err(failed) if under_way.filling.takes_whole_files() => {
+                under_way.filling.abandon().await;
+                Err(failed)
+            }
+            Err(failed) => {
+                self.under_way = Some(under_way);
+                Err(failed)
+            }
+        }
+    }
+
+    /// Makes the volume. Where the worker of `source` can, it fills it, too.
+    async fn begin(
+        &self,
+        place: usize,
+        source: &Source,
+        manifest: Arc<Manifest>,
+    ) -> Result<UnderWay, TransferError> {
+        let total = manifest.extent_bytes();
+        let (compared, mut told) = watch::channel(0);
+        let left = CancellationToken::new();
+        let _left = left.clone().drop_guard();
+        let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
+        let begun = Filling::begin_with(self.worker, self.to.ticket.clone(), manifest.clone(), Some(peer));
+        let telling = async {
+            while told.changed().await.is_ok() {
+                let done = *told.borrow_and_update();
+                (self.progress)(Progress { done, total, saved: 0, source: place, by_peer: true });
+            }
+            std::future::pending::<()>().await;
+        };
+        let filling = tokio::select! {
+            begun = begun => begun?,
+            () = telling => return Err(TransferError::BrokenOff),
+        };
+        let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
+        let done = total.saturating_sub(missing);
+        let saved = if by_peer { 0 } else { done };
+        let progress = Progress { done, total, saved, source: place, by_peer };
+        Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
+    }
+
+    async fn receive(&self, under_way: &mut UnderWay, reading: &mut Reading) -> Result<(), Failed> {
+        if under_way.missing.is_empty() {
+            return Ok(());
+        }
+        reading.want(under_way).await?;
+        let wanted = under_way.missing.clone();
+        let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
+        let received = loop {
+            match reading.next().await {
+                Ok(Said::Chunk(chunk)) => {
+                    let verified = verify(&under_way.manifest, chunk, &mut expected);
+                    let verified = match verified {
+                        Ok(verified) => verified,
+                        Err(error) => break Err(error.into()),
+                    };
+                    let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
+                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
+                    under_way.filling.put_verified(self.worker, extents).await.map_err(Failed::Here)?;
+                    for ordinal in ordinals {
+                        missing.remove(ordinal);
+                    }
+                    (self.progress)(under_way.progress);
+                }
+                Ok(Said::Done(_)) if expected.is_empty() => break Ok(()),
+                Ok(Said::Done(_)) => break Err(SourceError::Cut.into()),
+                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense.into()),
+                Err(error) => break Err(error.into()),
+            }
+        };
+        under_way.missing = missing.runs();
+        received
+    }
+}
+
+type Received = (u64, u64, Verified<bytes::Bytes>);
+
+/// Verifies what arrived: what was expected, in its turn. With their ordinals and lengths.
+fn verify(
+    manifest: &Manifest,
+    chunk: pb::Chunk,
+    expected: &mut Outstanding,
+) -> Result<Vec<Received>, SourceError> {
+    let verified = chunk.extents.into_iter().map(|extent| {
+        if !expected.take(manifest, extent.ordinal) {
+            return Err(SourceError::Nonsense);
+        }
+        let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
+        let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
+        Ok((extent.ordinal, length, verified))
+    });
+    verified.collect()
+}
+
+/// A volume elsewhere that is being read.
+struct Reading {
+    say: mpsc::Sender<pb::ReadRequest>,
+    said: Streaming<pb::ReadResponse>,
+    /// Longest time that the source may send nothing.
+    pause: Duration,
+}
+
+impl Reading {
+    /// The source is told nothing that is not for it: the ticket that the caller has for it, and never the token of the cluster.
+    async fn open(source: &Source, pause: Duration) -> Result<Self, SourceError> {
+        let mut client = source.client()?;
+        let (say, requests) = mpsc::channel(4);
+        let open = pb::ReadOpen { ticket: source.ticket.clone() };
+        // The other end is the stream below.
+        say.send(pb::ReadRequest { message: Some(Say::Open(open)) }).await.ok();
+        let answer = tokio::time::timeout(pause, client.read(ReceiverStream::new(requests))).await;
+        let said = answer.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?.into_inner();
+        Ok(Self { say, said, pause })
+    }
+
+    async fn next(&mut self) -> Result<Said, SourceError> {
+        // The source may have to scan the volume before it answers.
+        let message = tokio::time::timeout(self.pause, self.said.message()).await;
+        let message = message.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?;
+        message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
+    }
+
+    async fn manifest(&mut self) -> Result<Manifest, SourceError> {
+        let mut builder = ManifestBuilder::new(Limits::of_process());
+        loop {
+            match self.next().await? {
+                Said::Manifest(part) => rpc::tree::push_part(&mut builder, &part)?,
+                Said::ManifestEnd(_) => return Ok(builder.finish()?),
+                Said::Chunk(_) | Said::Done(_) => return Err(SourceError::Nonsense),
+            }
+        }
+    }
+
+    async fn want(&self, under_way: &UnderWay) -> Result<(), SourceError> {
+        let runs = rpc::tree::runs(&under_way.missing).into_iter().map(Say::Want);
+        let bytes = under_way.manifest.bytes_of(&under_way.missing);
+        for message in runs.chain([Say::WantEnd(pb::ExtentRunsEnd { bytes })]) {
+            let request = pb::ReadRequest { message: Some(message) };
+            self.say.send(request).await.map_err(|_| SourceError::Cut)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(extents: &[(u64, &'static str)]) -> pb::Chunk {
+        let extents = extents.iter().map(|(ordinal, text)| pb::ExtentData {
+            ordinal: *ordinal,
+            data: bytes::Bytes::from_static(text.as_bytes()),
+        });
+        pb::Chunk { extents: extents.collect() }
+    }
+
+    #[test]
+    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        for name in ["a", "b", "c"] {
+            std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
+        }
+        let manifest = crate::transfer::manifests::scan(directory.path()).expect("it can be read").manifest;
+        let mut wanted = Runs::new();
+        for ordinal in [0, 2] {
+            wanted.insert(ordinal).expect("ascending");
+        }
+        let refused = [
+            ("not asked for", chunk(&[(2, "ccc"), (1, "bbb")])),
+            ("twice", chunk(&[(2, "ccc"), (2, "ccc")])),
+            ("nowhere", chunk(&[(7, "ccc")])),
+            ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
+        ];
+        for (what, chunk) in refused {
+            let verified = verify(&manifest, chunk, &mut Outstanding::new(&wanted));
+            verified.map(|_| ()).expect_err(what);
+        }
+        let mut expected = Outstanding::new(&wanted);
+        let verified =
+            verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
+        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
+        verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
+    }
+
+    #[tokio::test]
+    async fn source_that_says_nothing_is_left() {
+        // The kernel accepts connections, and no process reads them.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
+        let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
+        let left = Reading::open(&source, Duration::from_millis(50)).await;
+        assert!(matches!(left, Err(SourceError::Cut)));
+    }
+}

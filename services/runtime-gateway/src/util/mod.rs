@@ -1,0 +1,6 @@
+//! Helpers without a subject of their own.
+
+pub(crate) mod blocking;
+pub(crate) mod clock;
+pub(crate) mod keyed_locks;
+pub(crate) mod retry;

@@ -1,0 +1,268 @@
+//! The workers that this process attends, and for which of them a call is.
+//!
+//! All of them share one `Containers` and one `Volumes`. A call for another worker is never forwarded, for a gateway stands beside
+//! untrusted code: it is told where to go, as the scheduler knows it.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
+use domain::{GatewayInstance, Timestamp, WorkerId};
+use rpc::Peer;
+use rpc::client::{DOOR_TICKET_HEADER, Outgoing, TICKET_HEADER};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::token::Keys;
+use runtime::Runtime;
+use server::Host;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::Config;
+use crate::api::auth::{OnlyFor, Ticketed};
+use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
+use crate::transfer::volumes::TransferError;
+use crate::worker::Worker;
+
+/// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
+const STARTING: Duration = Duration::from_secs(5);
+/// How long the scheduler may take to say where to go.
+const ASK: Duration = Duration::from_secs(5);
+
+/// A gateway: it attends the workers that were given to it. Clones share them.
+#[derive(Clone)]
+pub struct Gateway(Arc<Inner>, Option<OnlyFor>);
+
+struct Inner {
+    workers: RwLock<Vec<Arc<Worker>>>,
+    keys: Keys,
+    scheduler: WorkersClient<Peer>,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+    /// Permits of transfers that read volumes here, and of those that write. They are separate because a write may wait for a read elsewhere.
+    reads: Arc<Semaphore>,
+    writes: Arc<Semaphore>,
+}
+
+/// Most transfers of each direction at a time. Each transfer takes a blocking thread, and a quarter of the threads stays free.
+const TRANSFERS: usize = 192;
+
+/// Longest time that a transfer waits for a permit.
+const PERMIT_WAIT: Duration = Duration::from_secs(30);
+
+/// A call is for a worker that this gateway does not attend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this gateway does not attend worker {worker}")]
+pub(crate) struct NotAttended {
+    pub(crate) worker: WorkerId,
+    /// The gateway that attends it. `None`: none does, or the scheduler does not say.
+    pub(crate) endpoint: Option<String>,
+}
+
+impl Gateway {
+    /// A gateway that attends nobody yet. Its services are added to `host`.
+    ///
+    /// # Errors
+    ///
+    /// The address of the scheduler is malformed.
+    pub fn new(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<Self> {
+        let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+        let containers = crate::api::containers(gateway.clone());
+        host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[DOOR_TICKET_HEADER]);
+        let volumes = crate::api::volumes(gateway.clone());
+        let tickets = &[DOOR_TICKET_HEADER, TICKET_HEADER];
+        host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
+        host.describe(server::Service {
+            name: "runtime-gateway",
+            version: env!("CARGO_PKG_VERSION"),
+            features: Vec::new(),
+            limits: Vec::new(),
+        });
+        // Whoever has not been let in speaks for no worker, and answers nothing but that.
+        let asked = gateway.clone();
+        host.add_check("scheduler", move || {
+            let workers = asked.workers();
+            let ready = if workers.iter().any(|worker| worker.session().is_some()) {
+                Ok(())
+            } else if workers.is_empty() {
+                Err("this gateway attends no worker yet".to_owned())
+            } else {
+                Err("it has not let this gateway in".to_owned())
+            };
+            std::future::ready(ready)
+        });
+        crate::metrics::add(gateway.clone(), host);
+        Ok(gateway)
+    }
+
+    pub(crate) fn of(
+        workers: Vec<Arc<Worker>>,
+        scheduler: &str,
+        token: Option<&str>,
+        tasks: TaskTracker,
+        stopping: CancellationToken,
+    ) -> anyhow::Result<Self> {
+        let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
+        Ok(Self(
+            Arc::new(Inner {
+                workers: RwLock::new(workers),
+                keys: Keys::new(scheduler.clone()),
+                scheduler: WorkersClient::new(scheduler),
+                tasks,
+                stopping,
+                reads: Arc::new(Semaphore::new(TRANSFERS)),
+                writes: Arc::new(Semaphore::new(TRANSFERS)),
+            }),
+            None,
+        ))
+    }
+
+    /// Attends the worker behind `runtime`, too, from now on.
+    ///
+    /// # Errors
+    ///
+    /// The worker cannot say who it is, or an address in `config` is malformed.
+    pub async fn attend(&self, config: Config, runtime: Arc<dyn Runtime>) -> anyhow::Result<()> {
+        self.attend_as(GatewayInstance::new(), config, runtime).await
+    }
+
+    /// The same, as an instance that may have a session already.
+    pub(crate) async fn attend_as(
+        &self,
+        instance: GatewayInstance,
+        config: Config,
+        runtime: Arc<dyn Runtime>,
+    ) -> anyhow::Result<()> {
+        if config.hold_destruction {
+            tracing::warn!(
+                worker.name = config.worker_name,
+                "destruction is held: no container and no volume is destroyed, and the disk fills up"
+            );
+        }
+        let boot = runtime.marker().await?.boot;
+        let worker = Worker::new(config, runtime, boot, self.0.tasks.clone(), self.0.stopping.clone())?;
+        self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(worker.clone());
+        self.0.tasks.spawn(scheduler_stream::forever(worker.clone(), instance));
+        self.0.tasks.spawn(inventory_sync::sweep_forever(worker.clone()));
+        self.0.tasks.spawn(inventory_sync::report_forever(worker.clone()));
+        self.0.tasks.spawn(base_type_import::import_forever(worker));
+        Ok(())
+    }
+
+    /// Resolves when this gateway has been told to stop.
+    pub(crate) async fn stopped(&self) {
+        self.0.stopping.cancelled().await;
+    }
+
+    pub(crate) fn tasks(&self) -> &TaskTracker {
+        &self.0.tasks
+    }
+
+    pub(crate) fn stopping(&self) -> &CancellationToken {
+        &self.0.stopping
+    }
+
+    /// This gateway, for a call that may be for one worker only if a ticket let it in.
+    pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
+        Self(self.0.clone(), extensions.get::<OnlyFor>().copied().or(self.1))
+    }
+
+    pub(crate) fn workers(&self) -> Vec<Arc<Worker>> {
+        self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The only worker that is attended here. `None`: there is none, or there are several.
+    pub(crate) fn only_worker(&self) -> Option<Arc<Worker>> {
+        let mut workers = self.workers();
+        workers.pop().filter(|_| workers.is_empty())
+    }
+
+    /// The worker with this id, if this gateway speaks for it.
+    pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<Worker>, NotAttended> {
+        if self.1.is_some_and(|OnlyFor(only)| only != id) {
+            return Err(NotAttended { worker: id, endpoint: None });
+        }
+        let workers = self.workers();
+        let find = || workers.iter().find(|worker| worker.session().is_some_and(|open| open.worker == id));
+        if let Some(worker) = find() {
+            return Ok(worker.clone());
+        }
+        // Who they are is not known before they have been let in.
+        let let_in = futures::future::join_all(workers.iter().map(|worker| worker.wait_for_session()));
+        // Whether that was enough shows in what is found now.
+        tokio::time::timeout(STARTING, let_in).await.ok();
+        match find() {
+            Some(worker) => Ok(worker.clone()),
+            None => Err(NotAttended { worker: id, endpoint: self.elsewhere(id).await }),
+        }
+    }
+
+    /// Where the scheduler says that a worker is attended, if not here.
+    async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
+        let mut scheduler = self.0.scheduler.clone();
+        let asked = scheduler.get_worker(pb::GetWorkerRequest { worker: worker.to_string() });
+        let answer = match tokio::time::timeout(ASK, asked).await {
+            Ok(Ok(answer)) => answer.into_inner(),
+            Ok(Err(error)) => {
+                tracing::debug!(worker.id = %worker, %error, "the scheduler does not say who attends a worker");
+                return None;
+            }
+            Err(_) => return None,
+        };
+        let endpoint = answer.worker?.gateway_endpoint;
+        let ours = self.workers().iter().any(|worker| worker.config.endpoint == endpoint);
+        Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
+    }
+
+    /// Verifies a ticket for `operation`, and answers the worker that it names.
+    pub(crate) async fn admit(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<(Arc<Worker>, TicketClaims), TransferError> {
+        let claims = self.permitted(ticket, operation).await?;
+        let worker = self.worker(claims.worker).await?;
+        Ok((worker, claims))
+    }
+
+    /// Waits for the permit of a transfer, which ends when it is dropped.
+    ///
+    /// Errors: [`TransferError::TooManyTransfers`].
+    pub(crate) async fn acquire_transfer(
+        &self,
+        operation: TicketOperation,
+    ) -> Result<OwnedSemaphorePermit, TransferError> {
+        let permits = match operation {
+            TicketOperation::Read => &self.0.reads,
+            TicketOperation::Write => &self.0.writes,
+        };
+        let permit = tokio::time::timeout(PERMIT_WAIT, permits.clone().acquire_owned()).await;
+        permit.ok().and_then(Result::ok).ok_or(TransferError::TooManyTransfers)
+    }
+
+    /// Verifies a ticket for `operation`, whoever attends the worker that it names.
+    pub(crate) async fn permitted(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<TicketClaims, TransferError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
+        if claims.operation != operation || claims.expires_at < Timestamp::now() {
+            return Err(TransferError::Ticket);
+        }
+        Ok(claims)
+    }
+
+    /// Verifies the ticket of a door, and answers the worker that it names.
+    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<WorkerId, TransferError> {
+        let claims: DoorClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
+    }
+
+    /// Verifies that a ticket is one for any transfer, and answers the worker that it names. For which transfer it is good [`Self::admit`] says.
+    pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, TransferError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
+    }
+}
