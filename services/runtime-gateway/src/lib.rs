@@ -30,15 +30,18 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use api::auth::Ticketed;
+use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
 use runtime::Runtime;
 use server::{Host, Listener};
 
+pub use attend::concourse::attend_concourse_worker;
 pub use attend::machine::attend_this_machine;
 pub use capacity::Amounts;
 pub use config::Config;
 pub use proxy::{serve_door, start_door};
 pub use runtimes::{garden, host};
-pub use worker_set::Gateway;
+pub use worker_set::WorkerSet;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
@@ -56,6 +59,41 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
+/// A gateway that attends no worker yet. Its services are added to `host`.
+///
+/// # Errors
+///
+/// The address of the scheduler is malformed.
+pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
+    let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+    let containers = api::containers(gateway.clone());
+    host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[DOOR_TICKET_HEADER]);
+    let volumes = api::volumes(gateway.clone());
+    let tickets = &[DOOR_TICKET_HEADER, TICKET_HEADER];
+    host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
+    host.describe(server::Service {
+        name: "runtime-gateway",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: Vec::new(),
+    });
+    // Whoever has not been let in speaks for no worker, and answers nothing but that.
+    let asked = gateway.clone();
+    host.add_check("scheduler", move || {
+        let workers = asked.workers();
+        let ready = if workers.iter().any(|attended| attended.worker.session.current().is_some()) {
+            Ok(())
+        } else if workers.is_empty() {
+            Err("this gateway attends no worker yet".to_owned())
+        } else {
+            Err("it has not let this gateway in".to_owned())
+        };
+        std::future::ready(ready)
+    });
+    metrics::add(gateway.clone(), host);
+    Ok(gateway)
+}
+
 /// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
 ///
 /// # Errors
@@ -64,10 +102,10 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
 pub async fn start(
     workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
     host: &mut Host,
-) -> anyhow::Result<Gateway> {
+) -> anyhow::Result<WorkerSet> {
     let mut workers = workers.into_iter().peekable();
     let (first, _) = workers.peek().context("a gateway attends at least one worker")?;
-    let gateway = Gateway::new(&first.scheduler, first.token.as_deref(), host)?;
+    let gateway = open(&first.scheduler, first.token.as_deref(), host)?;
     for (config, runtime) in workers {
         gateway.attend(config, runtime).await?;
     }

@@ -8,7 +8,7 @@ use anyhow::Context;
 use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, Policy};
-use runtime_gateway::{Amounts, Config, Gateway};
+use runtime_gateway::{Amounts, Config};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
 
@@ -154,7 +154,7 @@ impl server::Program for Arguments {
             caller_term: Config::CALLER_TERM,
             hold_destruction: self.hold_destruction,
         };
-        let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
+        let gateway = runtime_gateway::open(&self.scheduler, starting.token.as_deref(), host)?;
         if !self.concourse.any() {
             let machine = HostConfig {
                 policy: self.policy,
@@ -182,7 +182,7 @@ impl server::Program for Arguments {
         };
         for worker in self.concourse.workers(given)? {
             let (config, garden) = worker.config(&common, &self.state_dir);
-            host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+            host.spawn(runtime_gateway::attend_concourse_worker(gateway.clone(), config, garden));
         }
         Ok(())
     }

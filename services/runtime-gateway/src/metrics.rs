@@ -3,11 +3,11 @@
 use rpc::pb::scheduler::LeasePhase;
 
 use crate::worker::Worker;
-use crate::worker::usage::Held;
-use crate::worker_set::Gateway;
+use crate::worker::usage::Usage;
+use crate::worker_set::WorkerSet;
 
 /// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
-pub(crate) fn add(gateway: Gateway, host: &server::Host) {
+pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
     metrics::describe_gauge!("gantry_gateway_attempts", "Attempts under way, by worker.");
     metrics::describe_gauge!("gantry_gateway_processes", "Attempts whose process runs, by worker.");
     metrics::describe_gauge!(
@@ -46,7 +46,7 @@ pub(crate) fn add(gateway: Gateway, host: &server::Host) {
         metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);
     }
     host.add_gauges(move || {
-        gateway.workers().iter().for_each(|worker| set(worker));
+        workers.workers().iter().for_each(|attended| set(&attended.worker));
         std::future::ready(())
     });
 }
@@ -54,15 +54,15 @@ pub(crate) fn add(gateway: Gateway, host: &server::Host) {
 fn set(worker: &Worker) {
     let name = worker.config.worker_name.clone();
     let (attempts, processes) = {
-        let attempts = worker.attempts();
+        let attempts = worker.attempts.lock();
         let count = |wanted: fn(LeasePhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
         (count(|phase| phase != LeasePhase::Ended), count(|phase| phase == LeasePhase::Running))
     };
     metrics::gauge!("gantry_gateway_attempts", "worker" => name.clone()).set(attempts as f64);
     metrics::gauge!("gantry_gateway_processes", "worker" => name.clone()).set(processes as f64);
-    let attends = if worker.session().is_some() { 1.0 } else { 0.0 };
+    let attends = if worker.session.current().is_some() { 1.0 } else { 0.0 };
     metrics::gauge!("gantry_gateway_attends", "worker" => name.clone()).set(attends);
-    let Held { containers, volumes } = worker.held.now();
+    let Usage { containers, volumes } = worker.usage.now();
     metrics::gauge!("gantry_gateway_containers", "worker" => name.clone()).set(containers as f64);
     metrics::gauge!("gantry_gateway_volumes", "worker" => name).set(volumes as f64);
 }

@@ -8,34 +8,96 @@ use std::time::Duration;
 
 use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
 use domain::{GatewayInstance, Timestamp, WorkerId};
-use rpc::Peer;
-use rpc::client::{DOOR_TICKET_HEADER, Outgoing, TICKET_HEADER};
+use rpc::client::Outgoing;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::token::Keys;
+use rpc::{Peer, Refusal};
 use runtime::Runtime;
-use server::Host;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
-use crate::api::auth::{OnlyFor, Ticketed};
+use crate::attempt::context::AttemptContext;
+use crate::attempt::image::ImageDefaults;
 use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
-use crate::transfer::volumes::TransferError;
+use crate::transfer::Transfers;
 use crate::worker::Worker;
+use crate::worker::attendance::Attendance;
+use crate::worker::base_types::BaseTypeImports;
 
 /// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
 const STARTING: Duration = Duration::from_secs(5);
 /// How long the scheduler may take to say where to go.
 const ASK: Duration = Duration::from_secs(5);
 
+/// A worker that this gateway attends, with the features that calls and loops use.
+pub(crate) struct AttendedWorker {
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) attendance: Arc<Attendance>,
+    pub(crate) imports: Arc<BaseTypeImports>,
+    pub(crate) attempts: Arc<AttemptContext>,
+}
+
+impl AttendedWorker {
+    /// `boot` is the life of the machine.
+    ///
+    /// # Errors
+    ///
+    /// The directory of manifests cannot be read.
+    pub(crate) fn open(worker: Arc<Worker>, boot: String) -> std::io::Result<Arc<Self>> {
+        let transfers = Transfers::open(worker.clone(), boot)?;
+        let attendance = Arc::new(Attendance::new(worker.config.caller_term));
+        let imports = Arc::new(BaseTypeImports::default());
+        let attempts = Arc::new(AttemptContext {
+            worker: worker.clone(),
+            transfers: transfers.clone(),
+            attendance: attendance.clone(),
+            imports: imports.clone(),
+            images: ImageDefaults::default(),
+        });
+        Ok(Arc::new(Self { worker, transfers, attendance, imports, attempts }))
+    }
+}
+
+/// The only worker that a call may be for, because its ticket names that one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OnlyFor(pub(crate) WorkerId);
+
+/// A call or a transfer is not admitted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdmitError {
+    /// The ticket is forged, expired, or for something else.
+    #[error("the ticket is not good for this")]
+    Ticket,
+    /// The scheduler's keys are not available.
+    #[error("cannot verify the ticket")]
+    Keys(#[source] Refusal),
+    /// The ticket is for another worker.
+    #[error(transparent)]
+    NotAttended(#[from] NotAttended),
+    /// The gateway runs the most transfers that it may.
+    #[error("this gateway has as many transfers under way as it takes")]
+    TooManyTransfers,
+}
+
+impl From<rpc::token::VerifyError> for AdmitError {
+    fn from(error: rpc::token::VerifyError) -> Self {
+        match error {
+            rpc::token::VerifyError::Invalid(_) => Self::Ticket,
+            rpc::token::VerifyError::KeysUnavailable(refusal) => Self::Keys(refusal),
+        }
+    }
+}
+
 /// A gateway: it attends the workers that were given to it. Clones share them.
 #[derive(Clone)]
-pub struct Gateway(Arc<Inner>, Option<OnlyFor>);
+pub struct WorkerSet(Arc<Inner>, Option<OnlyFor>);
 
 struct Inner {
-    workers: RwLock<Vec<Arc<Worker>>>,
+    workers: RwLock<Vec<Arc<AttendedWorker>>>,
     keys: Keys,
     scheduler: WorkersClient<Peer>,
     tasks: TaskTracker,
@@ -60,44 +122,9 @@ pub(crate) struct NotAttended {
     pub(crate) endpoint: Option<String>,
 }
 
-impl Gateway {
-    /// A gateway that attends nobody yet. Its services are added to `host`.
-    ///
-    /// # Errors
-    ///
-    /// The address of the scheduler is malformed.
-    pub fn new(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<Self> {
-        let gateway = Self::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
-        let containers = crate::api::containers(gateway.clone());
-        host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[DOOR_TICKET_HEADER]);
-        let volumes = crate::api::volumes(gateway.clone());
-        let tickets = &[DOOR_TICKET_HEADER, TICKET_HEADER];
-        host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
-        host.describe(server::Service {
-            name: "runtime-gateway",
-            version: env!("CARGO_PKG_VERSION"),
-            features: Vec::new(),
-            limits: Vec::new(),
-        });
-        // Whoever has not been let in speaks for no worker, and answers nothing but that.
-        let asked = gateway.clone();
-        host.add_check("scheduler", move || {
-            let workers = asked.workers();
-            let ready = if workers.iter().any(|worker| worker.session().is_some()) {
-                Ok(())
-            } else if workers.is_empty() {
-                Err("this gateway attends no worker yet".to_owned())
-            } else {
-                Err("it has not let this gateway in".to_owned())
-            };
-            std::future::ready(ready)
-        });
-        crate::metrics::add(gateway.clone(), host);
-        Ok(gateway)
-    }
-
+impl WorkerSet {
     pub(crate) fn of(
-        workers: Vec<Arc<Worker>>,
+        workers: Vec<Arc<AttendedWorker>>,
         scheduler: &str,
         token: Option<&str>,
         tasks: TaskTracker,
@@ -141,12 +168,14 @@ impl Gateway {
             );
         }
         let boot = runtime.marker().await?.boot;
-        let worker = Worker::new(config, runtime, boot, self.0.tasks.clone(), self.0.stopping.clone())?;
-        self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(worker.clone());
-        self.0.tasks.spawn(scheduler_stream::forever(worker.clone(), instance));
-        self.0.tasks.spawn(inventory_sync::sweep_forever(worker.clone()));
-        self.0.tasks.spawn(inventory_sync::report_forever(worker.clone()));
-        self.0.tasks.spawn(base_type_import::import_forever(worker));
+        let worker = Worker::new(config, runtime, self.0.tasks.clone(), self.0.stopping.clone())?;
+        let attended = AttendedWorker::open(worker, boot)?;
+        self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(attended.clone());
+        let AttendedWorker { transfers, imports, attempts, .. } = &*attended;
+        self.0.tasks.spawn(scheduler_stream::forever(attempts.clone(), instance));
+        self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
+        self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));
+        self.0.tasks.spawn(base_type_import::import_forever(transfers.clone(), imports.clone()));
         Ok(())
     }
 
@@ -168,28 +197,33 @@ impl Gateway {
         Self(self.0.clone(), extensions.get::<OnlyFor>().copied().or(self.1))
     }
 
-    pub(crate) fn workers(&self) -> Vec<Arc<Worker>> {
+    pub(crate) fn workers(&self) -> Vec<Arc<AttendedWorker>> {
         self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// The only worker that is attended here. `None`: there is none, or there are several.
-    pub(crate) fn only_worker(&self) -> Option<Arc<Worker>> {
+    pub(crate) fn only_worker(&self) -> Option<Arc<AttendedWorker>> {
         let mut workers = self.workers();
         workers.pop().filter(|_| workers.is_empty())
     }
 
     /// The worker with this id, if this gateway speaks for it.
-    pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<Worker>, NotAttended> {
+    pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<AttendedWorker>, NotAttended> {
         if self.1.is_some_and(|OnlyFor(only)| only != id) {
             return Err(NotAttended { worker: id, endpoint: None });
         }
         let workers = self.workers();
-        let find = || workers.iter().find(|worker| worker.session().is_some_and(|open| open.worker == id));
+        let find = || {
+            workers
+                .iter()
+                .find(|attended| attended.worker.session.current().is_some_and(|open| open.worker == id))
+        };
         if let Some(worker) = find() {
             return Ok(worker.clone());
         }
         // Who they are is not known before they have been let in.
-        let let_in = futures::future::join_all(workers.iter().map(|worker| worker.wait_for_session()));
+        let let_in =
+            futures::future::join_all(workers.iter().map(|attended| attended.worker.session.opened()));
         // Whether that was enough shows in what is found now.
         tokio::time::timeout(STARTING, let_in).await.ok();
         match find() {
@@ -211,7 +245,7 @@ impl Gateway {
             Err(_) => return None,
         };
         let endpoint = answer.worker?.gateway_endpoint;
-        let ours = self.workers().iter().any(|worker| worker.config.endpoint == endpoint);
+        let ours = self.workers().iter().any(|attended| attended.worker.config.endpoint == endpoint);
         Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
     }
 
@@ -220,7 +254,7 @@ impl Gateway {
         &self,
         ticket: &str,
         operation: TicketOperation,
-    ) -> Result<(Arc<Worker>, TicketClaims), TransferError> {
+    ) -> Result<(Arc<AttendedWorker>, TicketClaims), AdmitError> {
         let claims = self.permitted(ticket, operation).await?;
         let worker = self.worker(claims.worker).await?;
         Ok((worker, claims))
@@ -228,17 +262,17 @@ impl Gateway {
 
     /// Waits for the permit of a transfer, which ends when it is dropped.
     ///
-    /// Errors: [`TransferError::TooManyTransfers`].
+    /// Errors: [`AdmitError::TooManyTransfers`].
     pub(crate) async fn acquire_transfer(
         &self,
         operation: TicketOperation,
-    ) -> Result<OwnedSemaphorePermit, TransferError> {
+    ) -> Result<OwnedSemaphorePermit, AdmitError> {
         let permits = match operation {
             TicketOperation::Read => &self.0.reads,
             TicketOperation::Write => &self.0.writes,
         };
         let permit = tokio::time::timeout(PERMIT_WAIT, permits.clone().acquire_owned()).await;
-        permit.ok().and_then(Result::ok).ok_or(TransferError::TooManyTransfers)
+        permit.ok().and_then(Result::ok).ok_or(AdmitError::TooManyTransfers)
     }
 
     /// Verifies a ticket for `operation`, whoever attends the worker that it names.
@@ -246,23 +280,23 @@ impl Gateway {
         &self,
         ticket: &str,
         operation: TicketOperation,
-    ) -> Result<TicketClaims, TransferError> {
+    ) -> Result<TicketClaims, AdmitError> {
         let claims: TicketClaims = self.0.keys.verify(ticket).await?;
         if claims.operation != operation || claims.expires_at < Timestamp::now() {
-            return Err(TransferError::Ticket);
+            return Err(AdmitError::Ticket);
         }
         Ok(claims)
     }
 
     /// Verifies the ticket of a door, and answers the worker that it names.
-    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<WorkerId, TransferError> {
+    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
         let claims: DoorClaims = self.0.keys.verify(ticket).await?;
-        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
+        if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
     }
 
     /// Verifies that a ticket is one for any transfer, and answers the worker that it names. For which transfer it is good [`Self::admit`] says.
-    pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, TransferError> {
+    pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
         let claims: TicketClaims = self.0.keys.verify(ticket).await?;
-        if claims.expires_at < Timestamp::now() { Err(TransferError::Ticket) } else { Ok(claims.worker) }
+        if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
     }
 }

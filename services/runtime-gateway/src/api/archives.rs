@@ -7,15 +7,15 @@ use super::*;
 use crate::transfer::archives::{self, Unpacking};
 
 pub(super) async fn write(
-    gateway: Gateway,
+    gateway: WorkerSet,
     mut said: Streaming<pb::WriteArchiveRequest>,
 ) -> Result<pb::WriteArchiveResponse, Status> {
     let Said::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
-    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
+    let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
-    let mut unpacking = Unpacking::begin(&worker, ticket);
+    let mut unpacking = Unpacking::begin(&attended.transfers, ticket);
     loop {
         match next(&mut said).await? {
             Said::Data(data) => unpacking.data(data).await?,
@@ -33,16 +33,17 @@ async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Sta
 }
 
 pub(super) async fn read(
-    gateway: Gateway,
+    gateway: WorkerSet,
     request: pb::ReadArchiveRequest,
     answers: Answers<pb::ReadArchiveResponse>,
 ) -> Result<(), Status> {
-    let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+    let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
     let answer = |message| send(&answers, pb::ReadArchiveResponse { message: Some(message) });
     let (pieces, mut ready) = mpsc::channel(ANSWERS);
-    let packing =
-        async { archives::pack(&worker, &ticket, &request.path, pieces).await.map_err(Status::from) };
+    let packing = async {
+        archives::pack(&attended.transfers, &ticket, &request.path, pieces).await.map_err(Status::from)
+    };
     let sending = async {
         while let Some(Some(data)) = ready.recv().await {
             answer(ReadAnswer::Data(data)).await?;

@@ -4,7 +4,6 @@ use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use domain::WorkerId;
 use http::{HeaderValue, Request, Response};
 use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
 use server::Caller;
@@ -12,21 +11,17 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 use tower_service::Service;
 
-use crate::worker_set::Gateway;
-
-/// In the extensions of a call that a ticket let in: the worker that it may be for, and no other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct OnlyFor(pub(crate) WorkerId);
+use crate::worker_set::{OnlyFor, WorkerSet};
 
 /// A service of which no call with a ticket is answered unless the ticket is good.
 #[derive(Clone)]
 pub(crate) struct Ticketed<S> {
     inner: S,
-    gateway: Gateway,
+    gateway: WorkerSet,
 }
 
 impl<S> Ticketed<S> {
-    pub(crate) fn new(inner: S, gateway: Gateway) -> Self {
+    pub(crate) fn new(inner: S, gateway: WorkerSet) -> Self {
         Self { inner, gateway }
     }
 }

@@ -14,7 +14,7 @@ const MOST_SOURCES: usize = 100;
 const CONFIRM: Duration = Duration::from_secs(5);
 
 pub(super) async fn fetch(
-    gateway: Gateway,
+    gateway: WorkerSet,
     request: pb::FetchRequest,
     answers: Answers<pb::FetchResponse>,
 ) -> Result<(), Status> {
@@ -22,12 +22,12 @@ pub(super) async fn fetch(
     if !(1..=MOST_SOURCES).contains(&request.sources.len()) {
         return Err(invalid_field("sources", format!("must be 1 to {MOST_SOURCES}")));
     }
-    let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
+    let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let mut sources = Vec::with_capacity(request.sources.len());
     for (place, source) in request.sources.into_iter().enumerate() {
         let pb::FetchSource { gateway_endpoint, ticket } = source;
-        sources.push(Source::permitted(&gateway, place, gateway_endpoint, ticket).await?);
+        sources.push(permitted_source(&gateway, place, gateway_endpoint, ticket).await?);
     }
     let to = Destination { ticket, signed: request.ticket };
 
@@ -42,24 +42,48 @@ pub(super) async fn fetch(
         };
         answers.try_send(Ok(pb::FetchResponse { message: Some(Answer::Progress(progress)) })).ok();
     };
-    let manifest = pull::fetch(&worker, to, digest, sources, tell).await?;
+    let manifest = pull::fetch(&attended.transfers, to, digest, sources, tell).await?;
     let digest = manifest.tree_digest().as_bytes().to_vec().into();
     let committed = pb::Committed { digest, size_bytes: manifest.size_bytes() };
     send(&answers, pb::FetchResponse { message: Some(Answer::Committed(committed)) }).await
 }
 
+/// The source that `ticket` permits to read, at the gateway that the scheduler named when it signed the ticket.
+/// `named` is the address that the caller named.
+async fn permitted_source(
+    gateway: &WorkerSet,
+    place: usize,
+    named: String,
+    ticket: String,
+) -> Result<Source, Status> {
+    match gateway.permitted(&ticket, TicketOperation::Read).await {
+        Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
+            Ok(Source { endpoint: Some(named), ticket })
+        }
+        Ok(_) => Err(invalid_field(
+            "sources.gateway_endpoint",
+            format!(
+                "the gateway of source {place} does not listen at {named:?}: use the address that came with its ticket"
+            ),
+        )),
+        // Another source may do.
+        Err(AdmitError::Ticket) => Ok(Source { endpoint: None, ticket }),
+        Err(error) => Err(error.into()),
+    }
+}
+
 pub(super) async fn stream_to_peer(
-    gateway: Gateway,
+    gateway: WorkerSet,
     request: pb::StreamToPeerRequest,
 ) -> Result<pb::StreamToPeerResponse, Status> {
-    let (worker, from) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+    let (attended, from) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
     // Nobody sends to a volume by which nobody let them.
     let into = gateway.permitted(&request.destination_ticket, TicketOperation::Write).await?;
     let address = rpc::required("peer_url", Some(request.peer_url).filter(|url| !url.is_empty()))?;
     let to = Inlet { address, volume: into.volume, encoding: request.encoding };
-    volumes::manifest(&worker, &from).await?;
+    attended.transfers.manifest(&from).await.map_err(ReadVolumeError::from)?;
     confirm(&to, &into, &request.destination_ticket).await?;
-    match worker.runtime.contents(from.volume).await.map_err(status)? {
+    match attended.worker.runtime.contents(from.volume).await.map_err(status)? {
         Contents::Remote(remote) => remote.send(&to).await.map_err(status)?,
         Contents::Directory(_) => return Err(status(RuntimeError::NoPeers("it is no Concourse worker"))),
     }
@@ -87,11 +111,11 @@ async fn confirm(to: &Inlet, into: &TicketClaims, signed: &str) -> Result<(), St
 
 /// Answers where workers reach the worker of a volume that is to be filled.
 pub(super) async fn peer_address(
-    gateway: Gateway,
+    gateway: WorkerSet,
     request: pb::GetPeerAddressRequest,
 ) -> Result<pb::GetPeerAddressResponse, Status> {
-    let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
-    let inlet = match worker.runtime.contents(ticket.volume).await.map_err(status)? {
+    let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
+    let inlet = match attended.worker.runtime.contents(ticket.volume).await.map_err(status)? {
         Contents::Remote(remote) => remote.inlet().await.map_err(status)?,
         Contents::Directory(_) => None,
     };

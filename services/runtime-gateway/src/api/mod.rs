@@ -36,10 +36,12 @@ use transfer::{
 };
 
 use crate::SERVICE;
-use crate::transfer::volumes::{self, Filling, TransferError};
+use crate::transfer::error::{ReadVolumeError, WriteVolumeError};
+use crate::transfer::write::Filling;
+use crate::transfer::{Transfers, read};
 use crate::worker::Worker;
 use crate::worker::attendance::Attached;
-use crate::worker_set::{Gateway, NotAttended};
+use crate::worker_set::{AdmitError, AttendedWorker, NotAttended, WorkerSet};
 
 mod archives;
 pub(crate) mod auth;
@@ -65,16 +67,16 @@ const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 pub(crate) const DOWNLOAD_PAUSE: Duration = Duration::from_secs(60 * 60);
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
-pub(crate) fn containers(gateway: Gateway) -> ContainersServer<Handler> {
+pub(crate) fn containers(gateway: WorkerSet) -> ContainersServer<Handler> {
     ContainersServer::new(Handler { gateway })
 }
 
-pub(crate) fn volumes(gateway: Gateway) -> VolumesServer<Handler> {
+pub(crate) fn volumes(gateway: WorkerSet) -> VolumesServer<Handler> {
     VolumesServer::new(Handler { gateway })
 }
 
 pub(crate) struct Handler {
-    gateway: Gateway,
+    gateway: WorkerSet,
 }
 
 impl Handler {
@@ -82,7 +84,7 @@ impl Handler {
     fn answer<T, F>(
         &self,
         extensions: &http::Extensions,
-        call: impl FnOnce(Gateway, Answers<T>) -> F,
+        call: impl FnOnce(WorkerSet, Answers<T>) -> F,
     ) -> Response<ReceiverStream<Result<T, Status>>>
     where
         T: Send + 'static,
@@ -128,11 +130,12 @@ impl Containers for Handler {
         let gateway = self.gateway.for_call(&extensions);
         let team = parse_team("team", request.team)?;
         let process: AttemptId = parse_id("process_id", &request.process_id)?;
-        let worker = worker_of(&gateway, "worker_id", &request.worker_id).await?;
+        let AttendedWorker { worker, attendance, .. } =
+            &*worker_of(&gateway, "worker_id", &request.worker_id).await?;
         if worker.runtime.team(process).await.map_err(status)? != team {
             return Err(status(RuntimeError::ProcessNotFound(process)));
         }
-        let standing = worker.attendance.of(process);
+        let standing = attendance.of(process);
         let unattended = standing.and_then(|standing| standing.unattended());
         Ok(Response::new(pb::GetAttendanceResponse {
             attached: standing.map_or(0, |standing| standing.attached),
@@ -144,7 +147,7 @@ impl Containers for Handler {
 }
 
 /// The worker that a call names. It need not name the only one.
-async fn worker_of(gateway: &Gateway, field: &str, id: &str) -> Result<Arc<Worker>, Status> {
+async fn worker_of(gateway: &WorkerSet, field: &str, id: &str) -> Result<Arc<AttendedWorker>, Status> {
     match parse_optional_id(field, id)? {
         Some(worker) => Ok(gateway.worker(worker).await?),
         None => gateway
@@ -154,7 +157,7 @@ async fn worker_of(gateway: &Gateway, field: &str, id: &str) -> Result<Arc<Worke
 }
 
 async fn attach(
-    gateway: Gateway,
+    gateway: WorkerSet,
     caller: Option<Caller>,
     mut said: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
@@ -165,7 +168,8 @@ async fn attach(
     };
     let team = parse_team("resume.team", resume.team)?;
     let process: AttemptId = parse_id("resume.process_id", &resume.process_id)?;
-    let worker = worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
+    let AttendedWorker { worker, attendance, .. } =
+        &*worker_of(&gateway, "resume.worker_id", &resume.worker_id).await?;
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
@@ -173,11 +177,11 @@ async fn attach(
     // for it says anything, and that all was said most of all.
     let features = &worker.runtime.capabilities().features;
     let durable = features.iter().any(|feature| feature == "durable-output");
-    let open = worker.session().filter(|_| !durable);
+    let open = worker.session.current().filter(|_| !durable);
     let superseded = async {
         match &open {
             Some(open) => {
-                worker.superseded(open).await;
+                worker.session.superseded(open).await;
                 Err(Status::from(NotAttended { worker: open.worker, endpoint: None }))
             }
             None => std::future::pending().await,
@@ -187,7 +191,7 @@ async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let _attached = (!resume.observes).then(|| Attached::new(worker.clone(), process, caller));
+    let _attached = (!resume.observes).then(|| Attached::new(attendance.clone(), process, caller));
     let started = Heard::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -197,7 +201,7 @@ async fn attach(
         while let Some(event) = events.next().await {
             let (message, last) = heard(event.map_err(status)?);
             if open.is_some() {
-                worker.wait_until_alone().await;
+                worker.session.wait_until_exclusive().await;
             }
             if answers.send(Ok(pb::AttachResponse { message: Some(message) })).await.is_err() || last {
                 break;
@@ -246,7 +250,7 @@ async fn attach(
         heard = hear => heard,
         said = say => said,
         fed = feed => fed,
-        never = touch(&worker, process, TOUCH) => match never {},
+        never = touch(worker, process, TOUCH) => match never {},
     }
 }
 
@@ -258,7 +262,7 @@ async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallib
         tokio::time::sleep(every).await;
     }
     loop {
-        if let Some(session) = worker.session() {
+        if let Some(session) = worker.session.current() {
             let request = artifacts::TouchRequest {
                 session_credential: session.credential,
                 attempt_id: process.to_string(),
@@ -402,11 +406,12 @@ impl Volumes for Handler {
     ) -> Result<Response<Self::ReadFileStream>, Status> {
         let (_, extensions, request) = request.into_parts();
         let gateway = self.gateway.for_call(&extensions);
-        let (worker, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+        let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
         let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
+        let transfers = attended.transfers.clone();
         Ok(self.answer(&extensions, async |gateway, answers| {
             let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
-            read_file(worker, ticket, path, answers).await
+            read_file(transfers, ticket, path, answers).await
         }))
     }
 }
@@ -437,7 +442,7 @@ async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Status> {
 }
 
 async fn write(
-    gateway: Gateway,
+    gateway: WorkerSet,
     mut said: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
@@ -448,11 +453,11 @@ async fn write(
     let WriteSaid::Open(open) = next(&mut said).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
-    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
+    let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
-    let mut filling = Filling::begin(&worker, ticket, Arc::new(manifest)).await?;
+    let mut filling = Filling::begin(&attended.transfers, ticket, Arc::new(manifest)).await?;
     for runs in rpc::tree::runs(&filling.missing) {
         answer(WriteAnswer::Missing(runs)).await?;
     }
@@ -468,7 +473,7 @@ async fn write(
                     return Err(invalid_field("chunk", "a chunk has content"));
                 }
                 bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
-                filling.put(&worker, extents).await?;
+                filling.put(&attended.transfers, extents).await?;
                 // Progress is for people: when the caller does not read it, it is left out.
                 let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
                 answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
@@ -477,7 +482,7 @@ async fn write(
             _ => return Err(invalid_field("message", "only `chunk` and `commit` may follow the manifest")),
         }
     }
-    let manifest = filling.commit(&worker).await?;
+    let manifest = filling.commit(&attended.transfers).await?;
     let digest = manifest.tree_digest().as_bytes().to_vec().into();
     answer(WriteAnswer::Committed(pb::Committed { digest, size_bytes: manifest.size_bytes() })).await
 }
@@ -513,7 +518,7 @@ fn length(data: &Bytes) -> u64 {
 }
 
 async fn read(
-    gateway: Gateway,
+    gateway: WorkerSet,
     mut said: Streaming<pb::ReadRequest>,
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
@@ -522,9 +527,9 @@ async fn read(
         Some(ReadSaid::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
-    let (worker, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
+    let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
-    let manifest = volumes::manifest(&worker, &ticket).await?;
+    let manifest = attended.transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
     for part in rpc::tree::manifest_parts(&manifest) {
         answer(ReadAnswer::Manifest(part)).await?;
     }
@@ -547,7 +552,7 @@ async fn read(
 
     let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWERS);
     let reading = async {
-        volumes::read(&worker, ticket.volume, manifest, wanted, batches).await.map_err(Status::from)
+        read::read(&attended.transfers, ticket.volume, manifest, wanted, batches).await.map_err(Status::from)
     };
     let sending = async {
         while let Some(batch) = ready.recv().await {
@@ -562,16 +567,16 @@ async fn read(
 }
 
 async fn read_file(
-    worker: Arc<Worker>,
+    transfers: Arc<Transfers>,
     ticket: TicketClaims,
     path: PathBuf,
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
     // Nothing is read that may not have survived a crash of the machine.
-    let manifest = volumes::manifest(&worker, &ticket).await?;
+    let manifest = transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
     let reading = async {
-        volumes::read_file(&worker, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
+        read::read_file(&transfers, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
     };
     let sending = async {
         let mut first = true;
@@ -584,49 +589,83 @@ async fn read_file(
     tokio::try_join!(reading, sending).map(|_| ())
 }
 
-impl From<TransferError> for Status {
-    fn from(error: TransferError) -> Self {
+impl From<AdmitError> for Status {
+    fn from(error: AdmitError) -> Self {
         let reason = match &error {
-            TransferError::Ticket => Reason::InvalidToken,
-            TransferError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
-            TransferError::NotAttended(elsewhere) => return elsewhere.clone().into(),
-            TransferError::Worker(_) => {
-                let TransferError::Worker(error) = error else { return truncated() };
-                return status(error);
-            }
-            TransferError::Damaged(_) => Reason::DigestMismatch,
-            TransferError::Write(WriteError::DiskFull { .. }) => Reason::DiskFull,
-            TransferError::Write(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
-            TransferError::Write(WriteError::Missing { .. }) => Reason::TransferTruncated,
-            TransferError::Write(WriteError::Impossible { .. }) => Reason::InvalidManifest,
-            TransferError::Write(
+            AdmitError::Ticket => Reason::InvalidToken,
+            AdmitError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
+            AdmitError::NotAttended(elsewhere) => return elsewhere.clone().into(),
+            AdmitError::TooManyTransfers => Reason::Unavailable,
+        };
+        reason.status(SERVICE, chain(&error))
+    }
+}
+
+impl From<ReadVolumeError> for Status {
+    fn from(error: ReadVolumeError) -> Self {
+        let reason = match error {
+            ReadVolumeError::Worker(error) => return status(error),
+            ReadVolumeError::CallerGone => return truncated(),
+            ReadVolumeError::Archive(ref error) => match archive_reason(error) {
+                Some(reason) => reason,
+                None => return truncated(),
+            },
+            ReadVolumeError::Damaged(_) => Reason::DigestMismatch,
+            ReadVolumeError::Read(_) => Reason::WorkerFailed,
+            ReadVolumeError::Pack(ref error) => pack_reason(error),
+            ReadVolumeError::PathNotFound(_) => Reason::PathNotFound,
+            ReadVolumeError::NotAFile { .. } => Reason::NotAFile,
+        };
+        reason.status(SERVICE, chain(&error))
+    }
+}
+
+impl From<WriteVolumeError> for Status {
+    fn from(error: WriteVolumeError) -> Self {
+        let reason = match error {
+            WriteVolumeError::Worker(error) => return status(error),
+            WriteVolumeError::CallerGone | WriteVolumeError::BrokenOff => return truncated(),
+            WriteVolumeError::Archive(ref error) => match archive_reason(error) {
+                Some(reason) => reason,
+                None => return truncated(),
+            },
+            WriteVolumeError::Damaged(_) => Reason::DigestMismatch,
+            WriteVolumeError::Write(WriteError::DiskFull { .. }) => Reason::DiskFull,
+            WriteVolumeError::Write(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
+            WriteVolumeError::Write(WriteError::Missing { .. }) => Reason::TransferTruncated,
+            WriteVolumeError::Write(WriteError::Impossible { .. }) => Reason::InvalidManifest,
+            WriteVolumeError::Write(
                 WriteError::OutOfOrder(_) | WriteError::NoSuchExtent(_) | WriteError::Unsafe { .. },
             ) => {
                 return invalid_field("chunk.extents", error.to_string());
             }
-            TransferError::Write(WriteError::Io { .. }) | TransferError::Read(_) => Reason::WorkerFailed,
-            TransferError::PathNotFound(_) => Reason::PathNotFound,
-            TransferError::NotAFile { .. } => Reason::NotAFile,
-            TransferError::Archive(ArchiveError::Source(_)) => return truncated(),
-            TransferError::Archive(ArchiveError::Sink(_)) => Reason::WorkerFailed,
-            TransferError::Archive(ArchiveError::Changed { .. }) => Reason::DigestMismatch,
-            TransferError::Archive(ArchiveError::Manifest(InvalidManifest::NoMemory)) => Reason::Unavailable,
-            TransferError::Archive(_) => Reason::InvalidArchive,
-            TransferError::Pack(ArchiveWriteError::Content(WriteError::DigestMismatch { .. })) => {
-                Reason::DigestMismatch
-            }
-            TransferError::Pack(_) => Reason::WorkerFailed,
-            TransferError::Refused(refusal) => return Refusal::pass_on(refusal, SERVICE),
-            TransferError::Busy(_) | TransferError::TooManyTransfers => Reason::Unavailable,
-            TransferError::Complete(_) => Reason::ClaimLost,
-            TransferError::InUse(_) => Reason::VolumeInUse,
-            TransferError::NoRoom(_) => Reason::DiskFull,
-            TransferError::SourceAddress { .. } => {
-                return invalid_field("sources.gateway_endpoint", error.to_string());
-            }
-            TransferError::CallerGone | TransferError::BrokenOff => return truncated(),
+            WriteVolumeError::Write(WriteError::Io { .. }) => Reason::WorkerFailed,
+            WriteVolumeError::Pack(ref error) => pack_reason(error),
+            WriteVolumeError::Refused(ref refusal) => return Refusal::pass_on(refusal, SERVICE),
+            WriteVolumeError::Busy(_) => Reason::Unavailable,
+            WriteVolumeError::Complete(_) => Reason::ClaimLost,
+            WriteVolumeError::InUse(_) => Reason::VolumeInUse,
+            WriteVolumeError::NoRoom(_) => Reason::DiskFull,
         };
         reason.status(SERVICE, chain(&error))
+    }
+}
+
+/// The reason of an archive that cannot be read. `None`: it ended too early.
+fn archive_reason(error: &ArchiveError) -> Option<Reason> {
+    match error {
+        ArchiveError::Source(_) => None,
+        ArchiveError::Sink(_) => Some(Reason::WorkerFailed),
+        ArchiveError::Changed { .. } => Some(Reason::DigestMismatch),
+        ArchiveError::Manifest(InvalidManifest::NoMemory) => Some(Reason::Unavailable),
+        _ => Some(Reason::InvalidArchive),
+    }
+}
+
+fn pack_reason(error: &ArchiveWriteError) -> Reason {
+    match error {
+        ArchiveWriteError::Content(WriteError::DigestMismatch { .. }) => Reason::DigestMismatch,
+        _ => Reason::WorkerFailed,
     }
 }
 

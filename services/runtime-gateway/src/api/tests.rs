@@ -105,7 +105,7 @@ async fn process_is_left_after_term_of_caller() {
         drop(observer);
     };
     tokio::select! {
-        never = crate::worker::attendance::mind(&worker, process, manner) => match never {},
+        never = crate::worker::attendance::mind(&worker.attendance, worker.runtime.as_ref(), process, manner) => match never {},
         () = attended => {}
     }
     drop(client);
@@ -165,7 +165,7 @@ async fn the_store_hears_now_and_again_that_somebody_is_attached() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
-    worker.set_session(Some(session("credential")));
+    worker.session.set(Some(session("credential")));
     let runtime = machine.runtime();
     let container = runtime.made(container()).await;
     let process = runtime.started(container, conformance::process(&programs::sleep())).await;
@@ -198,7 +198,7 @@ async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
-    worker.set_session(Some(session("credential")));
+    worker.session.set(Some(session("credential")));
     let runtime = machine.runtime();
     let going_on = runtime.made(container()).await;
     let going_on = runtime.started(going_on, conformance::process(&programs::sleep())).await;

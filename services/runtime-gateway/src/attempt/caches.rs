@@ -13,9 +13,11 @@ use rpc::pb::artifacts as store;
 use runtime::{Contents, VolumeSource};
 use transfer::{Entry, Manifest};
 
+use super::context::AttemptContext;
 use super::inputs::{self, Prepared};
-use super::{Stopped, Task, complete};
+use super::{Stopped, Task};
 use crate::attempt::spec_plan::{Plan, PlannedCache, PlannedVolume};
+use crate::transfer::completion::complete;
 use crate::transfer::manifests::Scanned;
 use crate::worker::Worker;
 
@@ -29,7 +31,7 @@ pub(super) struct Left {
 
 /// Makes candidates of this attempt of those caches that were changed.
 pub(super) async fn publish(
-    worker: &Worker,
+    context: &AttemptContext,
     task: &Task,
     plan: &Plan,
     prepared: &Prepared,
@@ -38,7 +40,7 @@ pub(super) async fn publish(
     for cache in &plan.caches {
         let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
         let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
-        match publish_one(worker, task, cache, prepared).await {
+        match publish_one(context, task, cache, prepared).await {
             Ok(None) => {}
             Ok(Some((candidate, left_out))) => {
                 left.published.push(candidate);
@@ -62,21 +64,22 @@ pub(super) async fn publish(
 
 /// The candidate, and what was left out of it. `None`: the cache holds what it held.
 async fn publish_one(
-    worker: &Worker,
+    context: &AttemptContext,
     task: &Task,
     planned: &PlannedCache,
     prepared: &Prepared,
 ) -> Result<Option<(PublishedCache, Option<String>)>, Stopped> {
     let PlannedCache { cache, artifact, volume } = *planned;
+    let AttemptContext { worker, transfers, .. } = context;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
-    let found = worker.trees.scan_all(runtime, mounted, team).await?;
+    let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
     let (volume, Scanned { manifest, left_out }) = match parent {
         // Nothing but its root.
         None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
         Some((parent, digest)) => {
-            let before = super::verify(worker, parent, team, digest).await?;
+            let before = super::verify(transfers, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
             if is_same(&before, &found.manifest, exact) {
                 return Ok(None);
@@ -84,10 +87,10 @@ async fn publish_one(
             let copy = handle_of_copy(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
             // What is published is what was read of it, and not of what it was copied from.
-            (copy, worker.trees.scan_all(runtime, copy, team).await?)
+            (copy, transfers.manifests.scan_all(runtime, copy, team).await?)
         }
     };
-    complete(worker, volume, &manifest).await?;
+    complete(transfers, volume, &manifest).await?;
     Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
 }
 

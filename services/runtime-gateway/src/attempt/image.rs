@@ -11,9 +11,9 @@ use serde::Deserialize;
 use tokio::sync::mpsc;
 use transfer::{EntryKind, Manifest};
 
-use crate::transfer::volumes::{self, TransferError};
+use crate::transfer::error::ReadVolumeError;
+use crate::transfer::{Transfers, read as volume_read};
 use crate::util::keyed_locks::held;
-use crate::worker::Worker;
 
 /// The root file system.
 const ROOT: &[u8] = b"rootfs";
@@ -30,12 +30,28 @@ pub(crate) struct Defaults {
 
 /// What images say, by the digest of their tree: an image of this digest says nothing else anywhere.
 #[derive(Debug, Default)]
-pub(crate) struct Known(Mutex<VecDeque<(Digest, Defaults)>>);
+pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, Defaults)>>);
 
 /// How many images are remembered.
-const MOST_KNOWN: usize = 64;
+const MOST_IMAGES: usize = 64;
 
-impl Known {
+impl ImageDefaults {
+    /// The defaults of the image in `volume`, which has the tree of `manifest`.
+    pub(crate) async fn of(
+        &self,
+        transfers: &Transfers,
+        volume: VolumeHandle,
+        manifest: Arc<Manifest>,
+    ) -> Result<Defaults, RuntimeError> {
+        let digest = manifest.tree_digest();
+        if let Some(defaults) = self.get(digest) {
+            return Ok(defaults);
+        }
+        let defaults = read(transfers, volume, manifest).await?;
+        self.insert(digest, defaults.clone());
+        Ok(defaults)
+    }
+
     fn get(&self, digest: Digest) -> Option<Defaults> {
         held(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
     }
@@ -44,27 +60,12 @@ impl Known {
         let mut known = held(&self.0);
         known.retain(|(other, _)| *other != digest);
         known.push_front((digest, defaults));
-        known.truncate(MOST_KNOWN);
+        known.truncate(MOST_IMAGES);
     }
-}
-
-/// What the image in `volume`, which holds what `manifest` says, says of its processes.
-pub(crate) async fn defaults(
-    worker: &Worker,
-    volume: VolumeHandle,
-    manifest: Arc<Manifest>,
-) -> Result<Defaults, RuntimeError> {
-    let digest = manifest.tree_digest();
-    if let Some(known) = worker.images.get(digest) {
-        return Ok(known);
-    }
-    let defaults = read(worker, volume, manifest).await?;
-    worker.images.insert(digest, defaults.clone());
-    Ok(defaults)
 }
 
 async fn read(
-    worker: &Worker,
+    transfers: &Transfers,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,
 ) -> Result<Defaults, RuntimeError> {
@@ -84,7 +85,8 @@ async fn read(
         Some(_) => return invalid(format!("`{METADATA}` is no regular file")),
     }
     let (chunks, mut ready) = mpsc::channel(1);
-    let reading = volumes::read_file(worker, volume, manifest.clone(), PathBuf::from(METADATA), chunks);
+    let reading =
+        volume_read::read_file(transfers, volume, manifest.clone(), PathBuf::from(METADATA), chunks);
     let receiving = async {
         let mut text = Vec::new();
         while let Some((_, data)) = ready.recv().await {
@@ -94,7 +96,7 @@ async fn read(
     };
     let (read, text) = tokio::join!(reading, receiving);
     read.map_err(|error| match error {
-        TransferError::Worker(error) => error,
+        ReadVolumeError::Worker(error) => error,
         error => RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", chain(&error))),
     })?;
     parse(&text)

@@ -14,10 +14,12 @@ use rpc::{Reason, Refusal};
 use runtime::{Brought, RuntimeError};
 use tonic::Code;
 
+use super::context::AttemptContext;
 use super::{Plan, Stopped, Task};
 use crate::attempt::spec_plan::{BroughtAlong, PlannedVolume};
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
+use crate::worker::base_types::BaseTypeImports;
 
 /// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
 const SOURCES_RETURN: Duration = Duration::from_secs(120);
@@ -47,18 +49,19 @@ pub(super) struct Missing {
 }
 
 /// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
-pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepared), Stopped> {
+pub(super) async fn prepare(context: &AttemptContext, task: &Task) -> Result<(Plan, Prepared), Stopped> {
+    let AttemptContext { worker, imports, .. } = context;
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
     for _ in 0..ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
-        let brought = brought_along(worker, task).await?;
+        let brought = base_types(worker, imports, task).await?;
         let plan = Plan::new(&task.spec, task.workload, replaceable, &brought);
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // Something else was put in the place of what the worker brings along.
-            Err(Stopped::Refused(refusal)) if is_about_brought(worker, &brought, &refusal) => continue,
+            Err(Stopped::Refused(refusal)) if is_about_base_type(imports, &brought, &refusal) => continue,
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
@@ -66,7 +69,7 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
         }
         // What the worker brings along it has itself, and nobody else.
         let (lost, missing): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|missing| is_brought(worker, &brought, missing.artifact));
+            missing.into_iter().partition(|missing| is_base_type(imports, &brought, missing.artifact));
         if lost.is_empty() {
             let (given_up, bytes) = bring(worker, task, missing).await?;
             unreachable.extend(given_up);
@@ -77,19 +80,23 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
 }
 
 /// Whether the store refuses something that was imported, and that has to be looked at again.
-fn is_about_brought(worker: &Worker, brought: &BroughtAlong, refusal: &Refusal) -> bool {
+fn is_about_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
     refusal.is(Reason::InputUnavailable)
-        && artifact.is_some_and(|artifact| is_brought(worker, brought, artifact))
+        && artifact.is_some_and(|artifact| is_base_type(imports, brought, artifact))
 }
 
 /// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
-fn is_brought(worker: &Worker, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
-    worker.imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
+fn is_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
+    imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
 }
 
 /// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
-async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Stopped> {
+async fn base_types(
+    worker: &Worker,
+    imports: &BaseTypeImports,
+    task: &Task,
+) -> Result<BroughtAlong, Stopped> {
     let brings =
         |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
     let image = match &task.spec.image {
@@ -101,13 +108,12 @@ async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Sto
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(Brought::Certs).filter(brings);
-    let known =
-        |what: &Option<Brought>| what.as_ref().is_none_or(|what| worker.imports.known(what).is_some());
+    let known = |what: &Option<Brought>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
     let is_there = known(&image) && known(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
     let artifact = async |what: Option<Brought>| match what {
-        Some(what) if is_there => Ok(worker.imports.known(&what)),
-        Some(what) => worker.imports.wanted(&what).await.map(Some),
+        Some(what) if is_there => Ok(imports.known(&what)),
+        Some(what) => imports.wanted(&what).await.map(Some),
         None => Ok(None),
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
@@ -129,7 +135,7 @@ pub(super) async fn ask(
     asked: &[PlannedVolume],
     unreachable: &[ArtifactId],
 ) -> Result<(Prepared, Vec<Missing>), Stopped> {
-    let session = worker.wait_for_session().await;
+    let session = worker.session.opened().await;
     let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
     let request = store::PrepareRequest {
         session_credential: session.credential,
@@ -200,7 +206,7 @@ async fn bring(
         }
         let inputs =
             known.iter().map(|(name, input)| pb::InputProgress { name: name.clone(), ..input.clone() });
-        worker.set_inputs(task.lease, inputs.collect());
+        worker.attempts.set_inputs(task.lease, inputs.collect());
     };
     let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
         let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
@@ -216,7 +222,7 @@ async fn bring(
     });
     let (unreachable, bytes): (Vec<_>, Vec<u64>) =
         futures::future::try_join_all(copies).await?.into_iter().unzip();
-    worker.set_phase(task.lease, pb::LeasePhase::Preparing);
+    worker.attempts.set_phase(task.lease, pb::LeasePhase::Preparing);
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
@@ -288,7 +294,7 @@ async fn materialize_once(
     artifact: ArtifactId,
     tell: impl Fn(News<'_>),
 ) -> Result<u64, Refusal> {
-    let session = worker.wait_for_session().await;
+    let session = worker.session.opened().await;
     let request = streamer::MaterializeRequest {
         team: task.spec.team.clone(),
         artifact_id: artifact.to_string(),

@@ -34,16 +34,21 @@ use transfer::{DeviceKind, EntryKind};
 
 use self::image::Defaults;
 use crate::attempt::spec_plan::{Plan, PlannedImage};
-use crate::transfer::manifests::{Scanned, TreeError};
-use crate::util::retry::until_answered;
+use crate::transfer::Transfers;
+use crate::transfer::completion::complete;
+use crate::transfer::manifests::{ManifestError, Scanned};
+use crate::util::retry::{is_superseded, until_answered};
+use crate::worker::Worker;
+use crate::worker::attempts::StopRequest;
 use crate::worker::attendance;
-use crate::worker::{StopWish, Worker};
 
 mod caches;
+pub(crate) mod context;
 pub(crate) mod image;
 mod inputs;
 pub(crate) mod spec_plan;
 
+use context::AttemptContext;
 use inputs::Prepared;
 
 /// What the scheduler asked for.
@@ -107,7 +112,7 @@ enum Stopped {
     Refused(#[from] Refusal),
     /// It was asked to stop before its process was started.
     #[error("stopped before the process was started")]
-    Wished(StopWish),
+    Wished(StopRequest),
     /// The bytes of an input did not survive a crash of the machine, or are not those that the artifact store says.
     #[error("the volume {0} does not hold what it should any more")]
     InputDamaged(VolumeHandle),
@@ -195,8 +200,7 @@ impl Drop for Entry<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
-            self.worker.attempts().remove(&self.lease);
-            self.worker.changed.notify_one();
+            self.worker.attempts.remove(self.lease);
         }
     }
 }
@@ -220,7 +224,12 @@ pub(crate) async fn refuse(
 }
 
 /// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
-pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiver<Option<StopWish>>) {
+pub(crate) async fn run(
+    context: Arc<AttemptContext>,
+    task: Task,
+    mut stop: watch::Receiver<Option<StopRequest>>,
+) {
+    let worker = &*context.worker;
     let span = tracing::info_span!(
         target: "gantry",
         "attempt",
@@ -232,23 +241,23 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
     rpc::trace::continue_from(&span, &task.traceparent);
     async {
         let finish = loop {
-            match carry_out(&worker, &task, &mut stop).await {
+            match carry_out(&context, &task, &mut stop).await {
                 Ok(finish) => break finish,
                 Err(Stopped::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
                     tracing::info!(lease.id = %task.lease, error = chain(&stopped), "this attempt waits until this gateway is let in again");
-                    if !let_in_again(&worker).await {
+                    if !let_in_again(worker).await {
                         return;
                     }
                 }
                 // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
                 Err(Stopped::NotAlone) => tokio::select! {
-                    () = worker.wait_until_alone() => {}
+                    () = worker.session.wait_until_exclusive() => {}
                     () = worker.stopping.cancelled() => return,
                 },
                 Err(stopped) => {
                     // Whatever went wrong: the slot is free only once nothing runs.
-                    if !give_up(&worker, task.attempt).await {
+                    if !give_up(worker, task.attempt).await {
                         return;
                     }
                     let lost = matches!(&stopped, Stopped::Refused(refusal) if refusal.is(Reason::LeaseLost));
@@ -258,7 +267,7 @@ pub(crate) async fn run(worker: Arc<Worker>, task: Task, mut stop: watch::Receiv
                 }
             }
         };
-        finish_attempt(&worker, task.lease, &task.token, finish).await;
+        finish_attempt(worker, task.lease, &task.token, finish).await;
     }
     .instrument(span)
     .await;
@@ -270,7 +279,7 @@ pub(crate) async fn stop_unknown(
     lease: LeaseId,
     attempt: AttemptId,
     token: String,
-    mut stop: watch::Receiver<Option<StopWish>>,
+    mut stop: watch::Receiver<Option<StopRequest>>,
 ) {
     let waited = wait(&worker, attempt, &mut stop).await;
     let finish = match waited {
@@ -301,7 +310,7 @@ async fn let_in_again(worker: &Worker) -> bool {
     let let_in = async {
         // The session may be an old one, and this gateway not have heard.
         tokio::time::sleep(Duration::from_secs(1)).await;
-        worker.wait_for_session().await;
+        worker.session.opened().await;
     };
     tokio::select! {
         () = let_in => true,
@@ -309,19 +318,15 @@ async fn let_in_again(worker: &Worker) -> bool {
     }
 }
 
-/// Whether another session is the worker's now than that in which something was said.
-pub(crate) fn is_superseded(refusal: &Refusal) -> bool {
-    refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
-}
-
 async fn carry_out(
-    worker: &Worker,
+    context: &AttemptContext,
     task: &Task,
-    stop: &mut watch::Receiver<Option<StopWish>>,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<Finish, Stopped> {
+    let worker = &*context.worker;
     // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
     // the worker does not start it again.
-    let asked = async { tokio::join!(inputs::prepare(worker, task), worker.runtime.process(task.attempt)) };
+    let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
     let (prepared, known) = tokio::select! {
         asked = asked => asked,
         wish = wished(stop) => return Err(Stopped::Wished(wish)),
@@ -330,7 +335,7 @@ async fn carry_out(
     let (plan, prepared) = prepared.map_err(Stopped::before_start)?;
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
-        let made = make(worker, task, &plan, &prepared).await.map_err(Stopped::before_start);
+        let made = make(context, task, &plan, &prepared).await.map_err(Stopped::before_start);
         let defaults = match made {
             Ok(defaults) => defaults,
             Err(stopped) => {
@@ -342,7 +347,7 @@ async fn carry_out(
             return Err(Stopped::Wished(wish));
         }
         announce_start(worker, task).await?;
-        if !worker.is_alone() {
+        if !worker.session.is_exclusive() {
             return Err(Stopped::NotAlone);
         }
         worker
@@ -359,7 +364,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attendance::mind(worker, task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+        never = attendance::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = used(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
@@ -379,10 +384,10 @@ async fn carry_out(
     };
     let mut finish = Finish { usage, ..ended_finish(ended, Some(started), cut_short) };
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
-        worker.set_phase(task.lease, pb::LeasePhase::Publishing);
+        worker.attempts.set_phase(task.lease, pb::LeasePhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
         let published =
-            publish(worker, task, &plan, &prepared, &mut finish).instrument(publishing.clone()).await;
+            publish(context, task, &plan, &prepared, &mut finish).instrument(publishing.clone()).await;
         match published {
             Ok(()) => {}
             // How the process ended is known all the same.
@@ -394,7 +399,7 @@ async fn carry_out(
             Err(stopped) => return Err(stopped),
         }
         if keeps_caches {
-            let left = caches::publish(worker, task, &plan, &prepared).instrument(publishing).await?;
+            let left = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
             finish.caches = left.published;
             finish.notes.extend(left.notes);
         } else if !plan.caches.is_empty() {
@@ -417,18 +422,24 @@ async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
 }
 
 /// Makes the volumes and the container on the worker. Answers what the image says of its processes.
-async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) -> Result<Defaults, Stopped> {
+async fn make(
+    context: &AttemptContext,
+    task: &Task,
+    plan: &Plan,
+    prepared: &Prepared,
+) -> Result<Defaults, Stopped> {
+    let AttemptContext { worker, transfers, images, .. } = context;
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
             Some((parent, digest)) => {
-                let manifest = verify(worker, parent, &task.spec.team, digest).await?;
+                let manifest = verify(transfers, parent, &task.spec.team, digest).await?;
                 // Images have many links that nothing writes to.
                 child(parent, &manifest, matches!(volume.mount, Some((_, false))))
             }
             None => VolumeSource::Empty,
         };
         worker.runtime.create_volume(*handle, source).await?;
-        worker.held.made_volume(*handle);
+        worker.usage.made_volume(*handle);
         if !volume.directories.is_empty() {
             worker.runtime.make_directories(*handle, &volume.directories).await?;
         }
@@ -445,8 +456,8 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         if let PlannedImage::Brought(_) = plan.image {
             return Ok((Root::Whole(volume), Defaults::default()));
         }
-        let manifest = verify(worker, replica, &task.spec.team, digest).await?;
-        Ok((Root::Volume(volume), image::defaults(worker, replica, manifest).await?))
+        let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
+        Ok((Root::Volume(volume), images.of(transfers, replica, manifest).await?))
     };
     // Each to its end: nothing is left half made.
     let (made, image) = tokio::join!(futures::future::join_all(made), image);
@@ -467,7 +478,7 @@ async fn make(worker: &Worker, task: &Task, plan: &Plan, prepared: &Prepared) ->
         network: task.spec.network,
     };
     worker.runtime.create_container(prepared.container, spec).await?;
-    worker.held.made_container(prepared.container);
+    worker.usage.made_container(prepared.container);
     Ok(defaults)
 }
 
@@ -504,7 +515,7 @@ fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
 /// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.
 async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &Stopped) {
     // Whoever speaks for the worker now goes on with it.
-    let Some(session) = worker.session().filter(|_| !stopped.is_superseded()) else { return };
+    let Some(session) = worker.session.current().filter(|_| !stopped.is_superseded()) else { return };
     let mut why = format!("it could not be made: {}", chain(stopped));
     why.truncate(why.floor_char_boundary(LONGEST_WHY));
     let request = store::FailedRequest {
@@ -520,24 +531,24 @@ async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &Stopped)
 
 /// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.
 async fn verify(
-    worker: &Worker,
+    transfers: &Transfers,
     replica: VolumeHandle,
     team: &str,
     digest: Digest,
 ) -> Result<Arc<transfer::Manifest>, Stopped> {
-    match worker.trees.verify(worker.runtime.as_ref(), replica, team, digest).await {
+    match transfers.manifests.verify(transfers.worker.runtime.as_ref(), replica, team, digest).await {
         Ok(manifest) => Ok(manifest),
-        Err(TreeError::Damaged(replica)) => {
-            worker.report_due.notify_one();
+        Err(ManifestError::Damaged(replica)) => {
+            transfers.worker.report_due.notify_one();
             Err(Stopped::InputDamaged(replica))
         }
-        Err(TreeError::Worker(error)) => Err(error.into()),
+        Err(ManifestError::Worker(error)) => Err(error.into()),
     }
 }
 
 /// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
 async fn announce_start(worker: &Worker, task: &Task) -> Result<(), Stopped> {
-    let session = worker.wait_for_session().await;
+    let session = worker.session.opened().await;
     let start = || {
         let mut workloads = worker.workloads.clone();
         let request = pb::StartAttemptRequest { lease_token: task.token.clone() };
@@ -587,7 +598,7 @@ async fn report_running(worker: &Worker, task: &Task) -> Infallible {
     for look in 0.. {
         match worker.runtime.process(task.attempt).await {
             Ok(ProcessState::Started) => {
-                worker.set_phase(task.lease, pb::LeasePhase::Running);
+                worker.attempts.set_phase(task.lease, pb::LeasePhase::Running);
                 return std::future::pending().await;
             }
             Ok(ProcessState::Ended(_)) => return std::future::pending().await,
@@ -606,7 +617,7 @@ async fn report_running(worker: &Worker, task: &Task) -> Infallible {
 async fn wait(
     worker: &Worker,
     attempt: AttemptId,
-    stop: &mut watch::Receiver<Option<StopWish>>,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<Ended, Stopped> {
     loop {
         let wish = stop.borrow_and_update().clone();
@@ -635,7 +646,7 @@ async fn wait(
 }
 
 /// Resolves when the attempt shall stop.
-async fn wished(stop: &mut watch::Receiver<Option<StopWish>>) -> StopWish {
+async fn wished(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
     match stop.wait_for(Option::is_some).await.ok().and_then(|wish| wish.clone()) {
         Some(wish) => wish,
         None => std::future::pending().await,
@@ -644,12 +655,13 @@ async fn wished(stop: &mut watch::Receiver<Option<StopWish>>) -> StopWish {
 
 /// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
 async fn publish(
-    worker: &Worker,
+    context: &AttemptContext,
     task: &Task,
     plan: &Plan,
     prepared: &Prepared,
     finish: &mut Finish,
 ) -> Result<(), Stopped> {
+    let AttemptContext { worker, transfers, .. } = context;
     for output in &plan.outputs {
         let (handle, _) = prepared.volumes[output.volume];
         if let Some((scratch, directory)) = &output.taken_from {
@@ -668,7 +680,7 @@ async fn publish(
                 Err(error) => return Err(error.into()),
             }
         }
-        let scanned = worker.trees.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
+        let scanned = transfers.manifests.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
         let Scanned { manifest, left_out } = match scanned {
             Ok(scanned) => scanned,
             Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
@@ -679,43 +691,13 @@ async fn publish(
             Err(error) => return Err(error.into()),
         };
         finish.notes.extend(left_out.map(|what| format!("output {:?}: left out: {what}", output.name)));
-        complete(worker, handle, &manifest).await?;
+        complete(transfers, handle, &manifest).await?;
         finish.outputs.push(PublishedOutput {
             name: output.name.clone(),
             artifact: output.artifact,
             size_bytes: manifest.size_bytes(),
             digest: manifest.tree_digest(),
             entries: u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX).saturating_sub(1),
-        });
-    }
-    Ok(())
-}
-
-/// Tells the artifact store that a volume has its final bytes. Whose they are is noted with the volume, and nobody waits for that.
-pub(crate) async fn complete(
-    worker: &Worker,
-    volume: VolumeHandle,
-    manifest: &transfer::Manifest,
-) -> Result<(), Refusal> {
-    let session = worker.wait_for_session().await;
-    let call = || {
-        let mut inventory = worker.inventory.clone();
-        let request = store::VolumeCompleteRequest {
-            session_credential: session.credential.clone(),
-            volume_handle: volume.to_string(),
-            size_bytes: manifest.size_bytes(),
-            digest: manifest.tree_digest().as_bytes().to_vec().into(),
-            verification: store::Verification::Verified.into(),
-        };
-        async move { inventory.volume_complete(request).await }
-    };
-    let answer = until_answered("say that a volume is complete", call).await?;
-    if let Ok(artifact) = answer.artifact_id.parse() {
-        let runtime = worker.runtime.clone();
-        worker.tasks.spawn(async move {
-            if let Err(error) = runtime.note_artifact(volume, artifact).await {
-                tracing::debug!(volume.handle = %volume, error = chain(&error), "cannot note whose a volume is");
-            }
         });
     }
     Ok(())
@@ -733,7 +715,7 @@ enum CutShort {
 }
 
 /// Whether a process was stopped because its worker goes.
-fn is_interrupted(stop: &watch::Receiver<Option<StopWish>>, ended: &Ended) -> bool {
+fn is_interrupted(stop: &watch::Receiver<Option<StopRequest>>, ended: &Ended) -> bool {
     let wished = stop.borrow().as_ref().is_some_and(|wish| wish.reason == FailureReason::Interrupted);
     wished && matches!(ended, Ended::Exited { stopped: true, .. })
 }
@@ -791,7 +773,7 @@ async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, finish: Fi
         // The next gateway finds the process ended, and tells.
         () = worker.stopping.cancelled() => return,
     }
-    worker.set_phase(lease, pb::LeasePhase::Ended);
+    worker.attempts.set_phase(lease, pb::LeasePhase::Ended);
 }
 
 /// Repeats `call` until the scheduler has heard, or says that it has no use for it.
@@ -819,7 +801,7 @@ async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
     loop {
         let stopped = async {
             // What another gateway attends to is not ours to stop.
-            worker.wait_until_alone().await;
+            worker.session.wait_until_exclusive().await;
             worker.runtime.stop(attempt, Duration::ZERO).await?;
             worker.runtime.wait(attempt).await
         };

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::test_support::Attended;
-use crate::worker::Attempt;
+use crate::worker::attempts::AttemptEntry;
 use testing::fake::FakeWorker;
 
 #[test]
@@ -26,9 +26,9 @@ fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     assert_eq!(reason(None), None);
 }
 
-fn entry() -> Attempt {
+fn entry() -> AttemptEntry {
     let (stop, _) = watch::channel(None);
-    Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
+    AttemptEntry { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
 }
 
 #[tokio::test]
@@ -57,7 +57,7 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
 async fn a_task_that_dies_leaves_no_lease_behind() {
     let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
-    worker.attempts().insert(lease, entry());
+    worker.attempts.lock().insert(lease, entry());
     let dying = worker.clone();
     // What panics here is not the attempt, but what would have ended it.
     let died = tokio::spawn(async move {
@@ -65,5 +65,5 @@ async fn a_task_that_dies_leaves_no_lease_behind() {
         panic!("as the test asked for");
     });
     assert!(died.await.is_err_and(|error| error.is_panic()));
-    assert!(worker.attempts().is_empty());
+    assert!(worker.attempts.lock().is_empty());
 }

@@ -25,7 +25,7 @@ use tonic::Streaming;
 use crate::runtimes::host::{HostConfig, HostRuntime, Look};
 use crate::sync::scheduler_stream;
 use crate::util::blocking::blocking;
-use crate::{Config, Gateway};
+use crate::{Config, WorkerSet};
 
 /// How often is looked whether the worker is free.
 const LOOK: Duration = Duration::from_millis(500);
@@ -37,7 +37,7 @@ const LOOK: Duration = Duration::from_millis(500);
 /// This machine cannot be a worker, or another gateway has taken it over: then this one does nothing any more, and its process should
 /// end. It never returns otherwise.
 pub async fn attend_this_machine(
-    gateway: &Gateway,
+    gateway: &WorkerSet,
     config: Config,
     machine: HostConfig,
 ) -> anyhow::Result<std::convert::Infallible> {

@@ -7,26 +7,25 @@
 //!
 //! The store says what is to be done: nothing, as long as version and path are what they were and the replica is there. So it is asked again and
 //! again, and every gateway of the worker may ask: one that starts again, and one that takes over. What fails is tried again after a pause, longer each
-//! time, and holds up nothing but attempts that want it ([`Imports::wanted`]), which have it tried at once.
+//! time, and holds up nothing but attempts that want it ([`BaseTypeImports::wanted`]), which have it tried at once.
 //!
 //! Invariant: an import that has begun is carried on to its end, whatever becomes of the session: a runtime that makes a volume is not
 //! interrupted. The store refuses what was made in a session that is over.
 
-use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use domain::{ArtifactId, VolumeHandle, chain};
 use rpc::pb::artifacts as pb;
 use rpc::{Reason, Refusal};
 use runtime::{Brought, BroughtAlong, RuntimeError, VolumeSource};
-use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
-use crate::attempt::is_superseded;
-use crate::util::retry::until_answered;
+use crate::transfer::Transfers;
+use crate::util::retry::{is_superseded, until_answered};
 use crate::worker::Worker;
+use crate::worker::base_types::BaseTypeImports;
 
 /// What is brought along is no team's.
 const NO_TEAM: &str = "";
@@ -35,120 +34,6 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 /// How long a reason may be that the artifact store keeps, in bytes.
 const LONGEST_WHY: usize = 1000;
-
-/// How far the imports of a worker are.
-#[derive(Debug, Default)]
-pub(crate) struct Imports {
-    standings: watch::Sender<BTreeMap<Brought, Standing>>,
-    tries: Mutex<BTreeMap<Brought, Tries>>,
-    /// Wakes the importing task.
-    wake: Notify,
-}
-
-/// How far an import is. One that was not tried yet has none.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Standing {
-    Imported(ArtifactId),
-    /// The try of this number failed.
-    Failed(u64, String),
-}
-
-/// How often something was tried.
-#[derive(Debug, Clone, Copy, Default)]
-struct Tries {
-    begun: u64,
-    /// Whether somebody waits for another one.
-    is_wanted: bool,
-}
-
-impl Imports {
-    /// What something is that the worker brings along, as soon as it is imported. Where it is not, it is tried at once.
-    ///
-    /// Errors: why a try failed that began after this call.
-    pub(crate) async fn wanted(&self, what: &Brought) -> Result<ArtifactId, String> {
-        let mut standings = self.standings.subscribe();
-        if let Some(artifact) = self.known(what) {
-            return Ok(artifact);
-        }
-        let begun = self.want(what);
-        let is_told = |now: &BTreeMap<Brought, Standing>| match now.get(what) {
-            Some(Standing::Imported(_)) => true,
-            Some(Standing::Failed(number, _)) => *number > begun,
-            None => false,
-        };
-        let told = standings.wait_for(is_told).await.map(|now| now.get(what).cloned());
-        match told {
-            Ok(Some(Standing::Imported(artifact))) => Ok(artifact),
-            Ok(Some(Standing::Failed(_, why))) => Err(why),
-            // The sender lives as long as this.
-            Ok(None) | Err(_) => Err("it is not imported".to_owned()),
-        }
-    }
-
-    /// What something is, if it was imported, without a wait.
-    pub(crate) fn known(&self, what: &Brought) -> Option<ArtifactId> {
-        match self.standings.borrow().get(what) {
-            Some(Standing::Imported(artifact)) => Some(*artifact),
-            Some(Standing::Failed(..)) | None => None,
-        }
-    }
-
-    /// An artifact is not on the worker any more, or not every team's. Answers whether it was imported.
-    pub(crate) fn lost(&self, artifact: ArtifactId) -> bool {
-        let mut lost = None;
-        self.standings.send_if_modified(|standings| {
-            lost = standings
-                .iter()
-                .find_map(|(what, known)| (*known == Standing::Imported(artifact)).then(|| what.clone()));
-            lost.as_ref().is_some_and(|what| standings.remove(what).is_some())
-        });
-        lost.is_some_and(|what| {
-            self.want(&what);
-            true
-        })
-    }
-
-    fn tries(&self) -> MutexGuard<'_, BTreeMap<Brought, Tries>> {
-        self.tries.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Asks for a try, and answers how many have begun.
-    fn want(&self, what: &Brought) -> u64 {
-        let begun = {
-            let mut tries = self.tries();
-            let tries = tries.entry(what.clone()).or_default();
-            tries.is_wanted = true;
-            tries.begun
-        };
-        self.wake.notify_one();
-        begun
-    }
-
-    fn is_wanted(&self, what: &Brought) -> bool {
-        self.tries().get(what).is_some_and(|tries| tries.is_wanted)
-    }
-
-    /// A try begins. Answers its number.
-    fn begin(&self, what: &Brought) -> u64 {
-        let mut tries = self.tries();
-        let tries = tries.entry(what.clone()).or_default();
-        *tries = Tries { begun: tries.begun + 1, is_wanted: false };
-        tries.begun
-    }
-
-    fn imported(&self, what: &Brought, artifact: ArtifactId) {
-        self.tries().entry(what.clone()).or_default().is_wanted = false;
-        self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), Standing::Imported(artifact));
-        });
-    }
-
-    fn failed(&self, what: &Brought, number: u64, why: String) {
-        self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), Standing::Failed(number, why));
-        });
-    }
-}
 
 /// Something that is brought along, and when it is looked at next.
 struct Due {
@@ -185,7 +70,8 @@ impl ImportError {
 }
 
 /// Imports what the worker brings along, for as long as the gateway runs.
-pub(crate) async fn import_forever(worker: Arc<Worker>) {
+pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseTypeImports>) {
+    let worker = &transfers.worker;
     let now = Instant::now();
     let brought = worker.runtime.capabilities().brought.iter().cloned();
     let mut due: Vec<_> = brought.map(|brought| Due { brought, at: now, pause: FIRST_PAUSE }).collect();
@@ -195,14 +81,14 @@ pub(crate) async fn import_forever(worker: Arc<Worker>) {
     let mut session = None;
     loop {
         let open = tokio::select! {
-            open = worker.wait_for_session() => open,
+            open = worker.session.opened() => open,
             () = worker.stopping.cancelled() => return,
         };
         // What another gateway did meanwhile, and what a new life of the worker lost, the store knows.
         if session.replace(open.session) != Some(open.session) {
             due.iter_mut().for_each(|due| due.at = Instant::now());
         }
-        let is_wanted = |due: &&mut Due| worker.imports.is_wanted(&due.brought.what);
+        let is_wanted = |due: &&mut Due| imports.is_wanted(&due.brought.what);
         let next = due.iter_mut().find(is_wanted);
         let Some(next) = (match next {
             Some(next) => Some(next),
@@ -210,29 +96,30 @@ pub(crate) async fn import_forever(worker: Arc<Worker>) {
         }) else {
             return;
         };
-        if !worker.imports.is_wanted(&next.brought.what) && next.at > Instant::now() {
+        if !imports.is_wanted(&next.brought.what) && next.at > Instant::now() {
             tokio::select! {
                 () = tokio::time::sleep_until(next.at) => {}
-                () = worker.imports.wake.notified() => {}
-                () = worker.session_changed(&open) => {}
+                () = imports.wake.notified() => {}
+                () = worker.session.changed(&open) => {}
                 () = worker.stopping.cancelled() => return,
             }
             continue;
         }
         tokio::select! {
-            () = look(&worker, next) => {}
+            () = look(&transfers, &imports, next) => {}
             () = worker.stopping.cancelled() => return,
         }
     }
 }
 
 /// Has one thing imported, if it is not, and says when it is looked at again.
-async fn look(worker: &Worker, due: &mut Due) {
+async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Due) {
+    let worker = &transfers.worker;
     let what = &due.brought.what;
-    let number = worker.imports.begin(what);
-    let outcome = match import(worker, &due.brought).await {
+    let number = imports.begin(what);
+    let outcome = match import(transfers, &due.brought).await {
         Ok(artifact) => {
-            worker.imports.imported(what, artifact);
+            imports.imported(what, artifact);
             due.pause = FIRST_PAUSE;
             due.at = Instant::now() + worker.config.report_interval;
             return;
@@ -259,12 +146,13 @@ async fn look(worker: &Worker, due: &mut Due) {
         "cannot import what the worker brings along"
     );
     due.pause = LONGEST_PAUSE.min(due.pause * 2);
-    worker.imports.failed(what, number, chain(&outcome));
+    imports.failed(what, number, chain(&outcome));
 }
 
 /// Imports one thing, unless it is imported, and answers what it is.
-async fn import(worker: &Worker, brought: &BroughtAlong) -> Result<ArtifactId, ImportError> {
-    let session = worker.wait_for_session().await;
+async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<ArtifactId, ImportError> {
+    let worker = &transfers.worker;
+    let session = worker.session.opened().await;
     let request = pb::PrepareImportRequest {
         session_credential: session.credential,
         brought: Some(pb::Brought {
@@ -295,7 +183,7 @@ async fn import(worker: &Worker, brought: &BroughtAlong) -> Result<ArtifactId, I
     let filling = async {
         let source = VolumeSource::Brought(brought.what.clone());
         worker.runtime.create_volume(volume, source).await?;
-        worker.trees.scan(&*worker.runtime, volume, NO_TEAM).await
+        transfers.manifests.scan(&*worker.runtime, volume, NO_TEAM).await
     };
     let filled = tokio::select! {
         filled = filling => filled,

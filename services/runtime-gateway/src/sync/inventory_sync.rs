@@ -20,8 +20,10 @@ use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::report_request::Message as Part;
 use runtime::{Holdings, RuntimeError};
 
+use crate::transfer::Transfers;
 use crate::transfer::manifests::Kept;
-use crate::worker::{OpenSession, Worker};
+use crate::worker::Worker;
+use crate::worker::session::OpenSession;
 
 /// Handles in one message of a report.
 const BATCH: usize = 5_000;
@@ -48,17 +50,18 @@ enum SweepError {
 }
 
 /// Destroys what is marked, for as long as the gateway runs.
-pub(crate) async fn sweep_forever(worker: Arc<Worker>) {
+pub(crate) async fn sweep_forever(transfers: Arc<Transfers>) {
+    let worker = &transfers.worker;
     if worker.config.hold_destruction {
         // What it is told to destroy nobody can bring back any more, so it does not ask.
         return;
     }
     let work = async {
         loop {
-            let session = worker.wait_for_session().await;
+            let session = worker.session.opened().await;
             let ended = tokio::select! {
-                ended = sweep(&worker, &session) => ended,
-                () = worker.session_changed(&session) => continue,
+                ended = sweep(&transfers, &session) => ended,
+                () = worker.session.changed(&session) => continue,
             };
             log(&ended, "sweep");
             let incomplete = matches!(ended, Err(SweepError::Incomplete));
@@ -72,14 +75,15 @@ pub(crate) async fn sweep_forever(worker: Arc<Worker>) {
 }
 
 /// Reports everything that the worker holds: when a session opens, when something was destroyed, and now and then.
-pub(crate) async fn report_forever(worker: Arc<Worker>) {
+pub(crate) async fn report_forever(transfers: Arc<Transfers>) {
+    let worker = &transfers.worker;
     let work = async {
         loop {
-            let session = worker.wait_for_session().await;
+            let session = worker.session.opened().await;
             // What is reported is said in the session, and so is what is destroyed because of the answer.
             let reported = tokio::select! {
-                reported = report(&worker, &session) => reported,
-                () = worker.session_changed(&session) => continue,
+                reported = report(&transfers, &session) => reported,
+                () = worker.session.changed(&session) => continue,
             };
             let failed = reported.is_err();
             log(&reported, "report");
@@ -87,7 +91,7 @@ pub(crate) async fn report_forever(worker: Arc<Worker>) {
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = worker.report_due.notified(), if !failed => {}
-                () = worker.session_changed(&session) => {}
+                () = worker.session.changed(&session) => {}
             }
         }
     };
@@ -113,7 +117,8 @@ fn log(result: &Result<(), SweepError>, doing: &str) {
     }
 }
 
-async fn sweep(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepError> {
+async fn sweep(transfers: &Transfers, session: &OpenSession) -> Result<(), SweepError> {
+    let worker = &transfers.worker;
     let request = pb::WatchDestroyingRequest { session_credential: session.credential.clone() };
     let mut client = worker.inventory.clone();
     let mut marked = client.watch_destroying(request).await.map_err(Refusal::from)?.into_inner();
@@ -121,7 +126,7 @@ async fn sweep(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepE
         let message = marked.message().await.map_err(Refusal::from)?.ok_or(SweepError::Closed)?;
         let containers = parse(&message.container_handles)?;
         let volumes = parse(&message.volume_handles)?;
-        let destroyed = destroy(worker, containers, volumes).await;
+        let destroyed = destroy(transfers, containers, volumes).await;
         worker.report_due.notify_one();
         if !destroyed {
             // A new call answers again what was handed out and is still there.
@@ -143,12 +148,17 @@ fn held(worker: &Worker, containers: usize, volumes: usize) -> bool {
 }
 
 /// Destroys containers, then volumes in the order given. Answers whether all of them are gone.
-async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec<VolumeHandle>) -> bool {
+async fn destroy(
+    transfers: &Transfers,
+    containers: Vec<ContainerHandle>,
+    volumes: Vec<VolumeHandle>,
+) -> bool {
+    let worker = &transfers.worker;
     let all = AtomicBool::new(true);
     let concurrency = worker.config.destroy_concurrency;
     futures::stream::iter(containers)
         .for_each_concurrent(concurrency, async |container| {
-            if !worker.is_alone() {
+            if !worker.session.is_exclusive() {
                 all.store(false, Ordering::Relaxed);
             } else if let Err(error) = worker.destroy_container(container).await {
                 tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
@@ -161,16 +171,16 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
     // Children come before their parents, so in this order. A worker refuses to destroy the parent of what could not be destroyed.
     for volumes in volumes.chunks(worker.runtime.destroyed_at_once().max(1)) {
         // Whoever speaks for the worker now is told to destroy them.
-        if !worker.is_alone() {
+        if !worker.session.is_exclusive() {
             all.store(false, Ordering::Relaxed);
             break;
         }
         for volume in volumes {
-            worker.trees.forget(*volume).await;
+            transfers.manifests.forget(*volume).await;
         }
         let left = worker.runtime.destroy_volumes(volumes).await;
         for volume in volumes {
-            worker.trees.forget(*volume).await;
+            transfers.manifests.forget(*volume).await;
         }
         for (volume, error) in &left {
             tracing::warn!(volume.handle = %volume, error = chain(error), "cannot destroy a volume");
@@ -182,7 +192,8 @@ async fn destroy(worker: &Worker, containers: Vec<ContainerHandle>, volumes: Vec
     all.into_inner()
 }
 
-async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), SweepError> {
+async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), SweepError> {
+    let worker = &transfers.worker;
     let mut client = worker.inventory.clone();
     let mark = worker.runtime.store_mark().await?;
     let last =
@@ -198,13 +209,13 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
     let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence, receipt: None };
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
-    let before = worker.held.begin();
+    let before = worker.usage.begin();
     let mut holdings = worker.runtime.list().await?;
-    worker.held.listed(&holdings, &before);
+    worker.usage.listed(&holdings, &before);
 
     // What is damaged is lost to a store that counts on it: it looks for other replicas of what that held, and has nothing made from it. One that
     // does not is told of it as of anything else.
-    let counted_on = listed(worker, session, &worker.trees.damaged()).await?;
+    let counted_on = listed(worker, session, &transfers.manifests.damaged()).await?;
     holdings.volumes.retain(|volume| !counted_on.contains(volume));
     let parts = parts(session, token, mark, &holdings);
     let answer = client.report(tokio_stream::iter(parts)).await.map_err(Refusal::from)?.into_inner();
@@ -231,7 +242,7 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
     }
     let receipt = <[u8; 32]>::try_from(&answer.receipt[..]).ok().map(Receipt);
     worker.runtime.set_store_mark(StoreMark { receipt, ..now }).await?;
-    describe(worker, session, &parse(&answer.undescribed_volume_handles)?).await?;
+    describe(transfers, session, &parse(&answer.undescribed_volume_handles)?).await?;
     if volumes.is_empty() && containers.is_empty() {
         return Ok(());
     }
@@ -243,19 +254,20 @@ async fn report(worker: &Arc<Worker>, session: &OpenSession) -> Result<(), Sweep
         volumes = volumes.len(),
         "destroying what the store does not know"
     );
-    if destroy(worker, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
+    if destroy(transfers, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
 }
 
 /// Tells the store what the worker knows of volumes that are set aside. There may be more: then the next report comes at once.
 async fn describe(
-    worker: &Worker,
+    transfers: &Transfers,
     session: &OpenSession,
     undescribed: &[VolumeHandle],
 ) -> Result<(), SweepError> {
+    let worker = &transfers.worker;
     for some in undescribed.chunks(DESCRIBED_AT_ONCE) {
         let mut volumes = Vec::with_capacity(some.len());
         for volume in some {
-            match description(worker, *volume).await {
+            match description(transfers, *volume).await {
                 Ok(description) => volumes.push(description),
                 // It went meanwhile, and so will be what is set aside.
                 Err(RuntimeError::VolumeNotFound(_)) => {}
@@ -278,9 +290,13 @@ async fn describe(
 }
 
 /// What the worker knows of a volume: what is kept with it, and of one that is complete, its manifest.
-async fn description(worker: &Worker, volume: VolumeHandle) -> Result<pb::VolumeDescription, RuntimeError> {
+async fn description(
+    transfers: &Transfers,
+    volume: VolumeHandle,
+) -> Result<pb::VolumeDescription, RuntimeError> {
+    let worker = &transfers.worker;
     let notes = worker.runtime.notes(volume).await?;
-    let kept = worker.trees.kept_of(&*worker.runtime, volume).await?;
+    let kept = transfers.manifests.kept_of(&*worker.runtime, volume).await?;
     Ok(pb::VolumeDescription {
         volume_handle: volume.to_string(),
         parent_handle: notes.parent.map(|parent| parent.to_string()).unwrap_or_default(),

@@ -24,10 +24,13 @@ use runtime::{Capabilities, Disk};
 
 use crate::Config;
 use crate::attempt;
+use crate::attempt::context::AttemptContext;
 use crate::util::clock::since_boot;
+use crate::worker::Worker;
+use crate::worker::attempts::{AttemptEntry, StopRequest};
 use crate::worker::heartbeat::{Contact, NeverSent};
-use crate::worker::usage::Held;
-use crate::worker::{Attempt, OpenSession, StopWish, Worker};
+use crate::worker::session::OpenSession;
+use crate::worker::usage::Usage;
 
 /// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
 const LISTED: Duration = Duration::from_millis(1100);
@@ -51,12 +54,13 @@ enum Ended {
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
-pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) {
+pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
+    let worker = &context.worker;
     let mut pause = Duration::from_millis(20);
     let (mut standing_by, mut retired) = (false, false);
     loop {
         let ended = tokio::select! {
-            ended = speak(&worker, instance, &mut pause) => ended,
+            ended = speak(&context, instance, &mut pause) => ended,
             () = worker.stopping.cancelled() => return,
         };
         match &ended {
@@ -65,7 +69,7 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
                     worker.name = worker.config.worker_name,
                     "another gateway has taken over this worker"
                 );
-                worker.set_session(None);
+                worker.session.set(None);
                 worker.runtime.taken_over().await;
                 instance = GatewayInstance::new();
             }
@@ -74,7 +78,7 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
                     worker.name = worker.config.worker_name,
                     "this worker was forgotten: it registers anew"
                 );
-                worker.set_session(None);
+                worker.session.set(None);
             }
             Ended::Refused(refusal) if refusal.is(Reason::WorkerRetired) => {
                 if !std::mem::replace(&mut retired, true) {
@@ -83,7 +87,7 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
                         "this worker was retired: it starts and destroys nothing any more, unless it is told to run again"
                     );
                 }
-                worker.set_session(None);
+                worker.session.set(None);
             }
             Ended::Refused(refusal) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer");
@@ -98,8 +102,8 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
             }
             ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
         }
-        standing_by &= worker.session().is_none();
-        retired &= worker.session().is_none();
+        standing_by &= worker.session.current().is_none();
+        retired &= worker.session.current().is_none();
         tokio::select! {
             () = tokio::time::sleep(pause) => {}
             () = worker.stopping.cancelled() => return,
@@ -109,18 +113,19 @@ pub(crate) async fn forever(worker: Arc<Worker>, mut instance: GatewayInstance) 
 }
 
 /// One stream, from hello to its end.
-async fn speak(worker: &Arc<Worker>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
-    match try_speak(worker, instance, pause).await {
+async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
+    match try_speak(context, instance, pause).await {
         Ok(()) => Ended::Closed,
         Err(ended) => ended,
     }
 }
 
 async fn try_speak(
-    worker: &Arc<Worker>,
+    context: &Arc<AttemptContext>,
     instance: GatewayInstance,
     pause: &mut Duration,
 ) -> Result<(), Ended> {
+    let worker = &context.worker;
     let (up, requests) = mpsc::channel(4);
     let hello = hello(worker, instance).await?;
     let said_hello = since_boot();
@@ -145,8 +150,8 @@ async fn try_speak(
         "speaking for the worker"
     );
     let ttl = seconds(welcome.worker_ttl, Duration::from_secs(30));
-    worker.alone_until(said_hello + ttl);
-    worker.set_session(Some(session.clone()));
+    worker.session.extend_exclusive(said_hello + ttl);
+    worker.session.set(Some(session.clone()));
     *pause = Duration::from_millis(20);
 
     let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
@@ -173,7 +178,7 @@ async fn try_speak(
                                 Ended::Nonsense("it heard what was never sent")
                             })?;
                             if let Some(sent) = heard {
-                                worker.alone_until(sent + ttl);
+                                worker.session.extend_exclusive(sent + ttl);
                                 // A supervisor that does not answer must not delay others.
                                 worker.tasks.spawn(tell_contact(worker.clone(), sent, stop_after));
                             }
@@ -183,7 +188,7 @@ async fn try_speak(
                             if std::mem::replace(&mut directive, told) != told {
                                 say(worker, told);
                             }
-                            let changed = apply(worker, desired);
+                            let changed = apply(context, desired);
                             if told == pb::Directive::RegisterAgain {
                                 return Err(Ended::Forgotten);
                             }
@@ -195,7 +200,7 @@ async fn try_speak(
                         None => return Err(Ended::Closed),
                     }
                 }
-                () = worker.changed.notified() => break,
+                () = worker.attempts.changed() => break,
                 () = &mut due => break,
             }
         }
@@ -220,7 +225,7 @@ fn say(worker: &Worker, directive: pb::Directive) {
 async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, Ended> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
-    let credential = worker.session().map(|session| session.credential).unwrap_or_default();
+    let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
     Ok(introduce(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
 }
 
@@ -279,7 +284,8 @@ fn open_session(welcome: &pb::Welcome) -> Result<OpenSession, Ended> {
 async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result<pb::Observed, Ended> {
     let disk = worker.runtime.disk().await?;
     let leases = worker
-        .attempts()
+        .attempts
+        .lock()
         .iter()
         .map(|(lease, attempt)| pb::ObservedLease {
             lease_id: lease.to_string(),
@@ -287,7 +293,7 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
             inputs: attempt.inputs.clone(),
         })
         .collect();
-    let Held { containers, volumes } = worker.held.now();
+    let Usage { containers, volumes } = worker.usage.now();
     Ok(pb::Observed {
         session_credential: session.credential.clone(),
         applied_generation: applied,
@@ -302,7 +308,8 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
 /// Takes up what the scheduler wishes. Answers whether that changed anything here.
 ///
 /// What cannot be understood of one lease ends that lease, and nothing else.
-fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> bool {
+fn apply(context: &Arc<AttemptContext>, desired: pb::Desired) -> bool {
+    let worker = &context.worker;
     let mut wished = Vec::with_capacity(desired.leases.len());
     let mut changed = false;
     for lease in desired.leases {
@@ -315,20 +322,20 @@ fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> bool {
         };
         wished.push(id);
         match lease.wish {
-            Some(Wish::Run(run)) => changed |= start(worker, id, run),
-            Some(Wish::Stop(stop)) => changed |= self::stop(worker, id, stop),
+            Some(Wish::Run(run)) => changed |= start(context, id, run),
+            Some(Wish::Stop(stop)) => changed |= self::stop(context, id, stop),
             // It was said before on this stream, or follows.
             None => {}
         }
     }
-    let mut attempts = worker.attempts();
+    let mut attempts = worker.attempts.lock();
     attempts.retain(|lease, attempt| {
         if wished.contains(lease) {
             return true;
         }
         // Over without us: whatever still runs of it has to end. The task tells when it has.
         if attempt.phase != pb::LeasePhase::Ended {
-            let wish = StopWish { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
+            let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
             attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
             return true;
         }
@@ -340,34 +347,36 @@ fn apply(worker: &Arc<Worker>, desired: pb::Desired) -> bool {
 
 /// Takes a lease up, in a task of its own that `attend` makes.
 fn attend<F>(
-    worker: &Arc<Worker>,
+    context: &Arc<AttemptContext>,
     lease: LeaseId,
-    wish: Option<StopWish>,
+    wish: Option<StopRequest>,
     (attempt, token): (Option<AttemptId>, String),
-    attend: impl FnOnce(watch::Receiver<Option<StopWish>>) -> F,
+    attend: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
+    let worker = &context.worker;
     let (stop, stopped) = watch::channel(wish);
-    let attempting = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop };
-    worker.attempts().insert(lease, attempting);
+    let attempting = AttemptEntry { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop };
+    worker.attempts.lock().insert(lease, attempting);
     worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
 }
 
-fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> bool {
-    if worker.attempts().contains_key(&lease) {
+fn start(context: &Arc<AttemptContext>, lease: LeaseId, run: pb::RunAttempt) -> bool {
+    let worker = &context.worker;
+    if worker.attempts.lock().contains_key(&lease) {
         return false;
     }
     let (attempt, token) = (run.attempt_id.parse().ok(), run.lease_token.clone());
     let whose = (attempt, token.clone());
     match attempt::Task::parse(lease, run) {
         Ok(task) => {
-            attend(worker, lease, None, whose, |stopped| attempt::run(worker.clone(), task, stopped));
+            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), task, stopped));
         }
         Err(unreadable) => {
             tracing::error!(lease.id = %lease, error = %unreadable, "an attempt cannot be understood");
             let why = unreadable.message().to_owned();
-            attend(worker, lease, None, whose, |_| {
+            attend(context, lease, None, whose, |_| {
                 attempt::refuse(worker.clone(), lease, attempt, token, why)
             });
         }
@@ -375,23 +384,24 @@ fn start(worker: &Arc<Worker>, lease: LeaseId, run: pb::RunAttempt) -> bool {
     true
 }
 
-fn stop(worker: &Arc<Worker>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
+fn stop(context: &Arc<AttemptContext>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
+    let worker = &context.worker;
     let grace = stop.grace.and_then(|grace| grace.try_into().ok()).unwrap_or(Duration::ZERO);
     let reason = stop.reason.parse().unwrap_or(FailureReason::StoppedBeforeStart);
-    let wish = StopWish { grace, reason };
-    if let Some(attempt) = worker.attempts().get(&lease) {
+    let wish = StopRequest { grace, reason };
+    if let Some(attempt) = worker.attempts.lock().get(&lease) {
         return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
     }
     let (attempt, token) = (stop.attempt_id.parse().ok(), stop.lease_token);
     let whose = (attempt, token.clone());
     match attempt {
-        Some(attempt) => attend(worker, lease, Some(wish), whose, |stopped| {
+        Some(attempt) => attend(context, lease, Some(wish), whose, |stopped| {
             attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
         }),
         None => {
             tracing::error!(lease.id = %lease, "the attempt that shall stop is no UUID");
             let why = "attempt_id: is no UUID".to_owned();
-            attend(worker, lease, Some(wish), whose, |_| {
+            attend(context, lease, Some(wish), whose, |_| {
                 attempt::refuse(worker.clone(), lease, None, token, why)
             });
         }

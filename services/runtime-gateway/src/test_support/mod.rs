@@ -1,14 +1,21 @@
 //! Gateways for tests, of a worker that is a fake.
 
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use runtime::Runtime;
 use testing::fake::FakeWorker;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
+use crate::attempt::context::AttemptContext;
+use crate::transfer::Transfers;
 use crate::worker::Worker;
-use crate::{Config, Gateway};
+use crate::worker::attendance::Attendance;
+use crate::worker::base_types::BaseTypeImports;
+use crate::worker_set::AttendedWorker;
+use crate::{Config, WorkerSet};
 
 pub(crate) mod scheduler;
 pub(crate) mod served;
@@ -30,27 +37,63 @@ pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
     mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
+/// A fake worker that a gateway attends, with its features at hand.
+#[derive(Clone)]
+pub(crate) struct TestWorker {
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) attendance: Arc<Attendance>,
+    pub(crate) imports: Arc<BaseTypeImports>,
+    pub(crate) context: Arc<AttemptContext>,
+    attended: Arc<AttendedWorker>,
+}
+
+impl TestWorker {
+    pub(crate) fn new(config: Config, runtime: Arc<dyn Runtime>) -> Self {
+        let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
+        let worker = Worker::new(config, runtime, tasks, stopping).expect("a worker");
+        let attended = AttendedWorker::open(worker, "boot".to_owned()).expect("a directory");
+        Self {
+            worker: attended.worker.clone(),
+            transfers: attended.transfers.clone(),
+            attendance: attended.attendance.clone(),
+            imports: attended.imports.clone(),
+            context: attended.attempts.clone(),
+            attended,
+        }
+    }
+}
+
+impl Deref for TestWorker {
+    type Target = Worker;
+
+    fn deref(&self) -> &Worker {
+        &self.worker
+    }
+}
+
 /// How gateways attend a fake worker.
 pub(crate) trait Attended {
     /// A gateway's view of it, with peers at these addresses.
-    fn attended(&self, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
+    fn attended(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
         self.brought_to(scheduler, artifact_store, NOBODY)
     }
 
     /// The view of a gateway whose operator holds destruction.
-    fn holding(&self, scheduler: &str, artifact_store: &str) -> Arc<Worker> {
+    fn holding(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, NOBODY, true)
     }
 
     /// The view of a gateway whose callers have another term.
-    fn with_caller_term(&self, term: Duration) -> Arc<Worker> {
-        let mut worker = self.attended(NOBODY, NOBODY);
-        Arc::get_mut(&mut worker).expect("no other has it").config.caller_term = term;
-        worker
+    fn with_caller_term(&self, term: Duration) -> TestWorker {
+        TestWorker::new(
+            Config { caller_term: term, ..self.config(NOBODY, NOBODY, NOBODY, false) },
+            self.machine().runtime(),
+        )
     }
 
     /// The view of a gateway to which a streamer brings inputs.
-    fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> Arc<Worker> {
+    fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, streamer, false)
     }
 
@@ -60,18 +103,32 @@ pub(crate) trait Attended {
         artifact_store: &str,
         streamer: &str,
         hold_destruction: bool,
-    ) -> Arc<Worker>;
+    ) -> TestWorker {
+        TestWorker::new(
+            self.config(scheduler, artifact_store, streamer, hold_destruction),
+            self.machine().runtime(),
+        )
+    }
+
+    fn machine(&self) -> &Arc<FakeWorker>;
+
+    fn config(&self, scheduler: &str, artifact_store: &str, streamer: &str, hold_destruction: bool)
+    -> Config;
 }
 
 impl Attended for Arc<FakeWorker> {
-    fn configured(
+    fn machine(&self) -> &Arc<FakeWorker> {
+        self
+    }
+
+    fn config(
         &self,
         scheduler: &str,
         artifact_store: &str,
         streamer: &str,
         hold_destruction: bool,
-    ) -> Arc<Worker> {
-        let config = Config {
+    ) -> Config {
+        Config {
             worker_name: "test".to_owned(),
             platform: "linux".to_owned(),
             tags: Vec::new(),
@@ -89,14 +146,13 @@ impl Attended for Arc<FakeWorker> {
             peer_patience: Config::PEER_PATIENCE,
             caller_term: Config::CALLER_TERM,
             hold_destruction,
-        };
-        let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
-        Worker::new(config, self.runtime(), "boot".to_owned(), tasks, stopping).expect("a worker")
+        }
     }
 }
 
 /// A gateway that attends these workers.
-pub(crate) fn gateway_of(workers: &[Arc<Worker>], scheduler: &str) -> Gateway {
+pub(crate) fn gateway_of(workers: &[TestWorker], scheduler: &str) -> WorkerSet {
     let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
-    Gateway::of(workers.to_vec(), scheduler, None, tasks, stopping).expect("an address")
+    let workers = workers.iter().map(|worker| worker.attended.clone()).collect();
+    WorkerSet::of(workers, scheduler, None, tasks, stopping).expect("an address")
 }

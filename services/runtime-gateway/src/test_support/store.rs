@@ -13,7 +13,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::served::Served;
 use super::{noted, within};
-use crate::worker::OpenSession;
+use crate::worker::session::OpenSession;
 
 /// Where the answer to a call goes. Closed when the caller has gone.
 pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;

@@ -1,6 +1,6 @@
 //! Archives in and out of the worker's volumes.
 //!
-//! The invariant of [`crate::transfer::volumes`] holds: what arrives counts only after the caller's `commit`, and only if it is a whole archive.
+//! The invariant of [`super::write`] holds: what arrives counts only after the caller's `commit`, and only if it is a whole archive.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -24,12 +24,13 @@ use transfer::{
     Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
 };
 
+use super::completion::{make_empty, settle};
+use super::error::{ReadVolumeError, WriteVolumeError};
+use super::{Transfers, Turn};
 use crate::transfer::blocking_pipe::{Inlet, Outlet, Piece};
-use crate::transfer::disk_reservations;
 use crate::transfer::remote;
-use crate::transfer::volumes::{self, TransferError, Turn};
 use crate::util::blocking::blocking;
-use crate::worker::Worker;
+use crate::util::disk_reserve;
 
 /// Pieces of an archive that wait for the thread that reads them.
 const QUEUE: usize = 4;
@@ -44,22 +45,22 @@ const BLOCK: u64 = 4096;
 pub(crate) struct Unpacking {
     pieces: mpsc::Sender<Piece>,
     /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
-    unpacked: JoinHandle<Result<Arc<Manifest>, TransferError>>,
+    unpacked: JoinHandle<Result<Arc<Manifest>, WriteVolumeError>>,
 }
 
 impl Unpacking {
     /// Makes the volume, and unpacks what comes. An earlier try at the same volume is thrown away, unless its bytes were final: then what
     /// comes is only compared.
-    pub(crate) fn begin(worker: &Arc<Worker>, ticket: TicketClaims) -> Self {
+    pub(crate) fn begin(transfers: &Arc<Transfers>, ticket: TicketClaims) -> Self {
         let (pieces, queue) = mpsc::channel(QUEUE);
-        let tasks = worker.tasks.clone();
-        let worker = worker.clone();
-        let unpacked = async move { unpack(&worker, &ticket, Inlet::new(queue)).await };
+        let tasks = transfers.worker.tasks.clone();
+        let transfers = transfers.clone();
+        let unpacked = async move { unpack(&transfers, &ticket, Inlet::new(queue)).await };
         Self { pieces, unpacked: tasks.spawn(unpacked.in_current_span()) }
     }
 
     /// Takes some of the archive. Waits when the disk is slower than the sender.
-    pub(crate) async fn data(&mut self, data: Bytes) -> Result<(), TransferError> {
+    pub(crate) async fn data(&mut self, data: Bytes) -> Result<(), WriteVolumeError> {
         if self.pieces.send(Some(data)).await.is_err() {
             return self.ended().await.map(|_| ());
         }
@@ -67,13 +68,13 @@ impl Unpacking {
     }
 
     /// Ends the volume: everything is there, and known to the artifact store.
-    pub(crate) async fn commit(mut self) -> Result<Arc<Manifest>, TransferError> {
+    pub(crate) async fn commit(mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
         // Whoever does not take it says why.
         self.pieces.send(None).await.ok();
         self.ended().await
     }
 
-    async fn ended(&mut self) -> Result<Arc<Manifest>, TransferError> {
+    async fn ended(&mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
         (&mut self.unpacked).await.unwrap_or_else(|error| {
             Err(RuntimeError::Other(format!("the unpacking of an archive broke off: {error}")).into())
         })
@@ -81,33 +82,33 @@ impl Unpacking {
 }
 
 async fn unpack(
-    worker: &Worker,
+    transfers: &Transfers,
     ticket: &TicketClaims,
     archive: Inlet,
-) -> Result<Arc<Manifest>, TransferError> {
-    let turn = Turn::take(&worker.filling, ticket.volume).ok_or(TransferError::Busy(ticket.volume))?;
-    if let Some(kept) = worker.trees.kept_of(worker.runtime.as_ref(), ticket.volume).await? {
+) -> Result<Arc<Manifest>, WriteVolumeError> {
+    let turn = Turn::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
+    if let Some(kept) = transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await? {
         let again = blocking(move || {
-            Ok::<_, TransferError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)
+            Ok::<_, WriteVolumeError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)
         });
         if again.await?.tree_digest() != kept.tree_digest() {
-            return Err(TransferError::Complete(ticket.volume));
+            return Err(WriteVolumeError::Complete(ticket.volume));
         }
         // Whether the store knows was not heard, by the caller or by us. It is told again.
-        let manifest = volumes::manifest(worker, ticket).await?;
-        return volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await;
+        let manifest = transfers.manifest(ticket).await?;
+        return settle(transfers, ticket.volume, &ticket.team, manifest, turn).await;
     }
-    volumes::make_empty(worker, ticket.volume).await?;
+    make_empty(transfers, ticket.volume).await?;
     let unpacked = async {
-        match worker.runtime.contents(ticket.volume).await? {
+        match transfers.worker.runtime.contents(ticket.volume).await? {
             Contents::Directory(root) => blocking(move || unpack_into(&root, archive)).await,
             Contents::Remote(remote) => remote::unpack(&remote, archive).await.map(Arc::new),
         }
     };
     match unpacked.await {
-        Ok(manifest) => volumes::settle(worker, ticket.volume, &ticket.team, manifest, turn).await,
+        Ok(manifest) => settle(transfers, ticket.volume, &ticket.team, manifest, turn).await,
         Err(error) => {
-            turn.discard(worker).await;
+            turn.discard(transfers).await;
             Err(error)
         }
     }
@@ -117,7 +118,7 @@ async fn unpack(
 ///
 /// What an entry is, is sure only when the archive has ended: later entries replace earlier ones. So content waits in a file without a name,
 /// each extent once, and is copied from there, or shared where the file system can do that.
-fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, TransferError> {
+fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
     let mut guard = Guard::new(&spool);
@@ -161,7 +162,7 @@ impl<'f> Guard<'f> {
             let found = rustix::fs::fstatvfs(self.on)?;
             let total = found.f_blocks.saturating_mul(found.f_frsize);
             let free = found.f_bavail.saturating_mul(found.f_frsize);
-            if free < disk_reservations::reserve(total).saturating_add(bytes) {
+            if free < disk_reserve::reserve(total).saturating_add(bytes) {
                 return Err(io::ErrorKind::StorageFull.into());
             }
             self.left = LOOK_AFTER;
@@ -180,20 +181,20 @@ fn spool(root: &Path) -> io::Result<File> {
 
 /// Packs a volume, or the directory of it at `path`. Answers the digest of the tree if it was the whole.
 pub(crate) async fn pack(
-    worker: &Worker,
+    transfers: &Transfers,
     ticket: &TicketClaims,
     path: &[u8],
     pieces: mpsc::Sender<Piece>,
-) -> Result<Option<Digest>, TransferError> {
-    let manifest = volumes::manifest(worker, ticket).await?;
+) -> Result<Option<Digest>, ReadVolumeError> {
+    let manifest = transfers.manifest(ticket).await?;
     let subtree = if path.is_empty() {
         None
     } else {
-        let not_found = || TransferError::PathNotFound(OsString::from_vec(path.to_vec()).into());
+        let not_found = || ReadVolumeError::PathNotFound(OsString::from_vec(path.to_vec()).into());
         Some(manifest.subtree(path).map_err(ArchiveError::from)?.ok_or_else(not_found)?)
     };
     let digest = subtree.is_none().then(|| manifest.tree_digest());
-    match worker.runtime.contents(ticket.volume).await? {
+    match transfers.worker.runtime.contents(ticket.volume).await? {
         Contents::Directory(root) => blocking(move || pack_from(&root, manifest, subtree, pieces)).await?,
         Contents::Remote(remote) => {
             let wanted = subtree.map_or(manifest, |subtree| subtree.manifest().clone());
@@ -209,7 +210,7 @@ fn pack_from(
     manifest: Arc<Manifest>,
     subtree: Option<Subtree>,
     pieces: mpsc::Sender<Piece>,
-) -> Result<(), TransferError> {
+) -> Result<(), ReadVolumeError> {
     let out = Outlet::new(pieces);
     let mut reader = TreeReader::new(root, manifest.clone(), ReadOptions::default())?;
     let Some(subtree) = subtree else {
@@ -227,7 +228,7 @@ fn pack_from(
     finish(writer)
 }
 
-fn finish(writer: ArchiveWriter<Outlet>) -> Result<(), TransferError> {
+fn finish(writer: ArchiveWriter<Outlet>) -> Result<(), ReadVolumeError> {
     writer.finish()?.end().map_err(ArchiveWriteError::from)?;
     Ok(())
 }

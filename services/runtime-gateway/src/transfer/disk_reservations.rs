@@ -1,4 +1,4 @@
-//! Room on a worker's disk for transfers that say before the first byte how much they write.
+//! DiskReservations on a worker's disk for transfers that say before the first byte how much they write.
 //!
 //! [`crate::transfer::volumes`] declares what a manifest says when a transfer begins. Each copy of an extent counts, however often its content
 //! occurs, for each is written. Invariant: what was declared and not written yet, of all transfers together, fits the free space less a
@@ -9,17 +9,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use runtime::Disk;
 use transfer::Manifest;
 
-/// The part of the disk that transfers leave free: one in so many bytes.
-const RESERVE_PART: u64 = 100;
-/// Most bytes of the disk that transfers leave free.
-const MOST_RESERVE: u64 = 1 << 30;
+use crate::util::disk_reserve::reserve;
+
 /// Bytes that an entry takes on a disk, besides content: its inode, and the end of its last block.
 const ENTRY_BYTES: u64 = 4096;
-
-/// Bytes that no transfer may take on a disk of this size.
-pub(crate) fn reserve(total_bytes: u64) -> u64 {
-    (total_bytes / RESERVE_PART).min(MOST_RESERVE)
-}
 
 /// Bytes that a tree takes on a disk. Each copy of an extent counts; holes do not.
 pub(crate) fn needs(manifest: &Manifest) -> u64 {
@@ -39,9 +32,9 @@ pub(crate) struct NoRoom {
 
 /// Bytes that transfers have declared and not written yet.
 #[derive(Debug, Default)]
-pub(crate) struct Room(Arc<Mutex<u64>>);
+pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
 
-impl Room {
+impl DiskReservations {
     /// Declares a transfer, if `disk` has room for it beside the others. `None`: the worker does not say how large its disk is.
     pub(crate) fn declare(&self, disk: Option<Disk>, needs: u64) -> Result<Declared, NoRoom> {
         let mut declared = held(&self.0);
@@ -95,7 +88,7 @@ mod tests {
 
     #[test]
     fn transfers_together_fit_the_free_space_less_the_reserve() {
-        let room = Room::default();
+        let room = DiskReservations::default();
         let mut one = room.declare(disk(1000), 500).expect("there is room");
         room.declare(disk(1000), 401).expect_err("the reserve is 100");
         let two = room.declare(disk(1000), 400).expect("there is room");

@@ -2,7 +2,7 @@
 //!
 //! A manifest is proof: a volume whose manifest was kept in this boot holds what it says. After a crash of the machine that is no longer
 //! sure, for contents are not synced before they are called complete; so what a manifest of an earlier boot says is read again and
-//! compared before anything is made from it or sent ([`Trees::proven`]). A volume that holds something else is remembered as damaged:
+//! compared before anything is made from it or sent ([`Manifests::proven`]). A volume that holds something else is remembered as damaged:
 //! nothing is made from it or read any more, and it is left out of what the worker reports, so that the artifact store counts it as lost.
 //!
 //! The manifest of a volume that is far is kept by its worker, beside it and for as long: any gateway finds it there, and what it says is
@@ -40,7 +40,7 @@ const NAMED: usize = 3;
 const MEMORY: u64 = 64 << 20;
 
 /// Manifests of complete volumes on this worker.
-pub(crate) struct Trees {
+pub(crate) struct Manifests {
     directory: PathBuf,
     /// The life of the machine.
     boot: String,
@@ -95,7 +95,7 @@ impl Kept {
 
 /// The bytes of a volume cannot be had.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum TreeError {
+pub(crate) enum ManifestError {
     /// They did not survive a crash of the machine.
     #[error("the volume {0} does not hold what it should any more")]
     Damaged(VolumeHandle),
@@ -118,7 +118,7 @@ pub(crate) struct Found {
     pub(crate) offset: u64,
 }
 
-impl Trees {
+impl Manifests {
     /// The cache in `directory`, which is made. `boot` is the life of the machine.
     pub(crate) fn open(directory: &Path, boot: String) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
@@ -150,9 +150,9 @@ impl Trees {
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
-    ) -> Result<Arc<Manifest>, TreeError> {
+    ) -> Result<Arc<Manifest>, ManifestError> {
         if self.state().damaged.contains(&volume) {
-            return Err(TreeError::Damaged(volume));
+            return Err(ManifestError::Damaged(volume));
         }
         let Some(Kept { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
@@ -174,7 +174,7 @@ impl Trees {
                     "a volume did not survive a crash of the machine; nothing is made from it"
                 );
                 self.mark_damaged(volume).await;
-                Err(TreeError::Damaged(volume))
+                Err(ManifestError::Damaged(volume))
             }
         }
     }
@@ -186,14 +186,14 @@ impl Trees {
         volume: VolumeHandle,
         team: &str,
         digest: Digest,
-    ) -> Result<Arc<Manifest>, TreeError> {
+    ) -> Result<Arc<Manifest>, ManifestError> {
         let manifest = self.proven(runtime, volume, team).await?;
         if manifest.tree_digest() == digest {
             return Ok(manifest);
         }
         tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
         self.mark_damaged(volume).await;
-        Err(TreeError::Damaged(volume))
+        Err(ManifestError::Damaged(volume))
     }
 
     /// The volumes that do not hold what they should.
@@ -632,7 +632,7 @@ mod tests {
         let machine = testing::fake::FakeWorker::near();
         let worker = machine.runtime();
         let volume = machine.volume("contents").await;
-        let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
+        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
         open("first").keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
 
         let again = open("first").kept(volume).await.expect("read").expect("the manifest");
@@ -696,7 +696,7 @@ mod tests {
         let machine = testing::fake::FakeWorker::near();
         let worker = machine.runtime();
         let (here, gone) = (machine.volume("contents").await, machine.volume("others").await);
-        let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
+        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
         let trees = open("first");
         let digest = async |volume| {
             let manifest = trees.proven(&*worker, volume, "main").await.expect("a manifest");
@@ -723,7 +723,7 @@ mod tests {
         let machine = testing::fake::FakeWorker::near();
         let worker = machine.runtime();
         let (volume, trees) = (machine.volume("contents").await, || {
-            Trees::open(directory.path(), "boot".to_owned()).expect("open")
+            Manifests::open(directory.path(), "boot".to_owned()).expect("open")
         });
         trees().keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
         let path = directory.path().join(volume.to_string());
@@ -740,7 +740,7 @@ mod tests {
         let machine = testing::fake::FakeWorker::near();
         let worker = machine.runtime();
         let (half, whole) = (VolumeHandle::new(), machine.volume("contents").await);
-        let open = || Trees::open(directory.path(), "boot".to_owned()).expect("open");
+        let open = || Manifests::open(directory.path(), "boot".to_owned()).expect("open");
         open().keep(&*worker, whole, "main", Arc::new(manifest())).await.expect("room");
         std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
         assert!(open().kept(whole).await.expect("read").is_some());
@@ -754,7 +754,7 @@ mod tests {
         let machine = testing::fake::FakeWorker::near();
         let worker = machine.runtime();
         let (whole, lost) = (machine.volume("contents").await, machine.volume("contents").await);
-        let open = |boot: &str| Trees::open(directory.path(), boot.to_owned()).expect("open");
+        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
         let trees = open("first");
         for volume in [whole, lost] {
             trees.proven(&*worker, volume, "main").await.expect("a manifest");
@@ -766,12 +766,12 @@ mod tests {
         let digest = trees.proven(&*worker, whole, "main").await.expect("it is what it was").tree_digest();
         trees.verify(&*worker, whole, "main", digest).await.expect("it is what it was");
         let damaged = trees.verify(&*worker, lost, "main", digest).await;
-        assert!(matches!(damaged, Err(TreeError::Damaged(volume)) if volume == lost), "{damaged:?}");
+        assert!(matches!(damaged, Err(ManifestError::Damaged(volume)) if volume == lost), "{damaged:?}");
         assert_eq!(trees.damaged(), BTreeSet::from([lost]));
 
         let trees = open("third");
         assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
-        assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(TreeError::Damaged(_))));
+        assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(ManifestError::Damaged(_))));
         trees.forget(lost).await;
         assert_eq!(trees.damaged(), BTreeSet::new());
         assert_eq!(open("third").damaged(), BTreeSet::new());

@@ -24,12 +24,12 @@ use tokio_util::sync::CancellationToken;
 use tonic::{Code, Status};
 use transfer::{ArchiveError, ArchiveReader, Limits, Manifest};
 
+use super::Transfers;
+use super::error::WriteVolumeError;
 use crate::transfer::blocking_pipe::Arriving;
 use crate::transfer::pull::{Source, SourceError};
 use crate::transfer::remote::Far;
-use crate::transfer::volumes::TransferError;
 use crate::util::blocking::blocking;
-use crate::worker::Worker;
 
 /// How it ends that another worker is asked to send, as metrics call it.
 pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
@@ -136,11 +136,11 @@ impl Sender {
     /// `manifest`; if not, it is empty, and stays so.
     pub(crate) async fn fill(
         &self,
-        worker: &Worker,
+        transfers: &Transfers,
         volume: VolumeHandle,
         remote: &Far,
         manifest: &Arc<Manifest>,
-    ) -> Result<bool, TransferError> {
+    ) -> Result<bool, WriteVolumeError> {
         // Plain tar would make all holes full.
         if manifest.extent_bytes() == 0 || manifest.extent_bytes() != manifest.size_bytes() {
             return Ok(false);
@@ -152,7 +152,7 @@ impl Sender {
             Err(late) => return Ok(self.without(volume, &chain(&late))),
         };
         let brought = tokio::select! {
-            brought = self.bring(worker, remote, manifest, inlet) => brought,
+            brought = self.bring(transfers, remote, manifest, inlet) => brought,
             () = self.left.cancelled() => Err(PeerError::Left),
         };
         let Err(error) = brought else {
@@ -164,8 +164,8 @@ impl Sender {
             return Ok(self.without(volume, &chain(&error)));
         }
         self.without(volume, &chain(&error));
-        clear(worker, volume, remote, error.may_go_on(), !matches!(error, PeerError::Left)).await?;
-        if matches!(error, PeerError::Left) { Err(TransferError::CallerGone) } else { Ok(false) }
+        clear(transfers, volume, remote, error.may_go_on(), !matches!(error, PeerError::Left)).await?;
+        if matches!(error, PeerError::Left) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
     }
 
     /// Says why a volume goes through the gateways.
@@ -181,7 +181,7 @@ impl Sender {
 
     async fn bring(
         &self,
-        worker: &Worker,
+        transfers: &Transfers,
         remote: &Far,
         manifest: &Arc<Manifest>,
         inlet: Inlet,
@@ -195,7 +195,7 @@ impl Sender {
         };
         self.compared.send_replace(0);
         let patience =
-            worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
+            transfers.worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
         let sent = timeout(patience, client.stream_to_peer(request)).await;
         sent.map_err(|_| PeerError::Late)??;
 
@@ -219,7 +219,7 @@ impl Sender {
 /// To a worker whose volume is gone nothing can be sent, and what writes into a directory that is gone writes nowhere. But one that unpacks
 /// at this moment may keep the directory, and have it found again by the volume that comes after it; so that one is looked into.
 async fn clear(
-    worker: &Worker,
+    transfers: &Transfers,
     volume: VolumeHandle,
     remote: &Far,
     mut may_come: bool,
@@ -228,24 +228,24 @@ async fn clear(
     let until = Instant::now() + CLEARING + if may_come { QUIET } else { Duration::ZERO };
     loop {
         let cleared = async {
-            worker.runtime.destroy_volume(volume).await?;
+            transfers.worker.runtime.destroy_volume(volume).await?;
             if std::mem::take(&mut may_come) {
                 tokio::select! {
                     () = tokio::time::sleep(QUIET) => {}
-                    () = worker.stopping.cancelled() => {}
+                    () = transfers.worker.stopping.cancelled() => {}
                 }
             }
             if !again {
                 return Ok(());
             }
-            worker.runtime.create_volume(volume, VolumeSource::Empty).await?;
+            transfers.worker.runtime.create_volume(volume, VolumeSource::Empty).await?;
             if is_empty(remote).await? {
                 return Ok(());
             }
             Err(RuntimeError::Other("something is left in a volume that was made anew".to_owned()))
         };
         match cleared.await {
-            Err(error) if Instant::now() < until && !worker.stopping.is_cancelled() => {
+            Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
                 tracing::debug!(volume.handle = %volume, error = chain(&error), "a volume is not empty yet");
                 may_come = true;
                 tokio::time::sleep(CLEAR_AGAIN).await;

@@ -7,14 +7,14 @@
 //! Where both workers are far, and workers reach one another, the source's worker sends it all by itself ([`crate::transfer::peer_copy`]); what goes wrong with that
 //! costs time, and nothing else.
 //!
-//! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`crate::transfer::volumes`]): its manifest has
+//! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`super::write`]): its manifest has
 //! that digest, and every extent the digest that the manifest says.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::worker::{TicketClaims, TicketOperation};
+use domain::worker::TicketClaims;
 use domain::{Digest, chain};
 use rpc::client::{AddressError, Outgoing};
 use rpc::pb::runtime as pb;
@@ -28,11 +28,13 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
 
-use crate::api::DOWNLOAD_PAUSE;
+use super::Transfers;
+use super::error::WriteVolumeError;
+use super::write::Filling;
 use crate::transfer::peer_copy::Sender;
-use crate::transfer::volumes::{Filling, TransferError};
-use crate::worker::Worker;
-use crate::worker_set::Gateway;
+
+/// Longest pause of a source, which may have to scan a large volume before it goes on.
+const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
 
 /// A volume elsewhere that has the bytes.
 ///
@@ -47,24 +49,6 @@ pub(crate) struct Source {
 }
 
 impl Source {
-    /// The volume that `ticket` permits to read, at the gateway that the scheduler named when it signed. `named`: that the caller named.
-    pub(crate) async fn permitted(
-        gateway: &Gateway,
-        place: usize,
-        named: String,
-        ticket: String,
-    ) -> Result<Self, TransferError> {
-        match gateway.permitted(&ticket, TicketOperation::Read).await {
-            Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
-                Ok(Self { endpoint: Some(named), ticket })
-            }
-            Ok(_) => Err(TransferError::SourceAddress { place, named }),
-            // Another source may do.
-            Err(TransferError::Ticket) => Ok(Self { endpoint: None, ticket }),
-            Err(error) => Err(error),
-        }
-    }
-
     /// Calls to its gateway, which present its ticket and nothing else.
     pub(crate) fn client(&self) -> Result<VolumesClient<Peer>, SourceError> {
         let endpoint = self.endpoint.as_deref().ok_or(SourceError::Ticket)?;
@@ -91,7 +75,7 @@ pub(crate) struct Progress {
 pub(crate) enum FetchError {
     /// This worker failed, or the store refused.
     #[error(transparent)]
-    Here(#[from] TransferError),
+    Here(#[from] WriteVolumeError),
     /// Each source failed, in their order.
     #[error("no source could give all that is missing: {}", listed(.0))]
     Sources(Vec<SourceError>),
@@ -154,7 +138,7 @@ fn listed(errors: &[SourceError]) -> String {
 /// Why nothing more came from a source.
 enum Failed {
     There(SourceError),
-    Here(TransferError),
+    Here(WriteVolumeError),
 }
 
 impl From<SourceError> for Failed {
@@ -178,18 +162,18 @@ pub(crate) struct Destination {
 ///
 /// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
 pub(crate) async fn fetch(
-    worker: &Arc<Worker>,
+    transfers: &Arc<Transfers>,
     to: Destination,
     digest: Digest,
     sources: Vec<Source>,
     progress: impl Fn(Progress),
 ) -> Result<Arc<Manifest>, FetchError> {
-    let mut fetch = Fetch { worker, to, digest, under_way: None, progress };
+    let mut fetch = Fetch { transfers, to, digest, under_way: None, progress };
     let mut failed = Vec::new();
     for (place, source) in sources.iter().enumerate() {
-        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { DOWNLOAD_PAUSE };
+        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { SOURCE_PAUSE };
         match fetch.from(place, source, pause).await {
-            Ok(filling) => return Ok(filling.commit(worker).await?),
+            Ok(filling) => return Ok(filling.commit(transfers).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
                 tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = chain(&error), "a source failed");
@@ -202,7 +186,7 @@ pub(crate) async fn fetch(
 
 /// What is kept from one source to the next.
 struct Fetch<'w, P> {
-    worker: &'w Arc<Worker>,
+    transfers: &'w Arc<Transfers>,
     to: Destination,
     digest: Digest,
     under_way: Option<UnderWay>,
@@ -256,13 +240,13 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         place: usize,
         source: &Source,
         manifest: Arc<Manifest>,
-    ) -> Result<UnderWay, TransferError> {
+    ) -> Result<UnderWay, WriteVolumeError> {
         let total = manifest.extent_bytes();
         let (compared, mut told) = watch::channel(0);
         let left = CancellationToken::new();
         let _left = left.clone().drop_guard();
         let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
-        let begun = Filling::begin_with(self.worker, self.to.ticket.clone(), manifest.clone(), Some(peer));
+        let begun = Filling::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
         let telling = async {
             while told.changed().await.is_ok() {
                 let done = *told.borrow_and_update();
@@ -272,7 +256,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         };
         let filling = tokio::select! {
             begun = begun => begun?,
-            () = telling => return Err(TransferError::BrokenOff),
+            () = telling => return Err(WriteVolumeError::BrokenOff),
         };
         let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
         let done = total.saturating_sub(missing);
@@ -299,7 +283,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
                     let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
                     under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
                     let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
-                    under_way.filling.put_verified(self.worker, extents).await.map_err(Failed::Here)?;
+                    under_way.filling.put_verified(self.transfers, extents).await.map_err(Failed::Here)?;
                     for ordinal in ordinals {
                         missing.remove(ordinal);
                     }

@@ -18,8 +18,8 @@ use transfer::{
     Manifest, Runs,
 };
 
+use super::error::{ReadVolumeError, WriteVolumeError};
 use crate::transfer::blocking_pipe::{self, Arriving, Inlet, Outlet, Piece, Tee};
-use crate::transfer::volumes::TransferError;
 use crate::util::blocking::blocking;
 
 /// Pieces of an archive that wait for a worker, of 256 KiB at most.
@@ -57,7 +57,7 @@ pub(crate) async fn read(
     manifest: Arc<Manifest>,
     wanted: Runs,
     batches: mpsc::Sender<Vec<ExtentData>>,
-) -> Result<(), TransferError> {
+) -> Result<(), ReadVolumeError> {
     if wanted.is_empty() {
         return Ok(());
     }
@@ -77,7 +77,7 @@ pub(crate) async fn read(
             })
             .map_err(arriving)?;
         if !batch.is_empty() {
-            batches.blocking_send(batch).map_err(|_| TransferError::CallerGone)?;
+            batches.blocking_send(batch).map_err(|_| ReadVolumeError::CallerGone)?;
         }
         Ok(())
     })
@@ -85,11 +85,11 @@ pub(crate) async fn read(
 }
 
 /// What went wrong with an archive that a worker sends.
-fn arriving(error: ArchiveError) -> TransferError {
+fn arriving(error: ArchiveError) -> ReadVolumeError {
     match error {
-        ArchiveError::Sink(_) => TransferError::CallerGone,
+        ArchiveError::Sink(_) => ReadVolumeError::CallerGone,
         // The manifest of the volume is right, so what it holds is not.
-        ArchiveError::Changed { .. } => TransferError::Archive(error),
+        ArchiveError::Changed { .. } => ReadVolumeError::Archive(error),
         error => failed(&error).into(),
     }
 }
@@ -100,10 +100,10 @@ pub(crate) async fn read_file(
     manifest: &Manifest,
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
-) -> Result<(), TransferError> {
+) -> Result<(), ReadVolumeError> {
     let entry = file(manifest, &path)?.clone();
     let EntryKind::File { size_bytes: size, .. } = entry.kind else {
-        return Err(TransferError::PathNotFound(path));
+        return Err(ReadVolumeError::PathNotFound(path));
     };
     if entry.extents().is_empty() {
         return blocking(move || zeroes(&chunks, size, 0, size)).await;
@@ -127,9 +127,9 @@ pub(crate) async fn read_file(
 }
 
 /// The regular file at `path`, to which no link leads.
-fn file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, TransferError> {
-    let not_found = || TransferError::PathNotFound(path.to_owned());
-    let not_a_file = |what: String| Err(TransferError::NotAFile { path: path.to_owned(), what });
+fn file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
+    let not_found = || ReadVolumeError::PathNotFound(path.to_owned());
+    let not_a_file = |what: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), what });
     let bytes = path.as_os_str().as_bytes();
     let Some(index) = manifest.find(bytes) else {
         let behind = path.ancestors().skip(1).filter_map(|above| manifest.find(above.as_os_str().as_bytes()));
@@ -159,11 +159,11 @@ fn zeroes(
     size: u64,
     mut from: u64,
     to: u64,
-) -> Result<(), TransferError> {
+) -> Result<(), ReadVolumeError> {
     loop {
         let length = (to - from).min(HOLE);
         let data = Bytes::from(vec![0; usize::try_from(length).unwrap_or_default()]);
-        chunks.blocking_send((size, data)).map_err(|_| TransferError::CallerGone)?;
+        chunks.blocking_send((size, data)).map_err(|_| ReadVolumeError::CallerGone)?;
         from += length;
         if from == to {
             return Ok(());
@@ -177,7 +177,7 @@ pub(crate) async fn pack(
     manifest: Arc<Manifest>,
     path: &Path,
     pieces: mpsc::Sender<Piece>,
-) -> Result<(), TransferError> {
+) -> Result<(), ReadVolumeError> {
     let archive = Arriving::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
@@ -212,31 +212,31 @@ pub(crate) async fn pack(
 /// What the worker says goes first: when it takes no more, the writer cannot know why.
 pub(crate) async fn write<T: Send + 'static>(
     volume: &Far,
-    feed: impl FnOnce(Outlet) -> Result<T, TransferError> + Send + 'static,
-) -> Result<T, TransferError> {
+    feed: impl FnOnce(Outlet) -> Result<T, WriteVolumeError> + Send + 'static,
+) -> Result<T, WriteVolumeError> {
     let (pieces, queue) = mpsc::channel(QUEUE);
     let feeding = blocking(move || feed(Outlet::new(pieces)));
     let (fed, taken) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
     match (fed, taken) {
         (Ok(fed), Ok(())) => Ok(fed),
-        (Err(TransferError::CallerGone) | Ok(_), Err(error)) => Err(error.into()),
+        (Err(WriteVolumeError::CallerGone) | Ok(_), Err(error)) => Err(error.into()),
         (Err(error), _) => Err(error),
     }
 }
 
 /// Passes an archive on to the worker, and answers what it holds. Nothing is passed on that was not found to be safe before.
-pub(crate) async fn unpack(volume: &Far, archive: Inlet) -> Result<Manifest, TransferError> {
+pub(crate) async fn unpack(volume: &Far, archive: Inlet) -> Result<Manifest, WriteVolumeError> {
     write(volume, move |out| {
         let mut tee = Tee::new(archive, out);
         let read = ArchiveReader::new(&mut tee).read(Limits::of_process(), |_| Ok(()));
         let manifest = read.map_err(|error| match error {
             // The worker takes no more.
             ArchiveError::Source(error) if error.kind() == io::ErrorKind::BrokenPipe => {
-                TransferError::CallerGone
+                WriteVolumeError::CallerGone
             }
             error => error.into(),
         })?;
-        tee.end().map_err(|_| TransferError::CallerGone)?;
+        tee.end().map_err(|_| WriteVolumeError::CallerGone)?;
         Ok(manifest)
     })
     .await

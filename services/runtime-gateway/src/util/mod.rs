@@ -2,5 +2,6 @@
 
 pub(crate) mod blocking;
 pub(crate) mod clock;
+pub(crate) mod disk_reserve;
 pub(crate) mod keyed_locks;
 pub(crate) mod retry;

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use rpc::Refusal;
+use rpc::{Reason, Refusal};
 use tonic::{Response, Status};
 
 /// Repeats `call` until it is answered or refused for a reason that repeating does not change.
@@ -25,4 +25,9 @@ where
             Err(refusal) => return Err(refusal),
         }
     }
+}
+
+/// Whether a call was refused because its session is not the worker's session any more.
+pub(crate) fn is_superseded(refusal: &Refusal) -> bool {
+    refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
 }

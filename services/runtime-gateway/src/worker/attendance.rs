@@ -13,12 +13,10 @@ use std::time::Duration;
 
 use domain::workload::{OutputMode, Stdin};
 use domain::{AttemptId, Timestamp};
-use runtime::{Attachment, Offsets, RuntimeError};
+use runtime::{Attachment, Offsets, Runtime, RuntimeError};
 use server::Caller;
 use tokio::sync::watch;
 use tokio::time::Instant;
-
-use crate::worker::Worker;
 
 /// Longest term of a caller whose connection was closed at its end. One that lives is attached again within seconds; one that does not
 /// answer may be asleep, and has the whole term.
@@ -59,12 +57,19 @@ impl Standing {
 }
 
 /// The processes of one worker that may wait for a caller.
-#[derive(Default)]
-pub(crate) struct Attendance(Mutex<HashMap<AttemptId, watch::Sender<Standing>>>);
+pub(crate) struct Attendance {
+    /// How long a process waits for a caller while none is attached.
+    term: Duration,
+    processes: Mutex<HashMap<AttemptId, watch::Sender<Standing>>>,
+}
 
 impl Attendance {
+    pub(crate) fn new(term: Duration) -> Self {
+        Self { term, processes: Mutex::default() }
+    }
+
     fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<Standing>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How a process stands with its callers. `None`: it waits for none, or does not run.
@@ -77,14 +82,10 @@ impl Attendance {
 
     /// Changes how a process stands. A caller may come back before its attempt is taken up again, after a restart of the gateway. What neither an
     /// attempt nor a caller needs is forgotten.
-    fn change(
-        &self,
-        process: AttemptId,
-        term: Duration,
-        change: impl FnOnce(&mut Standing),
-    ) -> watch::Receiver<Standing> {
+    fn change(&self, process: AttemptId, change: impl FnOnce(&mut Standing)) -> watch::Receiver<Standing> {
         let mut processes = self.processes();
-        let standing = processes.entry(process).or_insert_with(|| watch::Sender::new(Standing::new(term)));
+        let standing =
+            processes.entry(process).or_insert_with(|| watch::Sender::new(Standing::new(self.term)));
         standing.send_modify(change);
         let (changes, now) = (standing.subscribe(), *standing.borrow());
         if !now.is_minded && now.attached == 0 {
@@ -96,24 +97,23 @@ impl Attendance {
 
 /// An `Attach` call, for as long as it lasts.
 pub(crate) struct Attached {
-    worker: Arc<Worker>,
+    attendance: Arc<Attendance>,
     process: AttemptId,
     caller: Option<Caller>,
 }
 
 impl Attached {
-    pub(crate) fn new(worker: Arc<Worker>, process: AttemptId, caller: Option<Caller>) -> Self {
-        let term = worker.config.caller_term;
-        worker.attendance.change(process, term, |standing| standing.attached += 1);
-        Self { worker, process, caller }
+    pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
+        attendance.change(process, |standing| standing.attached += 1);
+        Self { attendance, process, caller }
     }
 }
 
 impl Drop for Attached {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
-        let term = self.worker.config.caller_term;
-        self.worker.attendance.change(self.process, term, |standing| {
+        let term = self.attendance.term;
+        self.attendance.change(self.process, |standing| {
             standing.attached = standing.attached.saturating_sub(1);
             standing.since = (Instant::now(), Timestamp::now());
             standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
@@ -122,27 +122,27 @@ impl Drop for Attached {
 }
 
 /// An attempt that minds the term of its process.
-struct Minded<'a>(&'a Worker, AttemptId);
+struct Minded<'a>(&'a Attendance, AttemptId);
 
 impl Drop for Minded<'_> {
     fn drop(&mut self) {
-        let Self(worker, process) = *self;
-        worker.attendance.change(process, worker.config.caller_term, |standing| standing.is_minded = false);
+        let Self(attendance, process) = *self;
+        attendance.change(process, |standing| standing.is_minded = false);
     }
 }
 
 /// Leaves a process to itself when no caller has been attached for its term.
 pub(crate) async fn mind(
-    worker: &Worker,
+    attendance: &Attendance,
+    runtime: &dyn Runtime,
     process: AttemptId,
     (stdin, output): (Stdin, OutputMode),
 ) -> Infallible {
     if stdin == Stdin::None && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
-    let mut changes =
-        worker.attendance.change(process, worker.config.caller_term, |standing| standing.is_minded = true);
-    let _minded = Minded(worker, process);
+    let mut changes = attendance.change(process, |standing| standing.is_minded = true);
+    let _minded = Minded(attendance, process);
     loop {
         let now = *changes.borrow_and_update();
         let term = async {
@@ -156,12 +156,10 @@ pub(crate) async fn mind(
             _ = changes.changed() => continue,
             () = term => {}
         }
-        match leave(worker, process, (stdin, output)).await {
+        match leave(runtime, process, (stdin, output)).await {
             Ok(()) => {
                 tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
-                worker
-                    .attendance
-                    .change(process, worker.config.caller_term, |standing| standing.is_left = true);
+                attendance.change(process, |standing| standing.is_left = true);
             }
             Err(error) => {
                 tracing::debug!(attempt.id = %process, error = %domain::chain(&error), "cannot leave a process to itself");
@@ -172,11 +170,11 @@ pub(crate) async fn mind(
 }
 
 async fn leave(
-    worker: &Worker,
+    runtime: &dyn Runtime,
     process: AttemptId,
     (stdin, output): (Stdin, OutputMode),
 ) -> Result<(), RuntimeError> {
-    let Attachment { input, .. } = worker.runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
+    let Attachment { input, .. } = runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
     if output == OutputMode::Attached {
         input.detach().await?;
     }

@@ -36,7 +36,7 @@ async fn made_up_tickets_cause_one_call_for_keys() {
     let worker = machine.attended(&scheduler.endpoint, NOBODY);
     let open = session("credential");
     let id = open.worker;
-    worker.set_session(Some(open));
+    worker.session.set(Some(open));
     let gateway = gateway_of(&[worker], &scheduler.endpoint);
     let gateway = Served::start(|host| {
         host.add_service(Ticketed::new(crate::api::volumes(gateway.clone()), gateway));

@@ -4,17 +4,13 @@
 //! called `garden` and `baggageclaim`, and members that mean nothing here are passed over.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use concourse::baggageclaim::Encoding;
 use serde::{Deserialize, Deserializer};
 
-use super::{BroughtImage, GardenConfig, GardenRuntime};
-use crate::{Amounts, Config, Gateway};
-
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
-const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+use super::{BroughtImage, GardenConfig};
+use crate::{Amounts, Config};
 
 /// Concourse workers to attend.
 #[derive(Debug, Clone, Default, clap::Args)]
@@ -226,35 +222,10 @@ impl GardenWorker {
     }
 }
 
-/// Attends a Concourse worker once it can be reached, which it need not be yet.
-pub async fn attend(gateway: Gateway, config: Config, garden: GardenConfig) {
-    let mut pause = FIRST_PAUSE;
-    loop {
-        let opened = async {
-            let runtime = GardenRuntime::open(garden.clone()).await?;
-            gateway.attend(config.clone(), runtime).await
-        };
-        tokio::select! {
-            opened = opened => match opened {
-                Ok(()) => return,
-                Err(error) => tracing::warn!(
-                    worker.name = config.worker_name,
-                    error = format!("{error:#}"),
-                    "a worker cannot be attended yet"
-                ),
-            },
-            () = gateway.stopped() => return,
-        }
-        tokio::select! {
-            () = tokio::time::sleep(pause) => {}
-            () = gateway.stopped() => return,
-        }
-        pause = LONGEST_PAUSE.min(pause * 2);
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn file(text: &str) -> anyhow::Result<Vec<GardenWorker>> {

@@ -59,7 +59,7 @@ use crate::util::keyed_locks::{Locks, held};
 use containers::Made;
 use process::Process;
 
-pub use config::{AdvertisedType, GardenArgs, GardenWorker, attend};
+pub use config::{AdvertisedType, GardenArgs, GardenWorker};
 
 /// A Concourse worker, and how patient its gateway is.
 #[derive(Debug, Clone)]

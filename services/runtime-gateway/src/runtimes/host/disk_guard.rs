@@ -24,8 +24,8 @@ use super::filesystem::{self, at};
 use super::processes::{Process, Status};
 use super::supervisor_protocol::Request;
 use super::{Host, HostRuntime, volumes};
-use crate::transfer::disk_reservations;
 use crate::util::blocking::blocking;
+use crate::util::disk_reserve;
 use crate::util::keyed_locks::held;
 
 /// Pause between two looks at the free space.
@@ -136,7 +136,7 @@ impl Host {
         let [total, free] = [disk.f_blocks, disk.f_bavail].map(|blocks| blocks.saturating_mul(disk.f_frsize));
         Ok(Disk {
             free,
-            missing: disk_reservations::reserve(total).saturating_sub(free),
+            missing: disk_reserve::reserve(total).saturating_sub(free),
             free_inodes: disk.f_favail,
             missing_inodes: (disk.f_files / FREE_INODES).saturating_sub(disk.f_favail),
         })

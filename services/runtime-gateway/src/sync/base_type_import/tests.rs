@@ -8,13 +8,13 @@ use testing::fake::FakeWorker;
 
 use super::*;
 use crate::test_support::store::{Answer, Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, within};
-use crate::worker::OpenSession;
+use crate::test_support::{Attended, NOBODY, TestWorker, within};
+use crate::worker::session::OpenSession;
 
 /// A gateway that imports what its worker brings along, and the store that it asks.
 struct Suite {
     machine: Arc<FakeWorker>,
-    worker: Arc<Worker>,
+    worker: TestWorker,
     store: Store,
     session: OpenSession,
 }
@@ -30,8 +30,8 @@ impl Suite {
         let machine = FakeWorker::bringing(brought, false);
         let worker = machine.attended(NOBODY, &store.endpoint);
         let session = session("credential");
-        worker.set_session(Some(session.clone()));
-        worker.tasks.spawn(import_forever(worker.clone()));
+        worker.session.set(Some(session.clone()));
+        worker.tasks.spawn(import_forever(worker.transfers.clone(), worker.imports.clone()));
         Self { machine, worker, store, session }
     }
 
@@ -106,8 +106,13 @@ async fn each_thing_is_copied_read_back_and_completed_one_after_the_other() {
         };
         assert_eq!(asked.brought, Some(pb::Brought { resource_type, version, path }));
         let complete = suite.complete(artifact).await;
-        let held =
-            suite.worker.trees.scan(&*suite.worker.runtime, volume, "main").await.expect("it is there");
+        let held = suite
+            .worker
+            .transfers
+            .manifests
+            .scan(&*suite.worker.runtime, volume, "main")
+            .await
+            .expect("it is there");
         assert_eq!((complete.volume_handle, complete.size_bytes), (volume.to_string(), 8));
         assert_eq!(complete.digest, held.tree_digest().as_bytes()[..]);
         assert_eq!(suite.wanted(&what).await, Ok(artifact));
@@ -137,7 +142,7 @@ async fn what_is_imported_is_not_copied_again_whoever_asks() {
 
     // A gateway that is let in again asks again.
     let next = OpenSession { credential: "next".to_owned(), session: Session(2), ..suite.session.clone() };
-    suite.worker.set_session(Some(next));
+    suite.worker.session.set(Some(next));
     let (asked, answer) = suite.prepare().await;
     assert_eq!(asked.session_credential, "next");
     let second = ArtifactId::new();

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::test_support::store::{Asked, LIFE, Store, session};
-use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, within};
+use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, TestWorker, within};
 use domain::AttemptId;
 use domain::workload::{Limits, Network};
 use runtime::{ContainerSpec, Ended, Root};
@@ -48,7 +48,7 @@ async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_othe
     let held = machine.faults.hold_destroys();
     let destroying = {
         let (worker, containers) = (worker.clone(), containers.clone());
-        tokio::spawn(async move { destroy(&worker, containers, Vec::new()).await })
+        tokio::spawn(async move { destroy(&worker.transfers, containers, Vec::new()).await })
     };
     let full = destroys.wait_for(|destroys| destroys.under_way >= DESTROYED_AT_ONCE);
     within("as many as may be", full).await.expect("it is there");
@@ -63,7 +63,7 @@ async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_othe
     for volume in [parent, child] {
         machine.runtime().create_volume(volume, runtime::VolumeSource::Empty).await.expect("made");
     }
-    assert!(destroy(&worker, Vec::new(), vec![child, parent]).await);
+    assert!(destroy(&worker.transfers, Vec::new(), vec![child, parent]).await);
     assert_eq!(machine.faults.destroys().borrow().most, 1, "children go before their parents");
 }
 
@@ -109,7 +109,7 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
         store.begin_life(life);
         let session = session("credential");
         let (reported, opened) =
-            tokio::join!(report(&worker, &session), answer_report(&mut store, &machine, response));
+            tokio::join!(report(&worker.transfers, &session), answer_report(&mut store, &machine, response));
         reported.expect("reported");
         assert_eq!(opened.worker_life, before, "{life}");
         let begun = store.begun().expect("it was begun");
@@ -126,7 +126,8 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
     }
     // From now on what is unknown is garbage as ever.
     let session = session("credential");
-    let (reported, _) = tokio::join!(report(&worker, &session), answer_report(&mut store, &machine, unknown));
+    let (reported, _) =
+        tokio::join!(report(&worker.transfers, &session), answer_report(&mut store, &machine, unknown));
     reported.expect("reported");
     assert_eq!(machine.runtime().list().await.expect("listed"), Holdings::default());
     store.end().await;
@@ -139,7 +140,7 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
         let worker = machine.attended(NOBODY, &store.endpoint);
         let (complete, artifact) = (machine.volume("complete").await, domain::ArtifactId::new());
         let runtime = machine.runtime();
-        let manifest = worker.trees.scan(&*runtime, complete, "main").await.expect("scanned");
+        let manifest = worker.transfers.manifests.scan(&*runtime, complete, "main").await.expect("scanned");
         runtime.note_artifact(complete, artifact).await.expect("noted");
         let child = VolumeHandle::new();
         let source = runtime::VolumeSource::CopyOnWrite { parent: complete };
@@ -153,7 +154,7 @@ async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
             ..pb::ReportResponse::default()
         };
         let session = session("credential");
-        let (reported, described) = tokio::join!(report(&worker, &session), async {
+        let (reported, described) = tokio::join!(report(&worker.transfers, &session), async {
             answer_report(&mut store, &machine, response).await;
             let Asked::DescribeSetAside(described, answer) = store.asked().await else {
                 panic!("nothing said")
@@ -192,13 +193,14 @@ async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
 }
 
 /// A worker with a volume that does not hold what the store says.
-async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, Arc<Worker>, VolumeHandle) {
+async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, TestWorker, VolumeHandle) {
     let machine = FakeWorker::near();
     belongs_to_the_store(&machine).await;
     let worker = machine.attended(NOBODY, &store.endpoint);
     let damaged = machine.volume("not what it should be").await;
     worker
-        .trees
+        .transfers
+        .manifests
         .verify(&*machine.runtime(), damaged, "main", domain::Digest([7; 32]))
         .await
         .expect_err("it has another digest");
@@ -213,7 +215,7 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
     let session = session("credential");
 
     for known in [true, false] {
-        let (reported, ()) = tokio::join!(report(&worker, &session), async {
+        let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
             let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
             assert_eq!(asked.volume_handles, [damaged.to_string()], "what is reported needs no question");
             let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
@@ -232,7 +234,7 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
         });
         reported.expect("reported");
         assert_eq!(machine.has(damaged), known);
-        assert_eq!(worker.trees.damaged().contains(&damaged), known);
+        assert_eq!(worker.transfers.manifests.damaged().contains(&damaged), known);
     }
     assert!(machine.has(whole));
     store.end().await;
@@ -247,7 +249,7 @@ async fn what_is_held_stays_though_the_store_does_not_know_it() {
     let unknown = machine.volume("unknown").await;
     for (worker, stays) in [(held, true), (free, false)] {
         let session = session("credential");
-        let (reported, ()) = tokio::join!(report(&worker, &session), async {
+        let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
             let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
             assert_eq!(volumes, [unknown], "what is held is there");
             let unknown_volume_handles = vec![unknown.to_string()];
@@ -266,14 +268,14 @@ async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
     let worker = machine.attended(NOBODY, NOBODY);
     let (first, second) = (machine.volume("marked").await, machine.volume("marked").await);
     // As a process that was frozen finds it.
-    worker.alone_until(crate::util::clock::since_boot());
-    assert!(!destroy(&worker, Vec::new(), vec![first, second]).await, "it is to be told again");
+    worker.session.extend_exclusive(crate::util::clock::since_boot());
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![first, second]).await, "it is to be told again");
     assert!(machine.has(first) && machine.has(second));
-    worker.alone_until(crate::util::clock::since_boot() + Duration::from_secs(60));
-    assert!(destroy(&worker, Vec::new(), vec![first]).await);
+    worker.session.extend_exclusive(crate::util::clock::since_boot() + Duration::from_secs(60));
+    assert!(destroy(&worker.transfers, Vec::new(), vec![first]).await);
     assert!(!machine.has(first) && machine.has(second));
-    worker.set_session(None);
-    assert!(!destroy(&worker, Vec::new(), vec![second]).await, "another has been");
+    worker.session.set(None);
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![second]).await, "another has been");
     assert!(machine.has(second));
 }
 
@@ -284,12 +286,12 @@ async fn a_report_is_dropped_when_the_session_is_another() {
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
     let volume = machine.volume("contents").await;
-    worker.set_session(Some(session("first")));
-    let reporting = tokio::spawn(report_forever(worker.clone()));
+    worker.session.set(Some(session("first")));
+    let reporting = tokio::spawn(report_forever(worker.transfers.clone()));
 
     let Asked::Report(credential, _, mut first) = store.asked().await else { panic!("no report") };
     assert_eq!(credential, "first");
-    worker.set_session(Some(session("second")));
+    worker.session.set(Some(session("second")));
     // The first is not answered before the second is made.
     let Asked::Report(credential, volumes, second) = store.asked().await else { panic!("no report") };
     assert_eq!((credential.as_str(), &volumes[..]), ("second", &[volume][..]));
@@ -322,7 +324,7 @@ async fn a_process_that_ended_with_its_container_is_told_from_one_that_was_stopp
         };
         let end = async {
             if destroyed {
-                assert!(destroy(&worker, vec![handle], Vec::new()).await);
+                assert!(destroy(&worker.transfers, vec![handle], Vec::new()).await);
             } else {
                 worker.runtime.stop(attempt, Duration::ZERO).await.expect("it is told");
             }

@@ -16,7 +16,7 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::test_support::store::{Asked, Store};
-use crate::test_support::{Attended, NOBODY, PATIENCE, within};
+use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
 use testing::conformance::{lines, programs, until_lines};
 use testing::fake::FakeWorker;
 
@@ -159,7 +159,7 @@ impl Workloads for Script {
 /// A gateway that speaks to a script.
 struct Scene {
     machine: Arc<FakeWorker>,
-    worker: Arc<Worker>,
+    worker: TestWorker,
     said: Streaming<pb::SynchronizeRequest>,
     told: Told,
     finished: mpsc::Receiver<pb::FinishAttemptRequest>,
@@ -193,7 +193,7 @@ impl Scene {
             stopped.await.ok();
         }));
         let worker = machine.attended(&endpoint, artifact_store);
-        let speaking = tokio::spawn(forever(worker.clone(), GatewayInstance::new()));
+        let speaking = tokio::spawn(forever(worker.context.clone(), GatewayInstance::new()));
         let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
         hello_of(&mut said).await;
         let welcome = pb::Welcome {
@@ -372,7 +372,7 @@ async fn a_lease_that_cannot_be_read_ends_and_no_other() {
     assert_eq!(reasons, expected.map(|(token, reason)| (token.to_owned(), reason.to_owned())).into());
     scene.ended(&[good, specless, nameless]).await;
     scene.desire(0, vec![]).await;
-    assert!(scene.worker.attempts().is_empty(), "what is over is forgotten");
+    assert!(scene.worker.attempts.lock().is_empty(), "what is over is forgotten");
     scene.end().await;
 }
 
@@ -407,9 +407,9 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
     for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
         let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
         assert_eq!(request.session_credential, credential);
-        let mut session = scene.worker.session().expect("it was let in");
+        let mut session = scene.worker.session.current().expect("it was let in");
         session.credential = "new".to_owned();
-        scene.worker.set_session(Some(session));
+        scene.worker.session.set(Some(session));
         answer.send(Err(reason.status("gantry.test", "no"))).expect("it waits");
     }
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
@@ -529,14 +529,14 @@ async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_kee
     scene.told.send(Ok(again)).await.expect("a stream");
     let anew = scene.another_stream().await;
     assert_eq!(anew.session_credential, "", "that session is over");
-    assert!(scene.worker.session().is_none());
+    assert!(scene.worker.session.current().is_none());
 
     let retired = Reason::WorkerRetired.status("gantry.scheduler", "it was retired");
     scene.told.send(Err(retired)).await.expect("a stream");
     // It asks now and then whether it may run again, as whom it was.
     let asking = scene.another_stream().await;
     assert_eq!(asking.gateway_instance, anew.gateway_instance);
-    assert!(scene.worker.session().is_none());
+    assert!(scene.worker.session.current().is_none());
     scene.end().await;
 }
 

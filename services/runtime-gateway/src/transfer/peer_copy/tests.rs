@@ -12,7 +12,6 @@ use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver, Faults};
 use testing::fake::FakeWorker;
 use testing::garden::{self, Manner};
-use tokio_util::task::TaskTracker;
 use transfer::{ReadOptions, Runs, TreeReader};
 
 use super::*;
@@ -25,15 +24,15 @@ use crate::runtimes::garden::{GardenConfig, GardenRuntime};
 use crate::test_support::scheduler::Schedule;
 use crate::test_support::served::Served;
 use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended as _, NOBODY, gateway_of, noted, within};
+use crate::test_support::{Attended as _, NOBODY, TestWorker, gateway_of, noted, within};
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
-use crate::transfer::volumes::Filling;
+use crate::transfer::write::Filling;
 
 /// A Concourse worker, as its gateway has it.
 struct Side {
     volumes: baggageclaim::Server,
     _garden: garden::Server,
-    worker: Arc<Worker>,
+    worker: TestWorker,
     id: WorkerId,
     _dir: TempDir,
 }
@@ -50,11 +49,10 @@ impl Side {
         let config =
             Config::for_worker("test", NOBODY, scheduler, store, NOBODY, dir.path().join("manifests"));
         let config = Config { peer_patience: patience.unwrap_or(config.peer_patience), ..config };
-        let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
-        let worker = Worker::new(config, runtime, "boot".to_owned(), tasks, stopping).expect("a gateway");
+        let worker = TestWorker::new(config, runtime);
         let open = session("credential");
         let id = open.worker;
-        worker.set_session(Some(open));
+        worker.session.set(Some(open));
         Self { volumes, _garden: garden, worker, id, _dir: dir }
     }
 
@@ -116,15 +114,16 @@ impl Scene {
         let volumes = (VolumeHandle::new(), VolumeHandle::new());
         let (_, claims) = schedule.ticket(from.id, volumes.0, TicketOperation::Write);
         let mut filling =
-            Filling::begin(&from.worker, claims, manifest.clone()).await.expect("it may be filled");
+            Filling::begin(&from.worker.transfers, claims, manifest.clone()).await.expect("it may be filled");
         let mut reader =
             TreeReader::new(tree.path(), manifest.clone(), ReadOptions::default()).expect("read");
         for batch in reader.batches(&Runs::all(manifest.extent_count())) {
             let extents = batch.expect("content").into_iter().map(|extent| (extent.ordinal, extent.data));
-            filling.put(&from.worker, extents.collect()).await.expect("room");
+            filling.put(&from.worker.transfers, extents.collect()).await.expect("room");
         }
         let store = tokio::sync::Mutex::new(store);
-        let (filled, ()) = tokio::join!(filling.commit(&from.worker), acknowledge(&store, volumes.0));
+        let (filled, ()) =
+            tokio::join!(filling.commit(&from.worker.transfers), acknowledge(&store, volumes.0));
         filled.expect("it is complete");
         let told = Mutex::default();
         Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, told }
@@ -146,7 +145,7 @@ impl Scene {
     async fn fetch(&self) -> Result<Arc<Manifest>, FetchError> {
         let (to, source) = self.request();
         let tell = |progress| self.told.lock().expect("a list").push(progress);
-        pull::fetch(&self.to.worker, to, self.manifest.tree_digest(), vec![source], tell).await
+        pull::fetch(&self.to.worker.transfers, to, self.manifest.tree_digest(), vec![source], tell).await
     }
 
     /// Fills the volume, and makes sure that it has the tree. Answers whether the worker of the source sent it.
@@ -164,7 +163,8 @@ impl Scene {
             plain.collect::<Vec<_>>()
         };
         assert_eq!(plain(&there), plain(&self.manifest));
-        let kept = self.to.worker.trees.kept_of(self.to.worker.runtime.as_ref(), self.volumes.1).await;
+        let kept =
+            self.to.worker.transfers.manifests.kept_of(self.to.worker.runtime.as_ref(), self.volumes.1).await;
         assert_eq!(kept.expect("read").expect("a manifest").tree_digest(), self.manifest.tree_digest());
 
         let last = noted(&self.told).pop().expect("it is told");
@@ -267,7 +267,7 @@ async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() 
         () = within("the first bytes", begun) => {}
     }
     within("the end of its turn", async {
-        while !noted(&scene.to.worker.filling).is_empty() {
+        while !noted(&scene.to.worker.transfers.filling).is_empty() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     })
@@ -325,8 +325,8 @@ async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() 
     let machine = FakeWorker::near();
     let near = machine.volume("contents").await;
     let worker = machine.attended(&scene.scheduler.endpoint, NOBODY);
-    worker.set_session(Some(session("credential")));
-    let near_worker = worker.session().expect("a session").worker;
+    worker.session.set(Some(session("credential")));
+    let near_worker = worker.session.current().expect("a session").worker;
     let gateway = gateway_of(&[scene.from.worker.clone(), worker], &scene.scheduler.endpoint);
     let gateway = Served::start(|host| host.add_service(crate::api::volumes(gateway))).await;
     let peer = rpc::client::peer(&gateway.endpoint, Outgoing::internal()).expect("an address");

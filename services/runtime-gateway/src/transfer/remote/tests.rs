@@ -10,16 +10,16 @@ use transfer::{ReadOptions, TreeReader, TreeWriter, WriteOptions};
 
 use super::*;
 use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, within};
+use crate::test_support::{Attended, NOBODY, TestWorker, within};
 use crate::transfer::archives::{self, Unpacking};
-use crate::transfer::manifests::{self, TreeError};
-use crate::transfer::volumes::{self, Filling};
-use crate::worker::Worker;
+use crate::transfer::manifests::{self, ManifestError};
+use crate::transfer::read;
+use crate::transfer::write::Filling;
 use testing::fake::FakeWorker;
 
-fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> Arc<Worker> {
+fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
     let worker = machine.attended(NOBODY, &store.endpoint);
-    worker.set_session(Some(session("credential")));
+    worker.session.set(Some(session("credential")));
     worker
 }
 
@@ -60,23 +60,24 @@ async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
     answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("it waits");
 }
 
-async fn fill(worker: &Arc<Worker>, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> Filling {
-    let mut filling = Filling::begin(worker, ticket(volume), tree.clone()).await.expect("it may be filled");
+async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> Filling {
+    let mut filling =
+        Filling::begin(&worker.transfers, ticket(volume), tree.clone()).await.expect("it may be filled");
     assert_eq!(filling.missing_bytes(), tree.extent_bytes(), "everything is sent");
     let mut reader = TreeReader::new(root, tree.clone(), ReadOptions::default()).expect("a reader");
     for ordinal in 0..tree.extent_count() {
         let data = reader.read(ordinal).expect("content");
-        filling.put(worker, vec![(ordinal, data)]).await.expect("it is taken");
+        filling.put(&worker.transfers, vec![(ordinal, data)]).await.expect("it is taken");
     }
     filling
 }
 
 /// Reads a volume into a directory, as callers do.
-async fn read_into(worker: &Arc<Worker>, volume: VolumeHandle, to: &Path) -> Result<(), TransferError> {
-    let manifest = volumes::manifest(worker, &ticket(volume)).await?;
+async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
+    let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (batches, mut ready) = mpsc::channel(4);
     let wanted = Runs::all(manifest.extent_count());
-    let reading = volumes::read(worker, volume, manifest.clone(), wanted, batches);
+    let reading = read::read(&worker.transfers, volume, manifest.clone(), wanted, batches);
     let writing = async {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let mut writer = TreeWriter::new(to, manifest.clone(), options).expect("a writer");
@@ -91,10 +92,10 @@ async fn read_into(worker: &Arc<Worker>, volume: VolumeHandle, to: &Path) -> Res
     Ok(())
 }
 
-async fn packed(worker: &Arc<Worker>, volume: VolumeHandle, path: &str) -> Result<Vec<u8>, TransferError> {
+async fn packed(worker: &TestWorker, volume: VolumeHandle, path: &str) -> Result<Vec<u8>, ReadVolumeError> {
     let (pieces, mut ready) = mpsc::channel(4);
     let ticket = ticket(volume);
-    let packing = archives::pack(worker, &ticket, path.as_bytes(), pieces);
+    let packing = archives::pack(&worker.transfers, &ticket, path.as_bytes(), pieces);
     let receiving = async {
         let mut archive = Vec::new();
         while let Some(Some(piece)) = ready.recv().await {
@@ -106,10 +107,10 @@ async fn packed(worker: &Arc<Worker>, volume: VolumeHandle, path: &str) -> Resul
     packed.map(|_| archive)
 }
 
-async fn file_of(worker: &Arc<Worker>, volume: VolumeHandle, path: &str) -> Result<Vec<u8>, TransferError> {
-    let manifest = volumes::manifest(worker, &ticket(volume)).await?;
+async fn file_of(worker: &TestWorker, volume: VolumeHandle, path: &str) -> Result<Vec<u8>, ReadVolumeError> {
+    let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (chunks, mut ready) = mpsc::channel(4);
-    let reading = volumes::read_file(worker, volume, manifest, path.into(), chunks);
+    let reading = read::read_file(&worker.transfers, volume, manifest, path.into(), chunks);
     let receiving = async {
         let (mut bytes, mut said) = (Vec::new(), None);
         while let Some((size, data)) = ready.recv().await {
@@ -138,7 +139,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let wanted = tree(&root);
     let worker = gateway(&machine, &store);
     let filling = fill(&worker, volume, &root, &wanted).await;
-    let (committed, ()) = tokio::join!(filling.commit(&worker), acknowledge(&mut store, volume));
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
     let lossy = manifests::scan(&machine.path(volume)).expect("it can be read").manifest;
     assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see it");
@@ -146,7 +147,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     assert_eq!(none, 0, "nothing is kept here");
 
     let standby = gateway(&machine, &store);
-    let manifest = volumes::manifest(&standby, &ticket(volume)).await.expect("kept beside it");
+    let manifest = standby.transfers.manifest(&ticket(volume)).await.expect("kept beside it");
     assert_eq!(manifest.tree_digest(), wanted.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
@@ -159,7 +160,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let inside = inside.manifest().tree_digest();
     assert_eq!(digest_of(&packed(&standby, volume, "directory").await.expect("packed")), inside);
     let none = packed(&standby, volume, "z").await.err();
-    assert!(matches!(none, Some(TransferError::PathNotFound(_))), "{none:?}");
+    assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
     for path in ["z", "directory/link", "directory/nothing", "holes"] {
         let bytes = file_of(&standby, volume, path).await.expect(path);
@@ -167,18 +168,18 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     }
     for path in ["symbolic", "directory", "symbolic/x"] {
         let refused = file_of(&standby, volume, path).await.err();
-        assert!(matches!(refused, Some(TransferError::NotAFile { .. })), "{path}: {refused:?}");
+        assert!(matches!(refused, Some(ReadVolumeError::NotAFile { .. })), "{path}: {refused:?}");
     }
     let none = file_of(&standby, volume, "none").await.err();
-    assert!(matches!(none, Some(TransferError::PathNotFound(_))), "{none:?}");
+    assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
     // Filled again, it is only told again; with something else, it is too late.
-    let filling = Filling::begin(&standby, ticket(volume), wanted.clone()).await.expect("the same");
+    let filling = Filling::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
-    let (committed, ()) = tokio::join!(filling.commit(&standby), acknowledge(&mut store, volume));
+    let (committed, ()) = tokio::join!(filling.commit(&standby.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
-    let other = Filling::begin(&standby, ticket(volume), Arc::new(lossy)).await.err();
-    assert!(matches!(other, Some(TransferError::Complete(_))), "{other:?}");
+    let other = Filling::begin(&standby.transfers, ticket(volume), Arc::new(lossy)).await.err();
+    assert!(matches!(other, Some(WriteVolumeError::Complete(_))), "{other:?}");
     store.end().await;
 }
 
@@ -191,20 +192,20 @@ async fn what_the_worker_changed_is_found_out_when_it_is_read() {
     let wanted = tree(&root);
     let worker = gateway(&machine, &store);
     let filling = fill(&worker, volume, &root, &wanted).await;
-    let (committed, ()) = tokio::join!(filling.commit(&worker), acknowledge(&mut store, volume));
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
     let file = std::fs::File::options().write(true).open(machine.path(volume).join("directory/b"));
     file.expect("open").write_all_at(b"X", 2_000_000).expect("write");
 
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
-    let is_changed = |error: Option<TransferError>| {
-        assert!(matches!(&error, Some(TransferError::Archive(ArchiveError::Changed { .. }))), "{error:?}");
+    let is_changed = |error: Option<ReadVolumeError>| {
+        assert!(matches!(&error, Some(ReadVolumeError::Archive(ArchiveError::Changed { .. }))), "{error:?}");
     };
-    let manifest = volumes::manifest(&worker, &ticket(volume)).await.expect("kept");
+    let manifest = worker.transfers.manifest(&ticket(volume)).await.expect("kept");
     let (batches, mut ready) = mpsc::channel(4);
     let reading =
-        volumes::read(&worker, volume, manifest.clone(), Runs::all(manifest.extent_count()), batches);
+        read::read(&worker.transfers, volume, manifest.clone(), Runs::all(manifest.extent_count()), batches);
     let (read, ()) = tokio::join!(reading, async { while ready.recv().await.is_some() {} });
     is_changed(read.err());
     is_changed(packed(&worker, volume, "").await.err());
@@ -219,29 +220,38 @@ async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
     let machine = FakeWorker::far();
     let worker = gateway(&machine, &store);
     let volume = machine.volume("contents").await;
-    let made = worker.trees.scan(&*machine.runtime(), volume, "main").await.expect("read");
+    let made = worker.transfers.manifests.scan(&*machine.runtime(), volume, "main").await.expect("read");
     assert_eq!(made.entries().len(), 2);
     let standby = gateway(&machine, &store);
-    standby.trees.verify(&*machine.runtime(), volume, "main", made.tree_digest()).await.expect("kept");
+    standby
+        .transfers
+        .manifests
+        .verify(&*machine.runtime(), volume, "main", made.tree_digest())
+        .await
+        .expect("kept");
     assert_eq!(file_of(&standby, volume, "file").await.expect("read"), b"contents");
     // Another digest than the store has: nothing is made from it.
-    let other = standby.trees.verify(&*machine.runtime(), volume, "main", domain::Digest([7; 32])).await;
-    assert!(matches!(other, Err(TreeError::Damaged(_))), "{other:?}");
+    let other = standby
+        .transfers
+        .manifests
+        .verify(&*machine.runtime(), volume, "main", domain::Digest([7; 32]))
+        .await;
+    assert!(matches!(other, Err(ManifestError::Damaged(_))), "{other:?}");
     store.end().await;
 }
 
 /// Sends an archive to a volume.
 async fn unpack(
-    worker: &Arc<Worker>,
+    worker: &TestWorker,
     volume: VolumeHandle,
     archive: &[u8],
     commit: bool,
-) -> Result<Arc<Manifest>, TransferError> {
-    let mut unpacking = Unpacking::begin(worker, ticket(volume));
+) -> Result<Arc<Manifest>, WriteVolumeError> {
+    let mut unpacking = Unpacking::begin(&worker.transfers, ticket(volume));
     for piece in archive.chunks(10_000) {
         unpacking.data(Bytes::copy_from_slice(piece)).await?;
     }
-    if commit { unpacking.commit().await } else { Err(TransferError::BrokenOff) }
+    if commit { unpacking.commit().await } else { Err(WriteVolumeError::BrokenOff) }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -267,7 +277,10 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
     bad.truncate(512);
     bad.extend(tar(&["--transform", "s,tree,out,", "--no-recursion", "-c", "tree/a"]));
     let refused = within("an answer", unpack(&worker, volume, &bad, true)).await.err();
-    assert!(matches!(&refused, Some(TransferError::Archive(ArchiveError::Malformed { .. }))), "{refused:?}");
+    assert!(
+        matches!(&refused, Some(WriteVolumeError::Archive(ArchiveError::Malformed { .. }))),
+        "{refused:?}"
+    );
     assert!(!machine.has(volume), "its room is free again");
     assert_eq!(std::fs::read_dir(&outside).expect("list").count(), 0);
 
@@ -275,7 +288,7 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
         let refused = within("an answer", unpack(&worker, volume, &archive[..cut], commit)).await;
         refused.expect_err("it is not whole");
         within("the end", async {
-            while machine.has(volume) || !worker.filling.lock().expect("a set").is_empty() {
+            while machine.has(volume) || !worker.transfers.filling.lock().expect("a set").is_empty() {
                 tokio::task::yield_now().await;
             }
         })
@@ -331,28 +344,29 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
     let one = gateway(&FakeWorker::far(), &store);
     let from = VolumeHandle::new();
     let filling = fill(&one, from, &root, &wanted).await;
-    let (committed, ()) = tokio::join!(filling.commit(&one), acknowledge(&mut store, from));
+    let (committed, ()) = tokio::join!(filling.commit(&one.transfers), acknowledge(&mut store, from));
     committed.expect("the store has heard");
     for machine in [FakeWorker::far(), FakeWorker::near()] {
         let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
-        let mut filling = Filling::begin(&other, ticket(to), wanted.clone()).await.expect("it may be filled");
+        let mut filling =
+            Filling::begin(&other.transfers, ticket(to), wanted.clone()).await.expect("it may be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::Outstanding::new(&filling.missing);
-        let reading = volumes::read(&one, from, wanted.clone(), filling.missing.clone(), batches);
+        let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
         let writing = async {
             while let Some(batch) = ready.recv().await {
                 for extent in &batch {
                     assert!(expected.take(&wanted, extent.ordinal), "file by file: {}", extent.ordinal);
                 }
                 let extents = batch.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
-                filling.put(&other, extents).await.expect("it is taken");
+                filling.put(&other.transfers, extents).await.expect("it is taken");
             }
             filling
         };
         let (read, filling) = tokio::join!(reading, writing);
         read.expect("it is there");
         assert!(expected.is_empty());
-        let (committed, ()) = tokio::join!(filling.commit(&other), acknowledge(&mut store, to));
+        let (committed, ()) = tokio::join!(filling.commit(&other.transfers), acknowledge(&mut store, to));
         assert_eq!(committed.expect("the store has heard").tree_digest(), wanted.tree_digest());
         let packed = packed(&other, to, "").await.expect("packed");
         assert_eq!(digest_of(&packed), wanted.tree_digest());
@@ -370,7 +384,7 @@ async fn a_transfer_that_is_broken_off_may_begin_again() {
     let worker = gateway(&machine, &store);
     drop(fill(&worker, volume, &root, &wanted).await);
     let free = async {
-        while !worker.filling.lock().expect("a set").is_empty() {
+        while !worker.transfers.filling.lock().expect("a set").is_empty() {
             tokio::task::yield_now().await;
         }
     };
@@ -379,22 +393,22 @@ async fn a_transfer_that_is_broken_off_may_begin_again() {
     assert!(filling.takes_whole_files());
     filling.abandon().await;
     let filling = fill(&worker, volume, &root, &wanted).await;
-    let (committed, ()) = tokio::join!(filling.commit(&worker), acknowledge(&mut store, volume));
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
 
     // The worker cannot take it.
     let volume = VolumeHandle::new();
     let mut filling =
-        Filling::begin(&worker, ticket(volume), wanted.clone()).await.expect("it may be filled");
+        Filling::begin(&worker.transfers, ticket(volume), wanted.clone()).await.expect("it may be filled");
     std::fs::create_dir_all(machine.path(volume).join("z/in-the-way")).expect("make");
     let mut reader = TreeReader::new(&root, wanted.clone(), ReadOptions::default()).expect("a reader");
     let refused = async {
         for ordinal in 0..wanted.extent_count() {
-            filling.put(&worker, vec![(ordinal, reader.read(ordinal).expect("content"))]).await?;
+            filling.put(&worker.transfers, vec![(ordinal, reader.read(ordinal).expect("content"))]).await?;
         }
-        filling.commit(&worker).await
+        filling.commit(&worker.transfers).await
     };
     let refused = within("an answer", refused).await.err();
-    assert!(matches!(refused, Some(TransferError::Worker(_))), "{refused:?}");
+    assert!(matches!(refused, Some(WriteVolumeError::Worker(_))), "{refused:?}");
     store.end().await;
 }

@@ -7,13 +7,13 @@ use tokio::time::timeout;
 
 use super::*;
 use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, PATIENCE, within};
+use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
 use testing::fake::FakeWorker;
 
 /// A gateway, as one that was just started, of this machine.
-fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> Arc<Worker> {
+fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
     let worker = machine.attended(NOBODY, &store.endpoint);
-    worker.set_session(Some(session("credential")));
+    worker.session.set(Some(session("credential")));
     worker
 }
 
@@ -36,23 +36,23 @@ fn tree(text: &str) -> Arc<Manifest> {
 }
 
 async fn begin(
-    worker: &Arc<Worker>,
+    worker: &TestWorker,
     volume: VolumeHandle,
     tree: &Arc<Manifest>,
-) -> Result<Filling, TransferError> {
-    within("the start of a transfer", Filling::begin(worker, ticket(volume), tree.clone())).await
+) -> Result<Filling, WriteVolumeError> {
+    within("the start of a transfer", Filling::begin(&worker.transfers, ticket(volume), tree.clone())).await
 }
 
 /// Begins, and sends everything.
 async fn fill(
-    worker: &Arc<Worker>,
+    worker: &TestWorker,
     volume: VolumeHandle,
     tree: &Arc<Manifest>,
     text: &'static str,
 ) -> Filling {
     let mut filling = begin(worker, volume, tree).await.expect("it may be filled");
     assert_eq!(filling.missing_bytes(), text.len() as u64);
-    filling.put(worker, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
+    filling.put(&worker.transfers, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
     filling
 }
 
@@ -74,7 +74,7 @@ async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
     let wanted = tree("contents");
     let filling = fill(&killed, volume, &wanted, "contents").await;
     tokio::select! {
-        _ = filling.commit(&killed) => panic!("it was not answered"),
+        _ = filling.commit(&killed.transfers) => panic!("it was not answered"),
         // The manifest is kept, and whether the store heard is never learnt.
         answer = completed(&mut store, volume) => drop(answer),
     }
@@ -83,10 +83,10 @@ async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
 
     let worker = gateway(&machine, &store);
     let other = begin(&worker, volume, &tree("something else")).await.err();
-    assert!(matches!(other, Some(TransferError::Complete(of)) if of == volume), "{other:?}");
+    assert!(matches!(other, Some(WriteVolumeError::Complete(of)) if of == volume), "{other:?}");
     let filling = begin(&worker, volume, &wanted).await.expect("the same again");
     assert_eq!(filling.missing_bytes(), 0);
-    let (committed, ()) = tokio::join!(filling.commit(&worker), async {
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
@@ -106,13 +106,13 @@ async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
     let in_the_way = worker.config.manifest_dir.join(format!("{volume}.tmp"));
     std::fs::create_dir(&in_the_way).expect("make");
     let wanted = tree("contents");
-    let refused = fill(&worker, volume, &wanted, "contents").await.commit(&worker).await;
-    assert!(matches!(refused, Err(TransferError::Worker(_))), "{refused:?}");
+    let refused = fill(&worker, volume, &wanted, "contents").await.commit(&worker.transfers).await;
+    assert!(matches!(refused, Err(WriteVolumeError::Worker(_))), "{refused:?}");
     assert!(!machine.has(volume), "its room is free again");
 
     std::fs::remove_dir(&in_the_way).expect("remove");
     let filling = fill(&worker, volume, &wanted, "contents").await;
-    let (committed, ()) = tokio::join!(filling.commit(&worker), async {
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         // The first that it hears.
         completed(&mut store, volume)
             .await
@@ -131,7 +131,7 @@ async fn a_manifest_that_cannot_be_read_is_not_taken_for_none() {
     // Reading a directory fails, as a failing disk does.
     std::fs::create_dir(worker.config.manifest_dir.join(volume.to_string())).expect("make");
     let refused = begin(&worker, volume, &tree("contents")).await.err();
-    assert!(matches!(refused, Some(TransferError::Worker(_))), "{refused:?}");
+    assert!(matches!(refused, Some(WriteVolumeError::Worker(_))), "{refused:?}");
     assert_eq!(machine.read(volume), "contents", "it may be complete");
     store.end().await;
 }
@@ -146,15 +146,15 @@ async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session()
     for (reason, text, kept) in refusals {
         let volume = VolumeHandle::new();
         let filling = fill(&worker, volume, &tree(text), text).await;
-        let (refused, ()) = tokio::join!(filling.commit(&worker), async {
+        let (refused, ()) = tokio::join!(filling.commit(&worker.transfers), async {
             let refusal = reason.status("gantry.test", "no");
             completed(&mut store, volume).await.send(Err(refusal)).expect("it waits");
         });
         assert!(
-            matches!(&refused, Err(TransferError::Refused(refusal)) if refusal.is(reason)),
+            matches!(&refused, Err(WriteVolumeError::Refused(refusal)) if refusal.is(reason)),
             "{refused:?}"
         );
-        assert_eq!(worker.trees.kept(volume).await.expect("read").is_some(), kept, "{reason}");
+        assert_eq!(worker.transfers.manifests.kept(volume).await.expect("read").is_some(), kept, "{reason}");
     }
     store.end().await;
 }
@@ -167,23 +167,24 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
     let tree = tree("contents");
     let making = machine.faults.hold_volumes();
     let taken = async {
-        while worker.filling.lock().expect("a set").is_empty() {
+        while worker.transfers.filling.lock().expect("a set").is_empty() {
             tokio::task::yield_now().await;
         }
     };
     tokio::select! {
-        _ = Filling::begin(&worker, ticket(volume), tree.clone()) => panic!("it cannot be made"),
+        _ = Filling::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
         () = within("the turn", taken) => {}
     }
-    let other =
-        timeout(PATIENCE, Filling::begin(&worker, ticket(volume), tree.clone())).await.expect("an answer");
-    assert!(matches!(other.err(), Some(TransferError::Busy(of)) if of == volume));
+    let other = timeout(PATIENCE, Filling::begin(&worker.transfers, ticket(volume), tree.clone()))
+        .await
+        .expect("an answer");
+    assert!(matches!(other.err(), Some(WriteVolumeError::Busy(of)) if of == volume));
 
     drop(making);
     let filling = within("the end of the first", async {
         loop {
-            match Filling::begin(&worker, ticket(volume), tree.clone()).await {
-                Err(TransferError::Busy(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+            match Filling::begin(&worker.transfers, ticket(volume), tree.clone()).await {
+                Err(WriteVolumeError::Busy(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
                 begun => break begun,
             }
         }
@@ -199,14 +200,14 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     let worker = gateway(&machine, &store);
     // As an attempt makes its volumes; and a replica whose manifest was lost.
     let used = VolumeHandle::new();
-    machine.runtime().create_volume(used, VolumeSource::Empty).await.expect("made");
+    machine.runtime().create_volume(used, runtime::VolumeSource::Empty).await.expect("made");
     let replica = machine.volume("contents").await;
     for volume in [used, replica] {
         let refused = begin(&worker, volume, &tree("something else")).await.err();
-        assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
-        let unpacking = crate::transfer::archives::Unpacking::begin(&worker, ticket(volume));
+        assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
+        let unpacking = crate::transfer::archives::Unpacking::begin(&worker.transfers, ticket(volume));
         let refused = within("an end", unpacking.commit()).await.err();
-        assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
+        assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
         assert!(machine.has(volume));
     }
     assert_eq!(machine.read(replica), "contents", "nothing was written");
@@ -218,19 +219,19 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     drop(worker);
     let worker = gateway(&machine, &store);
     let filling = fill(&worker, volume, &wanted, "contents").await;
-    let (committed, ()) = tokio::join!(filling.commit(&worker), async {
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
             .expect("it waits");
     });
     committed.expect("it is complete");
-    assert!(!worker.trees.is_filling(volume));
+    assert!(!worker.transfers.manifests.is_filling(volume));
     std::fs::remove_file(worker.config.manifest_dir.join(volume.to_string())).expect("remove");
     drop(worker);
     let worker = gateway(&machine, &store);
     let refused = begin(&worker, volume, &tree("something else")).await.err();
-    assert!(matches!(refused, Some(TransferError::InUse(of)) if of == volume), "{refused:?}");
+    assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
     store.end().await;
 }
 
@@ -249,7 +250,7 @@ async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
     let large = Arc::new(Manifest::new(entries, transfer::Limits::default()).expect("valid"));
     let volume = VolumeHandle::new();
     let refused = begin(&worker, volume, &large).await.err();
-    assert!(matches!(refused, Some(TransferError::NoRoom(_))), "{refused:?}");
+    assert!(matches!(refused, Some(WriteVolumeError::NoRoom(_))), "{refused:?}");
     assert!(!machine.has(volume), "nothing was kept");
     // What was refused takes no room.
     drop(fill(&worker, volume, &small, "contents").await);

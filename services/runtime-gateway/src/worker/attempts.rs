@@ -1,0 +1,82 @@
+//! The attempts that a gateway works on, by lease, as the scheduler hears of them.
+//!
+//! The stream to the scheduler adds and removes entries. The task of an attempt says how far the attempt is.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use domain::LeaseId;
+use domain::workload::FailureReason;
+use rpc::pb::scheduler as pb;
+use tokio::sync::{Notify, watch};
+
+/// A request to stop an attempt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StopRequest {
+    pub(crate) grace: Duration,
+    pub(crate) reason: FailureReason,
+}
+
+/// An attempt that this gateway works on, or has ended while the scheduler still names its lease.
+pub(crate) struct AttemptEntry {
+    pub(crate) phase: pb::LeasePhase,
+    /// Progress of the inputs that are copied to the worker, while materializing.
+    pub(crate) inputs: Vec<pb::InputProgress>,
+    /// Set when the attempt must stop.
+    pub(crate) stop: watch::Sender<Option<StopRequest>>,
+}
+
+/// The attempts of one worker, by lease.
+#[derive(Default)]
+pub(crate) struct AttemptTable {
+    entries: Mutex<HashMap<LeaseId, AttemptEntry>>,
+    changed: Notify,
+}
+
+impl AttemptTable {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, HashMap<LeaseId, AttemptEntry>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until the scheduler must hear of a change.
+    pub(crate) async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// Forgets a lease whose task has died.
+    pub(crate) fn remove(&self, lease: LeaseId) {
+        self.lock().remove(&lease);
+        self.changed.notify_one();
+    }
+
+    /// Sets how far an attempt is.
+    pub(crate) fn set_phase(&self, lease: LeaseId, phase: pb::LeasePhase) {
+        if let Some(attempt) = self.lock().get_mut(&lease) {
+            attempt.phase = phase;
+            attempt.inputs.clear();
+        }
+        self.changed.notify_one();
+    }
+
+    /// Sets how far the inputs of an attempt are, which are copied to the worker.
+    pub(crate) fn set_inputs(&self, lease: LeaseId, inputs: Vec<pb::InputProgress>) {
+        let mut is_reported = false;
+        if let Some(attempt) = self.lock().get_mut(&lease) {
+            is_reported = attempt.phase != pb::LeasePhase::Materializing
+                || rough_progress(&attempt.inputs) != rough_progress(&inputs);
+            attempt.phase = pb::LeasePhase::Materializing;
+            attempt.inputs = inputs;
+        }
+        if is_reported {
+            self.changed.notify_one();
+        }
+    }
+}
+
+/// How far inputs are together, in tenths, and what each waits for.
+fn rough_progress(inputs: &[pb::InputProgress]) -> (u64, Vec<&str>) {
+    let of = |bytes: fn(&pb::InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
+    let tenths = of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1);
+    (tenths, inputs.iter().map(|input| input.waits_for.as_str()).collect())
+}
