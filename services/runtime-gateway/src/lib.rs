@@ -13,6 +13,7 @@ mod api;
 mod attempt;
 mod attend;
 mod capacity;
+mod clients;
 mod config;
 mod metrics;
 mod proxy;

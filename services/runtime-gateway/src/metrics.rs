@@ -1,7 +1,6 @@
 //! What operators see of a gateway.
 
-use rpc::pb::scheduler::LeasePhase;
-
+use crate::clients::scheduler_stream::AttemptPhase;
 use crate::worker::Worker;
 use crate::worker::usage::Usage;
 use crate::worker_set::WorkerSet;
@@ -55,8 +54,9 @@ fn set(worker: &Worker) {
     let name = worker.config.worker_name.clone();
     let (attempts, processes) = {
         let attempts = worker.attempts.lock();
-        let count = |wanted: fn(LeasePhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
-        (count(|phase| phase != LeasePhase::Ended), count(|phase| phase == LeasePhase::Running))
+        let count =
+            |wanted: fn(AttemptPhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
+        (count(|phase| phase != AttemptPhase::Ended), count(|phase| phase == AttemptPhase::Running))
     };
     metrics::gauge!("gantry_gateway_attempts", "worker" => name.clone()).set(attempts as f64);
     metrics::gauge!("gantry_gateway_processes", "worker" => name.clone()).set(processes as f64);

@@ -8,11 +8,9 @@ use std::time::Duration;
 
 use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
 use domain::{GatewayInstance, Timestamp, WorkerId};
+use rpc::Refusal;
 use rpc::client::Outgoing;
-use rpc::pb::scheduler as pb;
-use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::token::Keys;
-use rpc::{Peer, Refusal};
 use runtime::Runtime;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
@@ -21,6 +19,7 @@ use tokio_util::task::TaskTracker;
 use crate::Config;
 use crate::attempt::context::AttemptContext;
 use crate::attempt::image::ImageDefaults;
+use crate::clients::scheduler::SchedulerClient;
 use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
 use crate::transfer::Transfers;
 use crate::worker::Worker;
@@ -99,7 +98,7 @@ pub struct WorkerSet(Arc<Inner>, Option<OnlyFor>);
 struct Inner {
     workers: RwLock<Vec<Arc<AttendedWorker>>>,
     keys: Keys,
-    scheduler: WorkersClient<Peer>,
+    scheduler: SchedulerClient,
     tasks: TaskTracker,
     stopping: CancellationToken,
     /// Permits of transfers that read volumes here, and of those that write. They are separate because a write may wait for a read elsewhere.
@@ -135,7 +134,7 @@ impl WorkerSet {
             Arc::new(Inner {
                 workers: RwLock::new(workers),
                 keys: Keys::new(scheduler.clone()),
-                scheduler: WorkersClient::new(scheduler),
+                scheduler: SchedulerClient::new(scheduler),
                 tasks,
                 stopping,
                 reads: Arc::new(Semaphore::new(TRANSFERS)),
@@ -234,17 +233,15 @@ impl WorkerSet {
 
     /// Where the scheduler says that a worker is attended, if not here.
     async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
-        let mut scheduler = self.0.scheduler.clone();
-        let asked = scheduler.get_worker(pb::GetWorkerRequest { worker: worker.to_string() });
-        let answer = match tokio::time::timeout(ASK, asked).await {
-            Ok(Ok(answer)) => answer.into_inner(),
+        let asked = self.0.scheduler.gateway_of(worker);
+        let endpoint = match tokio::time::timeout(ASK, asked).await {
+            Ok(Ok(endpoint)) => endpoint?,
             Ok(Err(error)) => {
                 tracing::debug!(worker.id = %worker, %error, "the scheduler does not say who attends a worker");
                 return None;
             }
             Err(_) => return None,
         };
-        let endpoint = answer.worker?.gateway_endpoint;
         let ours = self.workers().iter().any(|attended| attended.worker.config.endpoint == endpoint);
         Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
     }

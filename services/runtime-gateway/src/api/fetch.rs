@@ -6,7 +6,8 @@ use rpc::pb::runtime::volumes_client::VolumesClient;
 use runtime::{Contents, Inlet};
 
 use super::*;
-use crate::transfer::pull::{self, Destination, FetchError, Progress, Source};
+use crate::clients::gateway::Source;
+use crate::transfer::pull::{self, Destination, FetchError, Progress};
 
 /// How many sources a call may name.
 const MOST_SOURCES: usize = 100;

@@ -12,7 +12,6 @@ use domain::worker::{TicketClaims, TicketOperation};
 use domain::workload::Exit;
 use domain::{AttemptId, Digest, chain};
 use futures::{Stream, StreamExt};
-use rpc::pb::artifacts;
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Heard;
@@ -263,12 +262,8 @@ async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallib
     }
     loop {
         if let Some(session) = worker.session.current() {
-            let request = artifacts::TouchRequest {
-                session_credential: session.credential,
-                attempt_id: process.to_string(),
-            };
-            if let Err(status) = worker.inventory.clone().touch(request).await {
-                tracing::debug!(attempt.id = %process, error = %Refusal::from(status), "cannot say that a container is used");
+            if let Err(refusal) = worker.clients.store.touch(&session.credential, process).await {
+                tracing::debug!(attempt.id = %process, error = %refusal, "cannot say that a container is used");
             }
         }
         tokio::time::sleep(every).await;

@@ -9,14 +9,15 @@
 
 use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, chain};
-use rpc::pb::artifacts as store;
 use runtime::{Contents, VolumeSource};
 use transfer::{Entry, Manifest};
 
 use super::context::AttemptContext;
+use super::error::Stopped;
 use super::inputs::{self, Prepared};
-use super::{Stopped, Task};
-use crate::attempt::spec_plan::{Plan, PlannedCache, PlannedVolume};
+use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
+use crate::clients::scheduler_stream::AttemptTask;
+use crate::clients::store::VolumePurpose;
 use crate::transfer::completion::complete;
 use crate::transfer::manifests::Scanned;
 use crate::worker::Worker;
@@ -32,7 +33,7 @@ pub(super) struct Left {
 /// Makes candidates of this attempt of those caches that were changed.
 pub(super) async fn publish(
     context: &AttemptContext,
-    task: &Task,
+    task: &AttemptTask,
     plan: &Plan,
     prepared: &Prepared,
 ) -> Result<Left, Stopped> {
@@ -65,7 +66,7 @@ pub(super) async fn publish(
 /// The candidate, and what was left out of it. `None`: the cache holds what it held.
 async fn publish_one(
     context: &AttemptContext,
-    task: &Task,
+    task: &AttemptTask,
     planned: &PlannedCache,
     prepared: &Prepared,
 ) -> Result<Option<(PublishedCache, Option<String>)>, Stopped> {
@@ -79,7 +80,7 @@ async fn publish_one(
         None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
         Some((parent, digest)) => {
-            let before = super::verify(transfers, parent, team, digest).await?;
+            let before = super::make::verify(transfers, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
             if is_same(&before, &found.manifest, exact) {
                 return Ok(None);
@@ -97,12 +98,12 @@ async fn publish_one(
 /// The volume for a copy of what was left in a cache. The same each time that it is asked for.
 async fn handle_of_copy(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     planned: &PlannedCache,
 ) -> Result<VolumeHandle, Stopped> {
     let copy = PlannedVolume {
         becomes: Some(planned.artifact),
-        ..PlannedVolume::new(name_of_copy(planned.cache), store::VolumePurpose::Output)
+        ..PlannedVolume::new(name_of_copy(planned.cache), VolumePurpose::Output)
     };
     let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);

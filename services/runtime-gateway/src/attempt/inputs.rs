@@ -6,17 +6,15 @@ use std::time::{Duration, Instant};
 
 use domain::workload::Image;
 use domain::{ArtifactId, ContainerHandle, Digest, VolumeHandle};
-use rpc::pb::artifacts as store;
-use rpc::pb::scheduler as pb;
-use rpc::pb::streamer;
-use rpc::pb::streamer::materialize_response::Message as Said;
 use rpc::{Reason, Refusal};
 use runtime::{Brought, RuntimeError};
-use tonic::Code;
 
 use super::context::AttemptContext;
-use super::{Plan, Stopped, Task};
-use crate::attempt::spec_plan::{BroughtAlong, PlannedVolume};
+use super::error::Stopped;
+use super::spec_plan::{BroughtAlong, Plan, PlannedVolume};
+use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask, InputProgress};
+use crate::clients::store::PrepareAttempt;
+use crate::clients::streamer::CopyEvent;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
@@ -49,7 +47,10 @@ pub(super) struct Missing {
 }
 
 /// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
-pub(super) async fn prepare(context: &AttemptContext, task: &Task) -> Result<(Plan, Prepared), Stopped> {
+pub(super) async fn prepare(
+    context: &AttemptContext,
+    task: &AttemptTask,
+) -> Result<(Plan, Prepared), Stopped> {
     let AttemptContext { worker, imports, .. } = context;
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
@@ -95,7 +96,7 @@ fn is_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, artifact: Art
 async fn base_types(
     worker: &Worker,
     imports: &BaseTypeImports,
-    task: &Task,
+    task: &AttemptTask,
 ) -> Result<BroughtAlong, Stopped> {
     let brings =
         |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
@@ -131,81 +132,51 @@ async fn base_types(
 /// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
 pub(super) async fn ask(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     asked: &[PlannedVolume],
     unreachable: &[ArtifactId],
 ) -> Result<(Prepared, Vec<Missing>), Stopped> {
     let session = worker.session.opened().await;
-    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
-    let request = store::PrepareRequest {
-        session_credential: session.credential,
-        holder_id: task.workload.to_string(),
-        attempt_id: task.attempt.to_string(),
+    let request = PrepareAttempt {
+        workload: task.workload,
+        attempt: task.attempt,
         team: task.spec.team.clone(),
-        volumes: asked
-            .iter()
-            .map(|volume| store::PrepareVolume {
-                name: volume.name.clone(),
-                purpose: volume.purpose.into(),
-                from_artifact_id: id(volume.from),
-                output_artifact_id: id(volume.becomes),
-                from_task_cache_id: volume.from_cache.map(|cache| cache.to_string()).unwrap_or_default(),
-            })
-            .collect(),
-        unreachable_artifact_ids: unreachable.iter().map(ToString::to_string).collect(),
+        volumes: asked.iter().map(PlannedVolume::request).collect(),
+        unreachable: unreachable.to_vec(),
     };
-    let call = || {
-        let (mut inventory, request) = (worker.inventory.clone(), request.clone());
-        async move { inventory.prepare(request).await }
-    };
+    let store = &worker.clients.store;
+    let call = || store.prepare(&session.credential, &request);
     let answer = until_answered("prepare an attempt", call).await?;
 
-    let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
-    let mut volumes = Vec::with_capacity(answer.volumes.len());
-    if answer.volumes.len() != asked.len() {
-        return Err(nonsense("list of volumes"));
-    }
     let mut missing: Vec<Missing> = Vec::new();
-    for (volume, asked) in answer.volumes.into_iter().zip(asked) {
-        if !volume.missing_artifact_id.is_empty() {
-            let artifact = volume.missing_artifact_id.parse().map_err(|_| nonsense("artifact"))?;
-            let is_cache = asked.from_cache.is_some();
-            match missing.iter_mut().find(|known| known.artifact == artifact) {
-                Some(known) => known.is_cache &= is_cache,
-                None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
-            }
+    for (volume, asked) in answer.volumes.iter().zip(asked) {
+        let Some(artifact) = volume.missing else { continue };
+        let is_cache = asked.from_cache.is_some();
+        match missing.iter_mut().find(|known| known.artifact == artifact) {
+            Some(known) => known.is_cache &= is_cache,
+            None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
         }
-        let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
-        let parent = match volume.parent_handle.as_str() {
-            "" => None,
-            parent => {
-                let parent = parent.parse().map_err(|_| nonsense("parent handle"))?;
-                let digest = volume.parent_digest.as_ref().try_into();
-                Some((parent, digest.map_err(|_| nonsense("parent digest"))?))
-            }
-        };
-        volumes.push((handle, parent));
     }
-    let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
-    Ok((Prepared { container, volumes, bytes_in: 0 }, missing))
+    let volumes = answer.volumes.into_iter().map(|volume| (volume.handle, volume.parent));
+    let prepared = Prepared { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
+    Ok((prepared, missing))
 }
 
 /// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought, and how many bytes
 /// were.
 async fn bring(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     missing: Vec<Missing>,
 ) -> Result<(Vec<ArtifactId>, u64), Stopped> {
-    let unknown = missing.iter().map(|missing| (missing.name.clone(), pb::InputProgress::default()));
-    let known: Mutex<BTreeMap<String, pb::InputProgress>> = Mutex::new(unknown.collect());
+    let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
+    let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
     let tell = |name: &str, news: News<'_>| {
         let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(input) = known.get_mut(name) {
             take(input, news);
         }
-        let inputs =
-            known.iter().map(|(name, input)| pb::InputProgress { name: name.clone(), ..input.clone() });
+        let inputs = known.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
         worker.attempts.set_inputs(task.lease, inputs.collect());
     };
     let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
@@ -222,7 +193,7 @@ async fn bring(
     });
     let (unreachable, bytes): (Vec<_>, Vec<u64>) =
         futures::future::try_join_all(copies).await?.into_iter().unzip();
-    worker.attempts.set_phase(task.lease, pb::LeasePhase::Preparing);
+    worker.attempts.set_phase(task.lease, AttemptPhase::Preparing);
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
@@ -236,7 +207,7 @@ enum News<'n> {
 }
 
 /// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
-fn take(input: &mut pb::InputProgress, news: News<'_>) {
+fn take(input: &mut InputProgress, news: News<'_>) {
     match news {
         News::Waits(why) => why.clone_into(&mut input.waits_for),
         News::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
@@ -248,7 +219,7 @@ fn take(input: &mut pb::InputProgress, news: News<'_>) {
 }
 
 /// What the spec calls an artifact with which a volume starts.
-fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
+fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
     match (cache, input) {
@@ -261,7 +232,7 @@ fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
 /// Brings one artifact to the worker, and answers how many bytes came from elsewhere. Sources that fail are given time to come back.
 async fn materialize(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     artifact: ArtifactId,
     patience: Duration,
     tell: impl Fn(News<'_>),
@@ -290,36 +261,19 @@ async fn materialize(
 
 async fn materialize_once(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     artifact: ArtifactId,
     tell: impl Fn(News<'_>),
 ) -> Result<u64, Refusal> {
     let session = worker.session.opened().await;
-    let request = streamer::MaterializeRequest {
-        team: task.spec.team.clone(),
-        artifact_id: artifact.to_string(),
-        worker_id: session.worker.to_string(),
-        lease_token: task.token.clone(),
-    };
-    let mut answers = worker.streamer.clone().materialize(request).await?.into_inner();
-    while let Some(answer) = answers.message().await? {
-        match answer.message {
-            Some(Said::Progress(progress)) => tell(News::Bytes(progress.bytes_done, progress.bytes_total)),
-            Some(Said::Materialized(materialized)) => {
-                let moved = |progress: streamer::TransferProgress| {
-                    progress.bytes_done.saturating_sub(progress.bytes_saved)
-                };
-                return Ok(materialized.progress.map_or(0, moved));
-            }
-            None => break,
+    let streamer = &worker.clients.streamer;
+    let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
+    loop {
+        match copy.next().await? {
+            CopyEvent::Progress(done, total) => tell(News::Bytes(done, total)),
+            CopyEvent::Done(moved) => return Ok(moved),
         }
     }
-    Err(Refusal {
-        code: Code::Unavailable,
-        reason: None,
-        message: "the streamer broke off".to_owned(),
-        about: std::collections::HashMap::new(),
-    })
 }
 
 #[cfg(test)]

@@ -6,7 +6,8 @@ use std::path::PathBuf;
 
 use domain::workload::{Bytes, Image, WorkloadSpec};
 use domain::{ArtifactId, CacheId, WorkloadId};
-use rpc::pb::artifacts as store;
+
+use crate::clients::store::{VolumePurpose, VolumeRequest};
 
 /// What volumes an attempt needs, and where they appear.
 pub(crate) struct Plan {
@@ -42,7 +43,7 @@ pub(crate) const CERTS: &[u8] = b"/etc/ssl/certs";
 
 pub(crate) struct PlannedVolume {
     pub(crate) name: String,
-    pub(crate) purpose: store::VolumePurpose,
+    pub(crate) purpose: VolumePurpose,
     pub(crate) from: Option<ArtifactId>,
     /// The task cache with whose latest version it starts.
     pub(crate) from_cache: Option<CacheId>,
@@ -55,7 +56,7 @@ pub(crate) struct PlannedVolume {
 
 impl PlannedVolume {
     /// One that starts empty, becomes nothing and appears nowhere.
-    pub(crate) fn new(name: impl Into<String>, purpose: store::VolumePurpose) -> Self {
+    pub(crate) fn new(name: impl Into<String>, purpose: VolumePurpose) -> Self {
         Self {
             name: name.into(),
             purpose,
@@ -64,6 +65,17 @@ impl PlannedVolume {
             becomes: None,
             mount: None,
             directories: Vec::new(),
+        }
+    }
+
+    /// The request for a row of it.
+    pub(crate) fn request(&self) -> VolumeRequest {
+        VolumeRequest {
+            name: self.name.clone(),
+            purpose: self.purpose,
+            from: self.from,
+            from_cache: self.from_cache,
+            becomes: self.becomes,
         }
     }
 }
@@ -109,10 +121,10 @@ impl Plan {
         if everything.clone().any(|path| in_workspace(path).is_some()) {
             volumes.push(PlannedVolume {
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
-                ..PlannedVolume::new("workspace", store::VolumePurpose::Scratch)
+                ..PlannedVolume::new("workspace", VolumePurpose::Scratch)
             });
         }
-        let image = |from| PlannedVolume { from, ..PlannedVolume::new("image", store::VolumePurpose::Input) };
+        let image = |from| PlannedVolume { from, ..PlannedVolume::new("image", VolumePurpose::Input) };
         let image = match &spec.image {
             Image::Host => PlannedImage::Host,
             Image::Artifact(artifact) => {
@@ -128,7 +140,7 @@ impl Plan {
             volumes.push(PlannedVolume {
                 from: brought.certs,
                 mount: Some((CERTS.to_vec(), true)),
-                ..PlannedVolume::new("certs", store::VolumePurpose::Input)
+                ..PlannedVolume::new("certs", VolumePurpose::Input)
             });
         }
         for input in &spec.inputs {
@@ -138,7 +150,7 @@ impl Plan {
             volumes.push(PlannedVolume {
                 from: Some(input.artifact),
                 mount: Some((input.path.clone(), input.read_only)),
-                ..PlannedVolume::new(format!("input/{}", input.name), store::VolumePurpose::Input)
+                ..PlannedVolume::new(format!("input/{}", input.name), VolumePurpose::Input)
             });
         }
         for output in &spec.outputs {
@@ -161,7 +173,7 @@ impl Plan {
                 from: input.map(|input| input.artifact),
                 becomes: Some(artifact),
                 mount: taken_from.is_none().then(|| (output.path.clone(), false)),
-                ..PlannedVolume::new(format!("output/{}", output.name), store::VolumePurpose::Output)
+                ..PlannedVolume::new(format!("output/{}", output.name), VolumePurpose::Output)
             });
         }
         let mut caches = Vec::with_capacity(spec.caches.len());
@@ -172,7 +184,7 @@ impl Plan {
                 from_cache: Some(mount.cache),
                 becomes: Some(artifact),
                 mount: Some((mount.path.clone(), false)),
-                ..PlannedVolume::new(format!("cache/{}", mount.cache), store::VolumePurpose::Output)
+                ..PlannedVolume::new(format!("cache/{}", mount.cache), VolumePurpose::Output)
             });
         }
         Self { volumes, outputs, caches, image }
@@ -293,7 +305,7 @@ mod tests {
         };
         let image = &volumes[index];
         assert_eq!((image.from, image.becomes, &image.mount), (brought.image, None, &None));
-        assert_eq!(image.purpose, store::VolumePurpose::Input);
+        assert_eq!(image.purpose, VolumePurpose::Input);
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! How attempts end that cannot be carried out.
 
+use super::result::tell;
 use super::*;
 use crate::test_support::Attended;
 use crate::worker::attempts::AttemptEntry;
+use rpc::Refusal;
 use testing::fake::FakeWorker;
 
 #[test]
@@ -20,7 +22,7 @@ fn whatever_is_refused_becomes_a_failure_that_is_documented() {
 #[test]
 fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let reason = |cut_short| ended_finish(ended(), None, cut_short).failure.map(|failure| failure.reason);
+    let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
     assert_eq!(reason(Some(CutShort::ContactLost)), Some(FailureReason::ContactLost));
     assert_eq!(reason(Some(CutShort::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
@@ -28,7 +30,7 @@ fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
 
 fn entry() -> AttemptEntry {
     let (stop, _) = watch::channel(None);
-    AttemptEntry { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
+    AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop }
 }
 
 #[tokio::test]
@@ -44,8 +46,8 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
         let told = std::cell::Cell::new(0);
         let call = || {
             let answer = reasons.get(told.replace(told.get() + 1));
-            let answer = answer.map(|reason| Err(reason.status("gantry.test", "no")));
-            async { answer.unwrap_or_else(|| Ok(tonic::Response::new(pb::FinishAttemptResponse {}))) }
+            let answer = answer.map(|reason| Err(Refusal::from(reason.status("gantry.test", "no"))));
+            async { answer.unwrap_or(Ok(())) }
         };
         tell(LeaseId::new(), (5, Duration::ZERO), call).await;
         assert_eq!(told.get(), expected, "{reasons:?}");

@@ -10,20 +10,13 @@ use std::time::Duration;
 
 use domain::GatewayInstance;
 use domain::chain;
-use rpc::Refusal;
 use rpc::client::Outgoing;
-use rpc::pb::scheduler as pb;
-use rpc::pb::scheduler::synchronize_request::Message as Up;
-use rpc::pb::scheduler::synchronize_response::Message as Down;
-use rpc::pb::scheduler::workers_client::WorkersClient;
 use runtime::RuntimeError;
 use std::sync::Arc;
-use tokio::sync::mpsc;
-use tokio_stream::wrappers::ReceiverStream;
-use tonic::Streaming;
 
+use crate::clients::scheduler::SchedulerClient;
+use crate::clients::scheduler_stream::{Registration, SchedulerStream};
 use crate::runtimes::host::{HostConfig, HostRuntime, Look};
-use crate::sync::scheduler_stream;
 use crate::util::blocking::blocking;
 use crate::{Config, WorkerSet};
 
@@ -61,7 +54,7 @@ async fn wait_for_turn(
 ) -> anyhow::Result<(Arc<HostRuntime>, GatewayInstance)> {
     let instance = GatewayInstance::new();
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
-    let scheduler = WorkersClient::new(rpc::client::peer(&config.scheduler, outgoing)?);
+    let scheduler = SchedulerClient::new(rpc::client::peer(&config.scheduler, outgoing)?);
     let mut said = false;
     loop {
         let free = machine.clone();
@@ -75,8 +68,8 @@ async fn wait_for_turn(
                 "another gateway attends this worker: this one stands by"
             );
         }
-        if is_silent(scheduler.clone(), config).await
-            && let Some(session) = open_session(scheduler.clone(), config, machine, instance).await?
+        if is_silent(&scheduler, config).await
+            && let Some(session) = open_session(&scheduler, config, machine, instance).await?
         {
             tracing::warn!(
                 worker.name = config.worker_name,
@@ -92,51 +85,31 @@ async fn wait_for_turn(
     }
 }
 
-/// Whether the scheduler knows the worker, and that nobody speaks for it.
-async fn is_silent(mut scheduler: WorkersClient<rpc::Peer>, config: &Config) -> bool {
-    let request = pb::GetWorkerRequest { worker: config.worker_name.clone() };
-    match scheduler.get_worker(request).await.map_err(Refusal::from) {
-        Ok(answer) => answer.into_inner().worker.is_some_and(|worker| {
-            worker.name == config.worker_name && worker.state() != pb::WorkerState::Running
-        }),
-        Err(refusal) => {
-            tracing::debug!(error = %refusal, "the scheduler does not say who attends this worker");
-            false
-        }
-    }
+/// Whether the scheduler knows the worker, and no gateway speaks for it.
+async fn is_silent(scheduler: &SchedulerClient, config: &Config) -> bool {
+    scheduler.is_silent(&config.worker_name).await.unwrap_or_else(|refusal| {
+        tracing::debug!(error = %refusal, "the scheduler does not say who attends this worker");
+        false
+    })
 }
 
-/// A stream to the scheduler, on which a session was opened.
-struct Session {
-    _up: mpsc::Sender<pb::SynchronizeRequest>,
-    _down: Streaming<pb::SynchronizeResponse>,
-}
-
-/// Opens a session of the worker that somebody else may hold. `None`: the scheduler does not let us in, or not now.
+/// Opens a session of the worker that another gateway may have. `None`: the scheduler does not let this one in, or
+/// not now.
 async fn open_session(
-    mut scheduler: WorkersClient<rpc::Peer>,
+    scheduler: &SchedulerClient,
     config: &Config,
     machine: &HostConfig,
     instance: GatewayInstance,
-) -> Result<Option<Session>, RuntimeError> {
+) -> Result<Option<SchedulerStream>, RuntimeError> {
     let look = machine.clone();
     let Some(Look { marker, disk, capabilities }) = blocking(move || HostRuntime::look(look)).await? else {
         return Ok(None);
     };
-    let (up, requests) = mpsc::channel(1);
-    let hello =
-        scheduler_stream::introduce(config, instance, marker, Some(disk), &capabilities, String::new());
-    // The other end of the channel is the stream below, which is alive.
-    up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
-    let welcomed = async {
-        let mut down = scheduler.synchronize(ReceiverStream::new(requests)).await?.into_inner();
-        let welcome = down.message().await?.and_then(|response| response.message);
-        Ok::<_, Refusal>(matches!(welcome, Some(Down::Welcome(_))).then_some(down))
-    };
-    match welcomed.await {
-        Ok(down) => Ok(down.map(|down| Session { _up: up, _down: down })),
-        Err(refusal) => {
-            tracing::debug!(error = chain(&refusal), "this gateway is not let in");
+    let registration = Registration::new(config, instance, marker, Some(disk), &capabilities, String::new());
+    match SchedulerStream::open(scheduler, registration).await {
+        Ok((stream, _)) => Ok(Some(stream)),
+        Err(error) => {
+            tracing::debug!(error = chain(&error), "this gateway is not let in");
             Ok(None)
         }
     }

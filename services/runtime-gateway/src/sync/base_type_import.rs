@@ -17,9 +17,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::{ArtifactId, VolumeHandle, chain};
-use rpc::pb::artifacts as pb;
 use rpc::{Reason, Refusal};
-use runtime::{Brought, BroughtAlong, RuntimeError, VolumeSource};
+use runtime::{BroughtAlong, RuntimeError, VolumeSource};
 use tokio::time::Instant;
 
 use crate::transfer::Transfers;
@@ -52,9 +51,6 @@ enum ImportError {
     /// The store said no, or says nothing just now.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// An answer makes no sense.
-    #[error("the artifact store answered a malformed {0}")]
-    Malformed(&'static str),
 }
 
 impl ImportError {
@@ -64,7 +60,7 @@ impl ImportError {
             Self::Refused(refusal) => {
                 refusal.is_transient() || is_superseded(refusal) || refusal.is(Reason::ClaimLost)
             }
-            Self::Worker(_) | Self::Malformed(_) => false,
+            Self::Worker(_) => false,
         }
     }
 }
@@ -153,24 +149,10 @@ async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Due) {
 async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<ArtifactId, ImportError> {
     let worker = &transfers.worker;
     let session = worker.session.opened().await;
-    let request = pb::PrepareImportRequest {
-        session_credential: session.credential,
-        brought: Some(pb::Brought {
-            resource_type: match &brought.what {
-                Brought::ResourceType(name) => name.clone(),
-                Brought::Certs => String::new(),
-            },
-            version: brought.version.clone(),
-            path: brought.path.clone(),
-        }),
-    };
-    let prepared = worker.inventory.clone().prepare_import(request.clone()).await;
-    let prepared = prepared.map_err(Refusal::from)?.into_inner();
-    let artifact = prepared.artifact_id.parse().map_err(|_| ImportError::Malformed("artifact"))?;
-    let volume = prepared.volume_handle.parse().map_err(|_| ImportError::Malformed("volume handle"))?;
-    let Some(term) =
-        rpc::parse_duration("term", prepared.term).map_err(|_| ImportError::Malformed("term"))?
-    else {
+    let (store, credential) = (&worker.clients.store, &session.credential);
+    let prepared = store.prepare_import(credential, brought).await?;
+    let (artifact, volume) = (prepared.artifact, prepared.volume);
+    let Some(term) = prepared.term else {
         return Ok(artifact);
     };
     tracing::info!(
@@ -187,25 +169,17 @@ async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<Artifac
     };
     let filled = tokio::select! {
         filled = filling => filled,
-        never = renew(worker, &request, term) => match never {},
+        never = renew(worker, credential, brought, term) => match never {},
     };
     let manifest = match filled {
         Ok(manifest) => manifest,
         Err(error) => {
-            tell_failure(worker, &request.session_credential, volume, &error).await;
+            report_failure(worker, credential, volume, &error).await;
             return Err(error.into());
         }
     };
-    let complete = pb::CompleteImportRequest {
-        session_credential: request.session_credential,
-        volume_handle: volume.to_string(),
-        size_bytes: manifest.size_bytes(),
-        digest: manifest.tree_digest().as_bytes().to_vec().into(),
-    };
-    let call = || {
-        let (mut inventory, complete) = (worker.inventory.clone(), complete.clone());
-        async move { inventory.complete_import(complete).await }
-    };
+    let (size_bytes, digest) = (manifest.size_bytes(), manifest.tree_digest());
+    let call = || store.complete_import(credential, volume, size_bytes, digest);
     until_answered("say that something is imported", call).await?;
     metrics::counter!("gantry_gateway_imports_total", "outcome" => "imported").increment(1);
     if let Err(error) = worker.runtime.note_artifact(volume, artifact).await {
@@ -215,25 +189,21 @@ async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<Artifac
 }
 
 /// Says again and again that an import goes on. That it lost its claim it hears when it ends.
-async fn renew(worker: &Worker, request: &pb::PrepareImportRequest, term: Duration) -> Infallible {
+async fn renew(worker: &Worker, credential: &str, brought: &BroughtAlong, term: Duration) -> Infallible {
     loop {
         tokio::time::sleep(term / 3).await;
-        if let Err(error) = worker.inventory.clone().prepare_import(request.clone()).await {
+        if let Err(error) = worker.clients.store.prepare_import(credential, brought).await {
             tracing::debug!(%error, "cannot say just now that an import goes on");
         }
     }
 }
 
 /// Tells the store that something could not be imported, and why. If that is not heard, the volume goes with its claim.
-async fn tell_failure(worker: &Worker, credential: &str, volume: VolumeHandle, error: &RuntimeError) {
+async fn report_failure(worker: &Worker, credential: &str, volume: VolumeHandle, error: &RuntimeError) {
     let mut why = chain(error);
     why.truncate(why.floor_char_boundary(LONGEST_WHY));
-    let request = pb::FailImportRequest {
-        session_credential: credential.to_owned(),
-        volume_handle: volume.to_string(),
-        why: why.replace('\0', " "),
-    };
-    if let Err(error) = worker.inventory.clone().fail_import(request).await {
+    let why = why.replace('\0', " ");
+    if let Err(error) = worker.clients.store.fail_import(credential, volume, why).await {
         tracing::debug!(%error, "cannot tell that an import failed");
     }
 }

@@ -12,21 +12,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use domain::worker::{Receipt, StoreMark};
+use domain::worker::StoreMark;
 use domain::{ContainerHandle, VolumeHandle, chain};
 use futures::StreamExt;
 use rpc::Refusal;
-use rpc::pb::artifacts as pb;
-use rpc::pb::artifacts::report_request::Message as Part;
-use runtime::{Holdings, RuntimeError};
+use runtime::RuntimeError;
 
+use crate::clients::store::{DestroyOrder, VolumeDescription};
 use crate::transfer::Transfers;
 use crate::transfer::manifests::Kept;
 use crate::worker::Worker;
 use crate::worker::session::OpenSession;
-
-/// Handles in one message of a report.
-const BATCH: usize = 5_000;
 
 /// Volumes that the store is asked for in one message: its largest page.
 const LISTED_AT_ONCE: usize = 1_000;
@@ -41,10 +37,6 @@ enum SweepError {
     Refused(#[from] Refusal),
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    #[error("the artifact store answered a malformed handle")]
-    Malformed(#[from] domain::ParseIdError),
-    #[error("the artifact store ended the stream")]
-    Closed,
     #[error("some of what is marked could not be destroyed")]
     Incomplete,
 }
@@ -112,20 +104,15 @@ fn log(result: &Result<(), SweepError>, doing: &str) {
         Err(SweepError::Refused(refusal)) if refusal.is_transient() => {
             tracing::debug!(error = %refusal, "cannot {doing} just now");
         }
-        Err(SweepError::Closed) => tracing::debug!("cannot {doing} just now"),
         Err(error) => tracing::warn!(%error, "cannot {doing}"),
     }
 }
 
 async fn sweep(transfers: &Transfers, session: &OpenSession) -> Result<(), SweepError> {
     let worker = &transfers.worker;
-    let request = pb::WatchDestroyingRequest { session_credential: session.credential.clone() };
-    let mut client = worker.inventory.clone();
-    let mut marked = client.watch_destroying(request).await.map_err(Refusal::from)?.into_inner();
+    let mut orders = worker.clients.store.watch_destroying(&session.credential).await?;
     loop {
-        let message = marked.message().await.map_err(Refusal::from)?.ok_or(SweepError::Closed)?;
-        let containers = parse(&message.container_handles)?;
-        let volumes = parse(&message.volume_handles)?;
+        let DestroyOrder { containers, volumes } = orders.next().await?;
         let destroyed = destroy(transfers, containers, volumes).await;
         worker.report_due.notify_one();
         if !destroyed {
@@ -133,10 +120,6 @@ async fn sweep(transfers: &Transfers, session: &OpenSession) -> Result<(), Sweep
             return Err(SweepError::Incomplete);
         }
     }
-}
-
-fn parse<T: std::str::FromStr>(handles: &[String]) -> Result<Vec<T>, T::Err> {
-    handles.iter().map(|handle| handle.parse()).collect()
 }
 
 /// Whether the operator wants to keep what would be destroyed now.
@@ -194,20 +177,10 @@ async fn destroy(
 
 async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), SweepError> {
     let worker = &transfers.worker;
-    let mut client = worker.inventory.clone();
+    let (store, credential) = (&worker.clients.store, &session.credential);
     let mark = worker.runtime.store_mark().await?;
-    let last =
-        mark.map(|mark| pb::ReportToken { sequence: mark.sequence, store_life: mark.life.to_string() });
-    let receipt = mark.and_then(|mark| mark.receipt).map(|receipt| receipt.0.to_vec().into());
-    let begin = pb::BeginReportRequest {
-        session_credential: session.credential.clone(),
-        last,
-        receipt: receipt.unwrap_or_default(),
-    };
     // The token comes before the listing: what is made in between is younger than the report, and not judged by it.
-    let token =
-        client.begin_report(begin).await.map_err(Refusal::from)?.into_inner().token.unwrap_or_default();
-    let now = StoreMark { life: token.store_life.parse()?, sequence: token.sequence, receipt: None };
+    let now = store.begin_report(credential, mark).await?;
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
     let before = worker.usage.begin();
     let mut holdings = worker.runtime.list().await?;
@@ -217,13 +190,11 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     // does not is told of it as of anything else.
     let counted_on = listed(worker, session, &transfers.manifests.damaged()).await?;
     holdings.volumes.retain(|volume| !counted_on.contains(volume));
-    let parts = parts(session, token, mark, &holdings);
-    let answer = client.report(tokio_stream::iter(parts)).await.map_err(Refusal::from)?.into_inner();
+    let answer = store.report(credential, mark, now, &holdings).await?;
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "things are missing on the worker");
     }
-    let containers = parse(&answer.unknown_container_handles)?;
-    let volumes = parse(&answer.unknown_volume_handles)?;
+    let (containers, volumes) = (answer.unknown_containers, answer.unknown_volumes);
     let names_unknown = !volumes.is_empty() || !containers.is_empty();
     if names_unknown && !is_same {
         tracing::error!(
@@ -236,13 +207,12 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
         tracing::warn!(
             store.life = %now.life,
             store.ended_life = %before.life,
-            set_aside = answer.set_aside,
+            orphans = answer.orphans,
             "the artifact store came out of a backup: from now on the worker belongs to its new life"
         );
     }
-    let receipt = <[u8; 32]>::try_from(&answer.receipt[..]).ok().map(Receipt);
-    worker.runtime.set_store_mark(StoreMark { receipt, ..now }).await?;
-    describe(transfers, session, &parse(&answer.undescribed_volume_handles)?).await?;
+    worker.runtime.set_store_mark(StoreMark { receipt: answer.receipt, ..now }).await?;
+    describe(transfers, session, &answer.undescribed_volumes).await?;
     if volumes.is_empty() && containers.is_empty() {
         return Ok(());
     }
@@ -274,14 +244,11 @@ async fn describe(
                 Err(error) => {
                     tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot tell what a volume holds");
                     // It can be purged, and is in nobody's way.
-                    let volume_handle = volume.to_string();
-                    volumes.push(pb::VolumeDescription { volume_handle, ..Default::default() });
+                    volumes.push(VolumeDescription::unknown(*volume));
                 }
             }
         }
-        let session_credential = session.credential.clone();
-        let request = pb::DescribeSetAsideRequest { session_credential, volumes };
-        worker.inventory.clone().describe_set_aside(request).await.map_err(Refusal::from)?;
+        worker.clients.store.describe_orphans(&session.credential, volumes).await?;
     }
     if !undescribed.is_empty() {
         worker.report_due.notify_one();
@@ -290,70 +257,32 @@ async fn describe(
 }
 
 /// What the worker knows of a volume: what is kept with it, and of one that is complete, its manifest.
-async fn description(
-    transfers: &Transfers,
-    volume: VolumeHandle,
-) -> Result<pb::VolumeDescription, RuntimeError> {
+async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<VolumeDescription, RuntimeError> {
     let worker = &transfers.worker;
     let notes = worker.runtime.notes(volume).await?;
     let kept = transfers.manifests.kept_of(&*worker.runtime, volume).await?;
-    Ok(pb::VolumeDescription {
-        volume_handle: volume.to_string(),
-        parent_handle: notes.parent.map(|parent| parent.to_string()).unwrap_or_default(),
+    Ok(VolumeDescription {
+        volume,
+        parent: notes.parent,
         team: kept.as_ref().map(|kept| kept.team().to_owned()).unwrap_or_default(),
-        artifact_id: notes.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
-        digest: kept.as_ref().map(|kept| kept.tree_digest().as_bytes().to_vec()).unwrap_or_default().into(),
+        artifact: notes.artifact,
+        digest: kept.as_ref().map(Kept::tree_digest),
         size_bytes: kept.as_ref().map(Kept::size_bytes).unwrap_or_default(),
     })
 }
 
-/// Which of `volumes` the store counts among those that it knows to be here.
+/// Which of `volumes` the store knows to be on the worker.
 async fn listed(
     worker: &Worker,
     session: &OpenSession,
     volumes: &BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
-    let all: Vec<_> = volumes.iter().map(ToString::to_string).collect();
+    let all: Vec<_> = volumes.iter().copied().collect();
     let mut listed = BTreeSet::new();
     for some in all.chunks(LISTED_AT_ONCE) {
-        let request = pb::ListVolumesRequest {
-            worker_id: session.worker.to_string(),
-            volume_handles: some.to_vec(),
-            page_size: 1_000,
-            ..pb::ListVolumesRequest::default()
-        };
-        // As many as a page has.
-        let page = worker.inventory.clone().list_volumes(request).await.map_err(Refusal::from)?.into_inner();
-        for volume in &page.volumes {
-            listed.insert(volume.volume_handle.parse()?);
-        }
+        listed.extend(worker.clients.store.list_volumes(session.worker, some).await?);
     }
     Ok(listed)
-}
-
-fn parts(
-    session: &OpenSession,
-    token: pb::ReportToken,
-    mark: Option<StoreMark>,
-    holdings: &Holdings,
-) -> Vec<pb::ReportRequest> {
-    let open = pb::ReportOpen {
-        session_credential: session.credential.clone(),
-        token: Some(token),
-        worker_life: mark.map(|mark| mark.life.to_string()).unwrap_or_default(),
-    };
-    let mut parts = vec![Part::Open(open)];
-    for batch in holdings.volumes.chunks(BATCH) {
-        let volume_handles = batch.iter().map(ToString::to_string).collect();
-        parts.push(Part::Holdings(pb::Holdings { volume_handles, container_handles: Vec::new() }));
-    }
-    for batch in holdings.containers.chunks(BATCH) {
-        let container_handles = batch.iter().map(ToString::to_string).collect();
-        parts.push(Part::Holdings(pb::Holdings { volume_handles: Vec::new(), container_handles }));
-    }
-    let count = length(&holdings.volumes) + length(&holdings.containers);
-    parts.push(Part::Commit(pb::ReportCommit { count }));
-    parts.into_iter().map(|part| pb::ReportRequest { message: Some(part) }).collect()
 }
 
 fn length<T>(items: &[T]) -> u64 {

@@ -5,50 +5,41 @@
 //!
 //! The worker is told of contact as [`crate::worker::heartbeat`] says: as of a message of ours that the scheduler says it heard.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::worker::{Incarnation, Marker, ResourceType, Session};
 use domain::workload::FailureReason;
-use domain::{AttemptId, GatewayInstance, LeaseId, WorkerId, chain};
-use rpc::pb::scheduler as pb;
-use rpc::pb::scheduler::desired_lease::Wish;
-use rpc::pb::scheduler::synchronize_request::Message as Up;
-use rpc::pb::scheduler::synchronize_response::Message as Down;
-use rpc::{Reason, Refusal};
-use tokio::sync::{mpsc, watch};
+use domain::{AttemptId, GatewayInstance, LeaseId, chain};
+use rpc::Reason;
+use tokio::sync::watch;
 use tokio::time::Instant;
-use tokio_stream::wrappers::ReceiverStream;
 
-use runtime::{Capabilities, Disk};
-
-use crate::Config;
 use crate::attempt;
 use crate::attempt::context::AttemptContext;
+use crate::clients::scheduler_stream::{
+    AttemptPhase, DesiredLease, DesiredState, Directive, LeaseRequest, LeaseState, Registration,
+    SchedulerStream, StreamError, WorkerState,
+};
 use crate::util::clock::since_boot;
 use crate::worker::Worker;
 use crate::worker::attempts::{AttemptEntry, StopRequest};
-use crate::worker::heartbeat::{Contact, NeverSent};
+use crate::worker::heartbeat::{Heartbeats, NeverSent};
 use crate::worker::session::OpenSession;
 use crate::worker::usage::Usage;
 
 /// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
 const LISTED: Duration = Duration::from_millis(1100);
 
-/// The version of the protocol that this gateway speaks.
-const PROTOCOL: u32 = 1;
-
 /// Why a stream to the scheduler ended.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
-    #[error("the scheduler refused or broke off")]
-    Refused(#[from] Refusal),
+    #[error(transparent)]
+    Stream(#[from] StreamError),
     #[error("the worker cannot say who it is")]
     Runtime(#[from] runtime::RuntimeError),
-    #[error("the scheduler sent something that makes no sense: {0}")]
-    Nonsense(&'static str),
-    #[error("the scheduler ended the stream")]
-    Closed,
+    #[error("the scheduler received a message that was never sent")]
+    NeverSent,
     #[error("the scheduler has forgotten this worker")]
     Forgotten,
 }
@@ -64,7 +55,7 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
             () = worker.stopping.cancelled() => return,
         };
         match &ended {
-            Ended::Refused(refusal) if refusal.is(Reason::StaleSession) => {
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
                     "another gateway has taken over this worker"
@@ -80,7 +71,7 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 );
                 worker.session.set(None);
             }
-            Ended::Refused(refusal) if refusal.is(Reason::WorkerRetired) => {
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
                 if !std::mem::replace(&mut retired, true) {
                     tracing::warn!(
                         worker.name = worker.config.worker_name,
@@ -89,10 +80,10 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 }
                 worker.session.set(None);
             }
-            Ended::Refused(refusal) if refusal.is_transient() => {
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer");
             }
-            Ended::Refused(refusal) if refusal.is(Reason::AlreadyAttended) => {
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
                 if !std::mem::replace(&mut standing_by, true) {
                     tracing::info!(
                         worker.name = worker.config.worker_name,
@@ -112,10 +103,10 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
     }
 }
 
-/// One stream, from hello to its end.
+/// Speaks for the worker on one stream, from the registration to the end of the stream.
 async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
     match try_speak(context, instance, pause).await {
-        Ok(()) => Ended::Closed,
+        Ok(never) => match never {},
         Err(ended) => ended,
     }
 }
@@ -124,24 +115,18 @@ async fn try_speak(
     context: &Arc<AttemptContext>,
     instance: GatewayInstance,
     pause: &mut Duration,
-) -> Result<(), Ended> {
+) -> Result<Infallible, Ended> {
     let worker = &context.worker;
-    let (up, requests) = mpsc::channel(4);
-    let hello = hello(worker, instance).await?;
-    let said_hello = since_boot();
-    let mut contact = Contact::new(said_hello);
-    // The other end of the channel is the stream below, which is alive.
-    up.send(pb::SynchronizeRequest { message: Some(Up::Hello(hello)) }).await.ok();
-    let mut client = worker.workers.clone();
-    let mut down =
-        client.synchronize(ReceiverStream::new(requests)).await.map_err(Refusal::from)?.into_inner();
-
-    let welcome = match down.message().await.map_err(Refusal::from)?.and_then(|response| response.message) {
-        Some(Down::Welcome(welcome)) => welcome,
-        Some(Down::Desired(_)) => return Err(Ended::Nonsense("the first message is not `welcome`")),
-        None => return Err(Ended::Closed),
+    let registration = registration(worker, instance).await?;
+    let registered_at = since_boot();
+    let mut heartbeats = Heartbeats::new(registered_at);
+    let (mut stream, welcome) = SchedulerStream::open(&worker.clients.scheduler, registration).await?;
+    let session = OpenSession {
+        credential: welcome.credential,
+        worker: welcome.worker,
+        incarnation: welcome.incarnation,
+        session: welcome.session,
     };
-    let session = open_session(&welcome)?;
     tracing::info!(
         worker.id = %session.worker,
         worker.name = worker.config.worker_name,
@@ -149,55 +134,44 @@ async fn try_speak(
         session = session.session.0,
         "speaking for the worker"
     );
-    let ttl = seconds(welcome.worker_ttl, Duration::from_secs(30));
-    worker.session.extend_exclusive(said_hello + ttl);
+    worker.session.extend_exclusive(registered_at + welcome.worker_ttl);
     worker.session.set(Some(session.clone()));
     *pause = Duration::from_millis(20);
 
-    let heartbeat = seconds(welcome.heartbeat, Duration::from_secs(5));
-    let stop_after = seconds(welcome.stop_after, Duration::from_secs(600));
-    let (mut applied, mut directive) = (0, pb::Directive::Run);
+    let (mut applied, mut directive) = (0, Directive::Run);
     let listed = Instant::now() + LISTED;
     loop {
-        let mut observed = observe(worker, &session, applied).await?;
-        observed.number = contact.sending(since_boot());
-        if up.send(pb::SynchronizeRequest { message: Some(Up::Observed(observed)) }).await.is_err() {
-            return Err(Ended::Closed);
-        }
-        let due = heartbeat / 2;
+        let mut state = worker_state(worker, &session, applied).await?;
+        state.number = heartbeats.sending(since_boot());
+        stream.send(state).await?;
+        let due = welcome.heartbeat / 2;
         let until_listed = listed.saturating_duration_since(Instant::now());
         let due = if until_listed.is_zero() { due } else { due.min(until_listed) };
         let due = tokio::time::sleep(due);
         tokio::pin!(due);
         loop {
             tokio::select! {
-                message = down.message() => {
-                    match message.map_err(Refusal::from)?.and_then(|response| response.message) {
-                        Some(Down::Desired(desired)) => {
-                            let heard = contact.heard(desired.heard, heartbeat).map_err(|NeverSent| {
-                                Ended::Nonsense("it heard what was never sent")
-                            })?;
-                            if let Some(sent) = heard {
-                                worker.session.extend_exclusive(sent + ttl);
-                                // A supervisor that does not answer must not delay others.
-                                worker.tasks.spawn(tell_contact(worker.clone(), sent, stop_after));
-                            }
-                            let before = applied;
-                            applied = desired.generation;
-                            let told = desired.directive();
-                            if std::mem::replace(&mut directive, told) != told {
-                                say(worker, told);
-                            }
-                            let changed = apply(context, desired);
-                            if told == pb::Directive::RegisterAgain {
-                                return Err(Ended::Forgotten);
-                            }
-                            if changed || applied != before {
-                                break;
-                            }
-                        }
-                        Some(Down::Welcome(_)) => return Err(Ended::Nonsense("a second `welcome`")),
-                        None => return Err(Ended::Closed),
+                desired = stream.receive() => {
+                    let desired = desired?;
+                    let contact = heartbeats
+                        .received(desired.received, welcome.heartbeat)
+                        .map_err(|NeverSent| Ended::NeverSent)?;
+                    if let Some(sent) = contact {
+                        worker.session.extend_exclusive(sent + welcome.worker_ttl);
+                        // A supervisor that does not answer must not delay others.
+                        worker.tasks.spawn(report_contact(worker.clone(), sent, welcome.stop_after));
+                    }
+                    let before = std::mem::replace(&mut applied, desired.generation);
+                    let wanted = desired.directive;
+                    if std::mem::replace(&mut directive, wanted) != wanted {
+                        log_directive(worker, wanted);
+                    }
+                    let changed = apply(context, desired);
+                    if wanted == Directive::RegisterAgain {
+                        return Err(Ended::Forgotten);
+                    }
+                    if changed || applied != before {
+                        break;
                     }
                 }
                 () = worker.attempts.changed() => break,
@@ -207,97 +181,40 @@ async fn try_speak(
     }
 }
 
-/// What the worker as a whole shall do has changed. The scheduler gives it no work, so there is nothing to do about it here.
-fn say(worker: &Worker, directive: pb::Directive) {
+/// Logs that the scheduler wants something else of the worker as a whole. It gives the worker no work then, so
+/// there is nothing to do about it here.
+fn log_directive(worker: &Worker, directive: Directive) {
     let name = &worker.config.worker_name;
     match directive {
-        pb::Directive::Run | pb::Directive::Unspecified => {
-            tracing::info!(worker.name = name, "this worker may take work");
-        }
-        pb::Directive::Land => tracing::info!(worker.name = name, "this worker lands: it gets no more work"),
-        pb::Directive::Retire => {
+        Directive::Run => tracing::info!(worker.name = name, "this worker may take work"),
+        Directive::Land => tracing::info!(worker.name = name, "this worker lands: it gets no more work"),
+        Directive::Retire => {
             tracing::info!(worker.name = name, "this worker is being retired: it gets no more work");
         }
-        pb::Directive::RegisterAgain => {}
+        Directive::RegisterAgain => {}
     }
 }
 
-async fn hello(worker: &Worker, instance: GatewayInstance) -> Result<pb::Hello, Ended> {
+async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, Ended> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
     let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
-    Ok(introduce(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
+    Ok(Registration::new(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
 }
 
-/// Who wants to speak for which worker. `credential`: of the last session of this instance, if it had one.
-pub(crate) fn introduce(
-    config: &Config,
-    instance: GatewayInstance,
-    marker: Marker,
-    disk: Option<Disk>,
-    capabilities: &Capabilities,
-    credential: String,
-) -> pb::Hello {
-    let labels = config.labels(capabilities);
-    let capacity = config.amounts.capacity(capabilities, disk);
-    pb::Hello {
-        worker_name: config.worker_name.clone(),
-        gateway_instance: instance.to_string(),
-        session_credential: credential,
-        marker: Some(pb::Marker { marker_id: marker.id.to_string(), boot_id: marker.boot }),
-        endpoint: config.endpoint.clone(),
-        labels: Some(pb::WorkerLabels {
-            platform: labels.platform,
-            tags: labels.tags,
-            team: labels.team.unwrap_or_default(),
-            image_kinds: labels.image_kinds,
-            capabilities: labels.capabilities,
-            resource_types: labels
-                .resource_types
-                .into_iter()
-                .map(|ResourceType { name, version }| pb::ResourceType { name, version })
-                .collect(),
-            ephemeral: config.ephemeral,
-        }),
-        capacity: Some(pb::Capacity {
-            max_tasks: capacity.max_tasks.unwrap_or(0),
-            disk_bytes: capacity.disk_bytes,
-            max_containers: capacity.max_containers.unwrap_or(0),
-            max_volumes: capacity.max_volumes.unwrap_or(0),
-            cpu_millis: capacity.cpu_millis.unwrap_or(0),
-            memory_bytes: capacity.memory_bytes.unwrap_or(0),
-        }),
-        protocol_versions: vec![PROTOCOL],
-    }
-}
-
-fn open_session(welcome: &pb::Welcome) -> Result<OpenSession, Ended> {
-    let worker: WorkerId = welcome.worker_id.parse().map_err(|_| Ended::Nonsense("worker_id is no UUID"))?;
-    Ok(OpenSession {
-        credential: welcome.session_credential.clone(),
-        worker,
-        incarnation: Incarnation(welcome.incarnation),
-        session: Session(welcome.session),
-    })
-}
-
-async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result<pb::Observed, Ended> {
+async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> Result<WorkerState, Ended> {
     let disk = worker.runtime.disk().await?;
-    let leases = worker
-        .attempts
-        .lock()
-        .iter()
-        .map(|(lease, attempt)| pb::ObservedLease {
-            lease_id: lease.to_string(),
-            phase: attempt.phase.into(),
-            inputs: attempt.inputs.clone(),
-        })
-        .collect();
+    let attempts = worker.attempts.lock();
+    let leases = attempts.iter().map(|(lease, attempt)| LeaseState {
+        lease: *lease,
+        phase: attempt.phase,
+        inputs: attempt.inputs.clone(),
+    });
     let Usage { containers, volumes } = worker.usage.now();
-    Ok(pb::Observed {
-        session_credential: session.credential.clone(),
+    Ok(WorkerState {
+        credential: session.credential.clone(),
         applied_generation: applied,
-        leases,
+        leases: leases.collect(),
         containers,
         volumes,
         disk_free_bytes: disk.map_or(0, |disk| disk.free_bytes),
@@ -305,36 +222,24 @@ async fn observe(worker: &Worker, session: &OpenSession, applied: u64) -> Result
     })
 }
 
-/// Takes up what the scheduler wishes. Answers whether that changed anything here.
-///
-/// What cannot be understood of one lease ends that lease, and nothing else.
-fn apply(context: &Arc<AttemptContext>, desired: pb::Desired) -> bool {
+/// Applies the state that the scheduler wants. Returns whether that changed anything here.
+fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     let worker = &context.worker;
-    let mut wished = Vec::with_capacity(desired.leases.len());
+    let mut named = Vec::with_capacity(desired.leases.len());
     let mut changed = false;
-    for lease in desired.leases {
-        let Ok(id) = lease.lease_id.parse::<LeaseId>() else {
-            tracing::error!(
-                lease.id = lease.lease_id,
-                "the scheduler names a lease that is no UUID: it is left alone"
-            );
-            continue;
-        };
-        wished.push(id);
-        match lease.wish {
-            Some(Wish::Run(run)) => changed |= start(context, id, run),
-            Some(Wish::Stop(stop)) => changed |= self::stop(context, id, stop),
-            // It was said before on this stream, or follows.
-            None => {}
+    for DesiredLease { lease, request } in desired.leases {
+        named.push(lease);
+        if let Some(request) = request {
+            changed |= apply_request(context, lease, request);
         }
     }
     let mut attempts = worker.attempts.lock();
     attempts.retain(|lease, attempt| {
-        if wished.contains(lease) {
+        if named.contains(lease) {
             return true;
         }
         // Over without us: whatever still runs of it has to end. The task tells when it has.
-        if attempt.phase != pb::LeasePhase::Ended {
+        if attempt.phase != AttemptPhase::Ended {
             let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
             attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
             return true;
@@ -357,42 +262,49 @@ fn attend<F>(
 {
     let worker = &context.worker;
     let (stop, stopped) = watch::channel(wish);
-    let attempting = AttemptEntry { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop };
+    let attempting = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
     worker.attempts.lock().insert(lease, attempting);
     worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
 }
 
-fn start(context: &Arc<AttemptContext>, lease: LeaseId, run: pb::RunAttempt) -> bool {
+fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRequest) -> bool {
     let worker = &context.worker;
-    if worker.attempts.lock().contains_key(&lease) {
-        return false;
-    }
-    let (attempt, token) = (run.attempt_id.parse().ok(), run.lease_token.clone());
-    let whose = (attempt, token.clone());
-    match attempt::Task::parse(lease, run) {
-        Ok(task) => {
-            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), task, stopped));
+    match request {
+        LeaseRequest::Stop { attempt, token, grace, reason } => {
+            stop(context, lease, (attempt, token), StopRequest { grace, reason })
         }
-        Err(unreadable) => {
-            tracing::error!(lease.id = %lease, error = %unreadable, "an attempt cannot be understood");
-            let why = unreadable.message().to_owned();
-            attend(context, lease, None, whose, |_| {
+        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. }
+            if worker.attempts.lock().contains_key(&lease) =>
+        {
+            false
+        }
+        LeaseRequest::Run(task) => {
+            let whose = (Some(task.attempt), task.token.clone());
+            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), *task, stopped));
+            true
+        }
+        LeaseRequest::Invalid { attempt, token, why } => {
+            tracing::error!(lease.id = %lease, error = why, "an attempt cannot be understood");
+            attend(context, lease, None, (attempt, token.clone()), |_| {
                 attempt::refuse(worker.clone(), lease, attempt, token, why)
             });
+            true
         }
     }
-    true
 }
 
-fn stop(context: &Arc<AttemptContext>, lease: LeaseId, stop: pb::StopAttempt) -> bool {
+/// Asks the task of an attempt to stop it. Of an attempt without a task, an earlier gateway may have started a
+/// process.
+fn stop(
+    context: &Arc<AttemptContext>,
+    lease: LeaseId,
+    (attempt, token): (Option<AttemptId>, String),
+    wish: StopRequest,
+) -> bool {
     let worker = &context.worker;
-    let grace = stop.grace.and_then(|grace| grace.try_into().ok()).unwrap_or(Duration::ZERO);
-    let reason = stop.reason.parse().unwrap_or(FailureReason::StoppedBeforeStart);
-    let wish = StopRequest { grace, reason };
     if let Some(attempt) = worker.attempts.lock().get(&lease) {
         return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
     }
-    let (attempt, token) = (stop.attempt_id.parse().ok(), stop.lease_token);
     let whose = (attempt, token.clone());
     match attempt {
         Some(attempt) => attend(context, lease, Some(wish), whose, |stopped| {
@@ -409,14 +321,10 @@ fn stop(context: &Arc<AttemptContext>, lease: LeaseId, stop: pb::StopAttempt) ->
     true
 }
 
-async fn tell_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
+async fn report_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
     if let Err(error) = worker.runtime.contact(sent, stop_after).await {
         tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
     }
-}
-
-fn seconds(duration: Option<impl TryInto<Duration>>, default: Duration) -> Duration {
-    duration.and_then(|duration| duration.try_into().ok()).unwrap_or(default)
 }
 
 #[cfg(test)]

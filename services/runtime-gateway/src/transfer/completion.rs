@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use domain::{VolumeHandle, chain};
 use rpc::Refusal;
-use rpc::pb::artifacts as store;
 use runtime::{Contents, RuntimeError, VolumeSource};
 use transfer::Manifest;
 
@@ -66,19 +65,11 @@ pub(crate) async fn complete(
     manifest: &transfer::Manifest,
 ) -> Result<(), Refusal> {
     let session = transfers.worker.session.opened().await;
-    let call = || {
-        let mut inventory = transfers.worker.inventory.clone();
-        let request = store::VolumeCompleteRequest {
-            session_credential: session.credential.clone(),
-            volume_handle: volume.to_string(),
-            size_bytes: manifest.size_bytes(),
-            digest: manifest.tree_digest().as_bytes().to_vec().into(),
-            verification: store::Verification::Verified.into(),
-        };
-        async move { inventory.volume_complete(request).await }
-    };
-    let answer = until_answered("say that a volume is complete", call).await?;
-    if let Ok(artifact) = answer.artifact_id.parse() {
+    let (size_bytes, digest) = (manifest.size_bytes(), manifest.tree_digest());
+    let store = &transfers.worker.clients.store;
+    let call = || store.complete_volume(&session.credential, volume, size_bytes, digest);
+    let artifact = until_answered("say that a volume is complete", call).await?;
+    if let Some(artifact) = artifact {
         let runtime = transfers.worker.runtime.clone();
         transfers.worker.tasks.spawn(async move {
             if let Err(error) = runtime.note_artifact(volume, artifact).await {

@@ -15,19 +15,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::{VolumeHandle, chain};
-use rpc::pb::runtime as pb;
 use rpc::{Reason, Refusal};
 use runtime::{Inlet, RuntimeError, VolumeSource};
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
-use tonic::{Code, Status};
+use tonic::Code;
 use transfer::{ArchiveError, ArchiveReader, Limits, Manifest};
 
 use super::Transfers;
 use super::error::WriteVolumeError;
+use crate::clients::gateway::{Source, SourceError};
 use crate::transfer::blocking_pipe::Arriving;
-use crate::transfer::pull::{Source, SourceError};
 use crate::transfer::remote::Far;
 use crate::util::blocking::blocking;
 
@@ -83,9 +82,12 @@ enum PeerError {
     Arrived(#[source] ArchiveError),
 }
 
-impl From<Status> for PeerError {
-    fn from(status: Status) -> Self {
-        let refusal = Refusal::from(status);
+impl From<SourceError> for PeerError {
+    fn from(error: SourceError) -> Self {
+        let refusal = match error {
+            SourceError::Refused(refusal) => refusal,
+            error => return Self::Source(error),
+        };
         let not_begun = [
             Reason::NoPeers,
             Reason::InvalidField,
@@ -186,17 +188,10 @@ impl Sender {
         manifest: &Arc<Manifest>,
         inlet: Inlet,
     ) -> Result<(), PeerError> {
-        let mut client = self.source.client().map_err(PeerError::Source)?;
-        let request = pb::StreamToPeerRequest {
-            ticket: self.source.ticket.clone(),
-            destination_ticket: self.ticket.clone(),
-            peer_url: inlet.address,
-            encoding: inlet.encoding,
-        };
         self.compared.send_replace(0);
         let patience =
             transfers.worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
-        let sent = timeout(patience, client.stream_to_peer(request)).await;
+        let sent = timeout(patience, self.source.stream_to_peer(&self.ticket, inlet)).await;
         sent.map_err(|_| PeerError::Late)??;
 
         let archive = Arriving::of(manifest, remote.read(Path::new("")).await?);

@@ -16,46 +16,18 @@ use std::time::Duration;
 
 use domain::worker::TicketClaims;
 use domain::{Digest, chain};
-use rpc::client::{AddressError, Outgoing};
-use rpc::pb::runtime as pb;
-use rpc::pb::runtime::read_request::Message as Say;
-use rpc::pb::runtime::read_response::Message as Said;
-use rpc::pb::runtime::volumes_client::VolumesClient;
-use rpc::{Peer, Reason, Refusal};
-use tokio::sync::{mpsc, watch};
-use tokio_stream::wrappers::ReceiverStream;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tonic::Streaming;
-use transfer::{InvalidManifest, Limits, Manifest, ManifestBuilder, Outstanding, Runs, Verified};
+use transfer::{ExtentData, Manifest, Outstanding, Runs, Verified};
 
 use super::Transfers;
 use super::error::WriteVolumeError;
 use super::write::Filling;
+use crate::clients::gateway::{Source, SourceError, VolumeReader};
 use crate::transfer::peer_copy::Sender;
 
 /// Longest pause of a source, which may have to scan a large volume before it goes on.
 const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
-
-/// A volume elsewhere that has the bytes.
-///
-/// Invariant: this gateway connects to the address that the scheduler signed, and to nothing that a caller named. [`Source::endpoint`] comes
-/// out of a verified ticket.
-#[derive(Debug, Clone)]
-pub(crate) struct Source {
-    /// The gateway of its worker, as the scheduler knows it. `None`: the ticket is not good for reading.
-    pub(crate) endpoint: Option<String>,
-    /// Permits to read it.
-    pub(crate) ticket: String,
-}
-
-impl Source {
-    /// Calls to its gateway, which present its ticket and nothing else.
-    pub(crate) fn client(&self) -> Result<VolumesClient<Peer>, SourceError> {
-        let endpoint = self.endpoint.as_deref().ok_or(SourceError::Ticket)?;
-        let outgoing = Outgoing::internal().with_ticket(&self.ticket);
-        Ok(VolumesClient::new(rpc::client::peer(endpoint, outgoing)?))
-    }
-}
 
 /// How far a fetch is, in bytes of content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -79,49 +51,6 @@ pub(crate) enum FetchError {
     /// Each source failed, in their order.
     #[error("no source could give all that is missing: {}", listed(.0))]
     Sources(Vec<SourceError>),
-}
-
-/// A source is of no use.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum SourceError {
-    /// Its ticket is forged, expired, or for something else.
-    #[error("its ticket is not good for this")]
-    Ticket,
-    /// It cannot be reached by that name.
-    #[error(transparent)]
-    Address(#[from] AddressError),
-    /// It refused, or broke off.
-    #[error(transparent)]
-    Refused(#[from] Refusal),
-    /// It ended before everything was there.
-    #[error("it broke off")]
-    Cut,
-    /// Its manifest breaks a rule.
-    #[error("its manifest is invalid")]
-    Manifest(#[from] InvalidManifest),
-    /// It has something else.
-    #[error("it does not hold what was asked for")]
-    OtherBytes,
-    /// It says what makes no sense.
-    #[error("it said something that makes no sense")]
-    Nonsense,
-}
-
-impl SourceError {
-    /// What a program may tell sources by.
-    pub(crate) fn reason(&self) -> &str {
-        match self {
-            Self::Ticket => Reason::InvalidToken.as_str(),
-            Self::Address(_) => Reason::InvalidField.as_str(),
-            Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
-            Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
-            Self::Cut => Reason::Unavailable.as_str(),
-            // The memory of this gateway, and no fault of the source.
-            Self::Manifest(InvalidManifest::NoMemory) => Reason::Unavailable.as_str(),
-            Self::Manifest(_) | Self::Nonsense => Reason::InvalidManifest.as_str(),
-            Self::OtherBytes => Reason::DigestMismatch.as_str(),
-        }
-    }
 }
 
 /// The errors of sources, for people.
@@ -205,8 +134,8 @@ struct UnderWay {
 impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
     async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<Filling, Failed> {
-        let mut reading = Reading::open(source, pause).await?;
-        let manifest = reading.manifest().await?;
+        let mut reader = source.read(pause).await?;
+        let manifest = reader.manifest().await?;
         if manifest.tree_digest() != self.digest {
             return Err(SourceError::OtherBytes.into());
         }
@@ -217,7 +146,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         under_way.progress.source = place;
         (self.progress)(under_way.progress);
 
-        match self.receive(&mut under_way, &mut reading).await {
+        match self.receive(&mut under_way, &mut reader).await {
             Ok(()) => {
                 debug_assert!(under_way.missing.is_empty(), "everything was received");
                 Ok(under_way.filling)
@@ -265,17 +194,18 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
     }
 
-    async fn receive(&self, under_way: &mut UnderWay, reading: &mut Reading) -> Result<(), Failed> {
+    async fn receive(&self, under_way: &mut UnderWay, reader: &mut VolumeReader) -> Result<(), Failed> {
         if under_way.missing.is_empty() {
             return Ok(());
         }
-        reading.want(under_way).await?;
+        let bytes = under_way.manifest.bytes_of(&under_way.missing);
+        reader.request(&under_way.missing, bytes).await?;
         let wanted = under_way.missing.clone();
         let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
         let received = loop {
-            match reading.next().await {
-                Ok(Said::Chunk(chunk)) => {
-                    let verified = verify(&under_way.manifest, chunk, &mut expected);
+            match reader.extents().await {
+                Ok(Some(extents)) => {
+                    let verified = verify(&under_way.manifest, extents, &mut expected);
                     let verified = match verified {
                         Ok(verified) => verified,
                         Err(error) => break Err(error.into()),
@@ -289,9 +219,8 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
                     }
                     (self.progress)(under_way.progress);
                 }
-                Ok(Said::Done(_)) if expected.is_empty() => break Ok(()),
-                Ok(Said::Done(_)) => break Err(SourceError::Cut.into()),
-                Ok(Said::Manifest(_) | Said::ManifestEnd(_)) => break Err(SourceError::Nonsense.into()),
+                Ok(None) if expected.is_empty() => break Ok(()),
+                Ok(None) => break Err(SourceError::Truncated.into()),
                 Err(error) => break Err(error.into()),
             }
         };
@@ -302,15 +231,15 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
 
 type Received = (u64, u64, Verified<bytes::Bytes>);
 
-/// Verifies what arrived: what was expected, in its turn. With their ordinals and lengths.
+/// Verifies extents that arrived: those that are expected, each once. Returns their ordinals and lengths, too.
 fn verify(
     manifest: &Manifest,
-    chunk: pb::Chunk,
+    extents: Vec<ExtentData>,
     expected: &mut Outstanding,
 ) -> Result<Vec<Received>, SourceError> {
-    let verified = chunk.extents.into_iter().map(|extent| {
+    let verified = extents.into_iter().map(|extent| {
         if !expected.take(manifest, extent.ordinal) {
-            return Err(SourceError::Nonsense);
+            return Err(SourceError::Protocol);
         }
         let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
         let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
@@ -319,66 +248,16 @@ fn verify(
     verified.collect()
 }
 
-/// A volume elsewhere that is being read.
-struct Reading {
-    say: mpsc::Sender<pb::ReadRequest>,
-    said: Streaming<pb::ReadResponse>,
-    /// Longest time that the source may send nothing.
-    pause: Duration,
-}
-
-impl Reading {
-    /// The source is told nothing that is not for it: the ticket that the caller has for it, and never the token of the cluster.
-    async fn open(source: &Source, pause: Duration) -> Result<Self, SourceError> {
-        let mut client = source.client()?;
-        let (say, requests) = mpsc::channel(4);
-        let open = pb::ReadOpen { ticket: source.ticket.clone() };
-        // The other end is the stream below.
-        say.send(pb::ReadRequest { message: Some(Say::Open(open)) }).await.ok();
-        let answer = tokio::time::timeout(pause, client.read(ReceiverStream::new(requests))).await;
-        let said = answer.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?.into_inner();
-        Ok(Self { say, said, pause })
-    }
-
-    async fn next(&mut self) -> Result<Said, SourceError> {
-        // The source may have to scan the volume before it answers.
-        let message = tokio::time::timeout(self.pause, self.said.message()).await;
-        let message = message.map_err(|_| SourceError::Cut)?.map_err(Refusal::from)?;
-        message.ok_or(SourceError::Cut)?.message.ok_or(SourceError::Nonsense)
-    }
-
-    async fn manifest(&mut self) -> Result<Manifest, SourceError> {
-        let mut builder = ManifestBuilder::new(Limits::of_process());
-        loop {
-            match self.next().await? {
-                Said::Manifest(part) => rpc::tree::push_part(&mut builder, &part)?,
-                Said::ManifestEnd(_) => return Ok(builder.finish()?),
-                Said::Chunk(_) | Said::Done(_) => return Err(SourceError::Nonsense),
-            }
-        }
-    }
-
-    async fn want(&self, under_way: &UnderWay) -> Result<(), SourceError> {
-        let runs = rpc::tree::runs(&under_way.missing).into_iter().map(Say::Want);
-        let bytes = under_way.manifest.bytes_of(&under_way.missing);
-        for message in runs.chain([Say::WantEnd(pb::ExtentRunsEnd { bytes })]) {
-            let request = pb::ReadRequest { message: Some(message) };
-            self.say.send(request).await.map_err(|_| SourceError::Cut)?;
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn chunk(extents: &[(u64, &'static str)]) -> pb::Chunk {
-        let extents = extents.iter().map(|(ordinal, text)| pb::ExtentData {
+    fn chunk(extents: &[(u64, &'static str)]) -> Vec<ExtentData> {
+        let extents = extents.iter().map(|(ordinal, text)| ExtentData {
             ordinal: *ordinal,
             data: bytes::Bytes::from_static(text.as_bytes()),
         });
-        pb::Chunk { extents: extents.collect() }
+        extents.collect()
     }
 
     #[test]
@@ -416,7 +295,7 @@ mod tests {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
         let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
-        let left = Reading::open(&source, Duration::from_millis(50)).await;
-        assert!(matches!(left, Err(SourceError::Cut)));
+        let left = source.read(Duration::from_millis(50)).await;
+        assert!(matches!(left, Err(SourceError::Truncated)));
     }
 }

@@ -4,19 +4,18 @@ use std::future::Future;
 use std::time::Duration;
 
 use rpc::{Reason, Refusal};
-use tonic::{Response, Status};
 
 /// Repeats `call` until it is answered or refused for a reason that repeating does not change.
 ///
 /// Every call made through this may be repeated safely: the contracts say so.
 pub(crate) async fn until_answered<T, F>(doing: &str, mut call: impl FnMut() -> F) -> Result<T, Refusal>
 where
-    F: Future<Output = Result<Response<T>, Status>>,
+    F: Future<Output = Result<T, Refusal>>,
 {
     let mut pause = Duration::from_millis(20);
     loop {
-        match call().await.map_err(Refusal::from) {
-            Ok(answer) => return Ok(answer.into_inner()),
+        match call().await {
+            Ok(answer) => return Ok(answer),
             Err(refusal) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "cannot {doing} just now");
                 tokio::time::sleep(pause).await;

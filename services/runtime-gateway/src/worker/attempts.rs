@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use domain::LeaseId;
 use domain::workload::FailureReason;
-use rpc::pb::scheduler as pb;
 use tokio::sync::{Notify, watch};
+
+use crate::clients::scheduler_stream::{AttemptPhase, InputProgress};
 
 /// A request to stop an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,9 +21,9 @@ pub(crate) struct StopRequest {
 
 /// An attempt that this gateway works on, or has ended while the scheduler still names its lease.
 pub(crate) struct AttemptEntry {
-    pub(crate) phase: pb::LeasePhase,
+    pub(crate) phase: AttemptPhase,
     /// Progress of the inputs that are copied to the worker, while materializing.
-    pub(crate) inputs: Vec<pb::InputProgress>,
+    pub(crate) inputs: Vec<InputProgress>,
     /// Set when the attempt must stop.
     pub(crate) stop: watch::Sender<Option<StopRequest>>,
 }
@@ -51,7 +52,7 @@ impl AttemptTable {
     }
 
     /// Sets how far an attempt is.
-    pub(crate) fn set_phase(&self, lease: LeaseId, phase: pb::LeasePhase) {
+    pub(crate) fn set_phase(&self, lease: LeaseId, phase: AttemptPhase) {
         if let Some(attempt) = self.lock().get_mut(&lease) {
             attempt.phase = phase;
             attempt.inputs.clear();
@@ -60,12 +61,12 @@ impl AttemptTable {
     }
 
     /// Sets how far the inputs of an attempt are, which are copied to the worker.
-    pub(crate) fn set_inputs(&self, lease: LeaseId, inputs: Vec<pb::InputProgress>) {
+    pub(crate) fn set_inputs(&self, lease: LeaseId, inputs: Vec<InputProgress>) {
         let mut is_reported = false;
         if let Some(attempt) = self.lock().get_mut(&lease) {
-            is_reported = attempt.phase != pb::LeasePhase::Materializing
+            is_reported = attempt.phase != AttemptPhase::Materializing
                 || rough_progress(&attempt.inputs) != rough_progress(&inputs);
-            attempt.phase = pb::LeasePhase::Materializing;
+            attempt.phase = AttemptPhase::Materializing;
             attempt.inputs = inputs;
         }
         if is_reported {
@@ -75,8 +76,8 @@ impl AttemptTable {
 }
 
 /// How far inputs are together, in tenths, and what each waits for.
-fn rough_progress(inputs: &[pb::InputProgress]) -> (u64, Vec<&str>) {
-    let of = |bytes: fn(&pb::InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
+fn rough_progress(inputs: &[InputProgress]) -> (u64, Vec<&str>) {
+    let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
     let tenths = of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1);
     (tenths, inputs.iter().map(|input| input.waits_for.as_str()).collect())
 }

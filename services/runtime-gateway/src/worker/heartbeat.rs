@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// What was sent on one stream, and when, by `CLOCK_BOOTTIME`.
 #[derive(Debug)]
-pub(crate) struct Contact {
+pub(crate) struct Heartbeats {
     /// Messages that the scheduler has not said to have heard, oldest first.
     unheard: VecDeque<(u64, Duration)>,
     last: u64,
@@ -22,7 +22,7 @@ pub(crate) struct Contact {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeverSent;
 
-impl Contact {
+impl Heartbeats {
     /// Of a stream whose hello, which is number 0, was sent at `hello`.
     pub(crate) fn new(hello: Duration) -> Self {
         Self { unheard: VecDeque::from([(0, hello)]), last: 0, told: None }
@@ -36,7 +36,7 @@ impl Contact {
     }
 
     /// The scheduler has heard message `number`. Answers since when contact may be counted, if that is news: `every` so often.
-    pub(crate) fn heard(&mut self, number: u64, every: Duration) -> Result<Option<Duration>, NeverSent> {
+    pub(crate) fn received(&mut self, number: u64, every: Duration) -> Result<Option<Duration>, NeverSent> {
         if number > self.last {
             return Err(NeverSent);
         }
@@ -64,32 +64,32 @@ mod tests {
 
     #[test]
     fn contact_counts_from_when_the_message_was_sent_that_was_heard() {
-        let mut contact = Contact::new(at(100));
-        assert_eq!(contact.heard(0, at(5)), Ok(Some(at(100))), "the hello was");
+        let mut contact = Heartbeats::new(at(100));
+        assert_eq!(contact.received(0, at(5)), Ok(Some(at(100))), "the hello was");
         assert_eq!((contact.sending(at(110)), contact.sending(at(120)), contact.sending(at(130))), (1, 2, 3));
-        assert_eq!(contact.heard(2, at(5)), Ok(Some(at(120))));
-        assert_eq!(contact.heard(1, at(5)), Ok(None), "an older one is no news");
-        assert_eq!(contact.heard(4, at(5)), Err(NeverSent));
+        assert_eq!(contact.received(2, at(5)), Ok(Some(at(120))));
+        assert_eq!(contact.received(1, at(5)), Ok(None), "an older one is no news");
+        assert_eq!(contact.received(4, at(5)), Err(NeverSent));
     }
 
     #[test]
     fn what_the_scheduler_says_unasked_is_no_contact() {
-        let mut contact = Contact::new(at(100));
-        assert_eq!(contact.heard(0, at(5)), Ok(Some(at(100))));
+        let mut contact = Heartbeats::new(at(100));
+        assert_eq!(contact.received(0, at(5)), Ok(Some(at(100))));
         for sent in 101..200 {
             contact.sending(at(sent));
-            assert_eq!(contact.heard(0, at(5)), Ok(None), "it has heard nothing since the hello");
+            assert_eq!(contact.received(0, at(5)), Ok(None), "it has heard nothing since the hello");
         }
-        assert_eq!(contact.heard(7, at(5)), Ok(Some(at(107))));
+        assert_eq!(contact.received(7, at(5)), Ok(Some(at(107))));
     }
 
     #[test]
     fn the_worker_is_not_told_of_each_message() {
-        let mut contact = Contact::new(at(100));
+        let mut contact = Heartbeats::new(at(100));
         let mut told = Vec::new();
         for sent in 100..120 {
             let number = contact.sending(at(sent));
-            told.extend(contact.heard(number, at(5)).expect("it was sent"));
+            told.extend(contact.received(number, at(5)).expect("it was sent"));
         }
         assert_eq!(told, [at(100), at(105), at(110), at(115)]);
     }

@@ -14,33 +14,22 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use domain::{AttemptId, ContainerHandle};
-use rpc::Peer;
-use rpc::client::Outgoing;
-use rpc::pb::artifacts::inventory_client::InventoryClient;
-use rpc::pb::scheduler::workers_client::WorkersClient;
-use rpc::pb::scheduler::workloads_client::WorkloadsClient;
-use rpc::pb::streamer::streamer_client::StreamerClient;
 use runtime::{Runtime, RuntimeError};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use crate::Config;
+use crate::clients::Clients;
 use attempts::AttemptTable;
 use session::SessionState;
 use usage::UsageCounter;
-
-/// Most bytes of a desired state: it names all leases of the worker.
-const DESIRED_BYTES: usize = 256 << 20;
 
 /// A worker that this gateway attends.
 pub(crate) struct Worker {
     pub(crate) config: Config,
     pub(crate) runtime: Arc<dyn Runtime>,
-    pub(crate) inventory: InventoryClient<Peer>,
-    pub(crate) workers: WorkersClient<Peer>,
-    pub(crate) workloads: WorkloadsClient<Peer>,
-    pub(crate) streamer: StreamerClient<Peer>,
+    pub(crate) clients: Clients,
     pub(crate) session: SessionState,
     pub(crate) attempts: AttemptTable,
     /// Containers and volumes on the worker.
@@ -63,15 +52,8 @@ impl Worker {
         tasks: TaskTracker,
         stopping: CancellationToken,
     ) -> anyhow::Result<Arc<Self>> {
-        let outgoing = || Outgoing::internal().with_token(config.token.as_deref());
-        let scheduler = rpc::client::peer(&config.scheduler, outgoing())?;
-        let store = rpc::client::peer(&config.artifact_store, outgoing())?;
-        let streamer = rpc::client::peer(&config.streamer, outgoing())?;
         Ok(Arc::new(Self {
-            inventory: InventoryClient::new(store),
-            workers: WorkersClient::new(scheduler.clone()).max_decoding_message_size(DESIRED_BYTES),
-            workloads: WorkloadsClient::new(scheduler),
-            streamer: StreamerClient::new(streamer),
+            clients: Clients::new(&config)?,
             session: SessionState::new(),
             attempts: AttemptTable::default(),
             usage: UsageCounter::default(),

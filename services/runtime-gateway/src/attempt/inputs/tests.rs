@@ -17,6 +17,9 @@ use crate::test_support::served::Served;
 use crate::test_support::store::{Asked, Store, session};
 use crate::test_support::{Attended, NOBODY, TestWorker, within};
 use crate::worker::attempts::AttemptEntry;
+use rpc::pb::artifacts as store;
+use rpc::pb::streamer;
+use rpc::pb::streamer::materialize_response::Message as Said;
 use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
@@ -88,7 +91,7 @@ impl Streamer for Script {
 /// A gateway with an attempt at a workload that has two inputs, and those whom it asks.
 struct Suite {
     worker: TestWorker,
-    task: Task,
+    task: AttemptTask,
     store: Store,
     brought: mpsc::Receiver<Bring>,
     streamer: Served,
@@ -99,7 +102,7 @@ impl Suite {
         Self::with(FakeWorker::near(), task()).await
     }
 
-    async fn with(machine: Arc<FakeWorker>, task: Task) -> Self {
+    async fn with(machine: Arc<FakeWorker>, task: AttemptTask) -> Self {
         let store = Store::start().await;
         let (bring, brought) = mpsc::channel(4);
         let streamer = Served::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
@@ -107,7 +110,7 @@ impl Suite {
         let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer.endpoint);
         worker.session.set(Some(session("credential")));
         let (stop_wish, _) = watch::channel(None);
-        let attempt = AttemptEntry { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop: stop_wish };
+        let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop: stop_wish };
         worker.attempts.lock().insert(task.lease, attempt);
         Self { worker, task, store, brought, streamer }
     }
@@ -142,7 +145,7 @@ impl Suite {
     }
 }
 
-fn task() -> Task {
+fn task() -> AttemptTask {
     let input = |name: &str| Input {
         name: name.to_owned(),
         artifact: ArtifactId::new(),
@@ -176,7 +179,7 @@ fn task() -> Task {
         retries: 0,
         capabilities: vec![],
     };
-    Task {
+    AttemptTask {
         lease: LeaseId::new(),
         attempt: AttemptId::new(),
         spec,
@@ -211,9 +214,9 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         bring.say(Said::Progress(progress)).await;
         let told = async |bytes_done, waits_for: &str| {
             let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
-            let input = pb::InputProgress { name, bytes_done, bytes_total: 9, waits_for };
+            let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for };
             within("what is told of it", async {
-                while phase(&worker, lease) != (pb::LeasePhase::Materializing, vec![input.clone()]) {
+                while phase(&worker, lease) != (AttemptPhase::Materializing, vec![input.clone()]) {
                     tokio::task::yield_now().await;
                 }
             })
@@ -237,7 +240,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
     let (_, prepared) = prepared.expect("everything is here");
     assert_eq!(prepared.volumes.len(), 2);
     assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
-    assert_eq!(phase(&worker, lease), (pb::LeasePhase::Preparing, Vec::new()));
+    assert_eq!(phase(&worker, lease), (AttemptPhase::Preparing, Vec::new()));
     drop(worker);
     suite.end().await;
 }

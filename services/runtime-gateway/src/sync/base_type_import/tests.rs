@@ -10,6 +10,8 @@ use super::*;
 use crate::test_support::store::{Answer, Asked, Store, session};
 use crate::test_support::{Attended, NOBODY, TestWorker, within};
 use crate::worker::session::OpenSession;
+use rpc::pb::artifacts as pb;
+use runtime::Brought;
 
 /// A gateway that imports what its worker brings along, and the store that it asks.
 struct Suite {

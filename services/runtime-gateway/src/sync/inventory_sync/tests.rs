@@ -4,7 +4,10 @@ use super::*;
 use crate::test_support::store::{Asked, LIFE, Store, session};
 use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, TestWorker, within};
 use domain::AttemptId;
+use domain::worker::Receipt;
 use domain::workload::{Limits, Network};
+use rpc::pb::artifacts as pb;
+use runtime::Holdings;
 use runtime::{ContainerSpec, Ended, Root};
 use testing::fake::FakeWorker;
 

@@ -17,8 +17,15 @@ use tonic::{Request, Response, Status, Streaming};
 use super::*;
 use crate::test_support::store::{Asked, Store};
 use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use domain::WorkerId;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::desired_lease::Wish;
+use rpc::pb::scheduler::synchronize_request::Message as Up;
+use rpc::pb::scheduler::synchronize_response::Message as Down;
 use testing::conformance::{lines, programs, until_lines};
 use testing::fake::FakeWorker;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 
 type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
@@ -203,7 +210,7 @@ impl Scene {
             session: 1,
             heartbeat: Some(rpc::duration(Duration::from_millis(40))),
             stop_after: Some(rpc::duration(Duration::from_secs(600))),
-            protocol_version: PROTOCOL,
+            protocol_version: 1,
             worker_ttl: Some(rpc::duration(Duration::from_secs(60))),
         };
         let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };

@@ -17,6 +17,7 @@ use transfer::{ReadOptions, Runs, TreeReader};
 use super::*;
 use domain::worker::TicketClaims;
 use rpc::client::Outgoing;
+use rpc::pb::runtime as pb;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 
 use crate::Config;
