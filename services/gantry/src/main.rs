@@ -87,6 +87,10 @@ fn main() -> ExitCode {
     let cli = match parse() {
         Ok(cli) => cli,
         Err(error) => {
+            if let Some(renamed) = settings::renamed_flag(&error) {
+                eprintln!("gantry: {renamed}");
+                return ExitCode::from(exit::OURS);
+            }
             // When that cannot be written, nobody reads it.
             _ = error.print();
             return ExitCode::from(if error.use_stderr() { exit::OURS } else { 0 });
@@ -107,8 +111,11 @@ fn main() -> ExitCode {
     not_set.iter().for_each(|not_set| ui.warn(&not_set.to_string()));
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    settings::misspelt(variables).iter().for_each(|what| ui.warn(what));
-    let result = runtime(&cli.command).and_then(|runtime| {
+    let variables: Vec<_> = variables.collect();
+    settings::misspelt(variables.clone()).iter().for_each(|what| ui.warn(what));
+    let renamed = settings::renamed_variable(variables);
+    let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
+    let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(execute(&cli.command, &cli.global, &ui));
         // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.
         runtime.shutdown_timeout(TIDY_UP);

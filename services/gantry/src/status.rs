@@ -128,7 +128,7 @@ fn lasting(document: &Value) -> Value {
 async fn look(global: &Global) -> anyhow::Result<Seen> {
     let Some(server) = &global.server else { return local::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
-    let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+    let addresses = Addresses { proxy: global.proxy.clone().or(addresses.proxy), ..addresses };
     let token = match named_token(global)? {
         Some(named) => Some(named),
         None => default_token(&addresses)?.map(|(_, token)| token),
@@ -364,9 +364,9 @@ async fn services(addresses: &Addresses, workers: &[Worker], outgoing: &Outgoing
             asked.entry(address.trim()).or_insert(name);
         }
     }
-    match &addresses.door {
-        // Who comes through a door may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
-        Some(door) => asked.extend(door.split(',').map(|address| (address.trim(), "door"))),
+    match &addresses.proxy {
+        // Who comes through a proxy may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
+        Some(proxy) => asked.extend(proxy.split(',').map(|address| (address.trim(), "proxy"))),
         None => {
             // A cluster in one process is asked once, though its gateway may be named by another address of it.
             let aliases = match addresses.in_one_place().map(|address| peer(address, outgoing.clone())) {
@@ -612,12 +612,12 @@ mod tests {
             streamer   not ready  x        http://there:1\n\
             http://there:1: database: it does not answer\n";
         assert_eq!(text, expected);
-        let text = services_text(&[service("door", "", &["Connection refused"])]);
-        assert!(text.contains("door     no answer  http://there:1\n"), "{text}");
+        let text = services_text(&[service("proxy", "", &["Connection refused"])]);
+        assert!(text.contains("proxy     no answer  http://there:1\n"), "{text}");
         assert!(text.ends_with("http://there:1: Connection refused\n"), "{text}");
-        let refuses = Service { refuses: true, ..service("door", "", &["present the token"]) };
+        let refuses = Service { refuses: true, ..service("proxy", "", &["present the token"]) };
         let text = services_text(&[refuses]);
-        assert!(text.contains("door     refuses  http://there:1\n"), "{text}");
+        assert!(text.contains("proxy     refuses  http://there:1\n"), "{text}");
     }
 
     #[test]

@@ -32,7 +32,7 @@ use std::sync::Arc;
 
 use anyhow::Context;
 use api::auth::Ticketed;
-use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use runtime::Runtime;
 use server::{Host, Listener};
 
@@ -40,7 +40,7 @@ pub use attend::concourse::attend_concourse_worker;
 pub use attend::machine::attend_this_machine;
 pub use capacity::Amounts;
 pub use config::Config;
-pub use proxy::{serve_door, start_door};
+pub use proxy::{serve_proxy, start_proxy};
 pub use runtimes::{garden, host};
 pub use worker_set::WorkerSet;
 
@@ -68,9 +68,9 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
 pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
     let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
     let containers = api::containers(gateway.clone());
-    host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[DOOR_TICKET_HEADER]);
+    host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
     let volumes = api::volumes(gateway.clone());
-    let tickets = &[DOOR_TICKET_HEADER, TICKET_HEADER];
+    let tickets = &[PROXY_TICKET_HEADER, TICKET_HEADER];
     host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
     host.describe(server::Service {
         name: "runtime-gateway",

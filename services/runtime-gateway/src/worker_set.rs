@@ -6,7 +6,7 @@
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
+use domain::worker::{ProxyClaims, TicketClaims, TicketOperation};
 use domain::{GatewayInstance, Timestamp, WorkerId};
 use rpc::Refusal;
 use rpc::client::Outgoing;
@@ -285,9 +285,9 @@ impl WorkerSet {
         Ok(claims)
     }
 
-    /// Verifies the ticket of a door, and answers the worker that it names.
-    pub(crate) async fn admit_door(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
-        let claims: DoorClaims = self.0.keys.verify(ticket).await?;
+    /// Verifies the ticket of a proxy, and answers the worker that it names.
+    pub(crate) async fn admit_proxy(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
+        let claims: ProxyClaims = self.0.keys.verify(ticket).await?;
         if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
     }
 

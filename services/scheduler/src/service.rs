@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use db::{Database, Transaction};
-use domain::worker::{DoorClaims, LeaseClaims, TicketClaims, TicketOperation};
+use domain::worker::{LeaseClaims, ProxyClaims, TicketClaims, TicketOperation};
 use domain::workload::{Image, WorkloadSpec};
 use domain::{LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use futures::StreamExt;
@@ -98,7 +98,7 @@ pub(crate) enum TicketError {
     Database(#[from] DbErr),
 }
 
-/// Permission for one transfer or for a door, and where to use it.
+/// Permission for one transfer or for a proxy, and where to use it.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) token: String,
@@ -667,7 +667,7 @@ impl Scheduler {
     }
 
     /// Signs a permission to pass calls on to a worker.
-    pub(crate) async fn issue_door_ticket(
+    pub(crate) async fn issue_proxy_ticket(
         &self,
         worker: WorkerId,
         now: Timestamp,
@@ -675,7 +675,7 @@ impl Scheduler {
         // Also of one that is out of contact: what it holds may be there for callers all the same.
         let (_, gateway_endpoint) =
             workers::reach(self.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
-        let claims = DoorClaims { worker, expires_at: now + self.config.ticket_validity };
+        let claims = ProxyClaims { worker, expires_at: now + self.config.ticket_validity };
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
     }
 }

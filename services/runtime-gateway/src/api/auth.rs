@@ -1,11 +1,11 @@
-//! Calls that a ticket lets in, that of a door which passes them on or that of a transfer: it is verified before anything else is looked at.
+//! Calls that a ticket lets in, that of a proxy which passes them on or that of a transfer: it is verified before anything else is looked at.
 
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use http::{HeaderValue, Request, Response};
-use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use server::Caller;
 use tonic::body::Body;
 use tonic::server::NamedService;
@@ -45,12 +45,12 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let headers = request.headers_mut();
-        let tickets = (headers.remove(DOOR_TICKET_HEADER), headers.remove(TICKET_HEADER));
+        let tickets = (headers.remove(PROXY_TICKET_HEADER), headers.remove(TICKET_HEADER));
         let (gateway, mut inner) = (self.gateway.clone(), self.inner.clone());
         Box::pin(async move {
             let text = |ticket: &HeaderValue| ticket.to_str().unwrap_or_default().to_owned();
             let admitted = match tickets {
-                (Some(door), _) => gateway.admit_door(&text(&door)).await,
+                (Some(proxy), _) => gateway.admit_proxy(&text(&proxy)).await,
                 (None, Some(transfer)) => gateway.admit_transfer(&text(&transfer)).await,
                 (None, None) => return inner.call(request).await,
             };

@@ -60,8 +60,8 @@ impl Peers {
 
     async fn ask(&self, worker: WorkerId, now: Instant) -> Result<Destination, Refusal> {
         let mut scheduler = self.scheduler.clone();
-        let request = pb::IssueDoorTicketRequest { worker_id: worker.to_string() };
-        let asked = tokio::time::timeout(ASK, scheduler.issue_door_ticket(request)).await;
+        let request = pb::IssueProxyTicketRequest { worker_id: worker.to_string() };
+        let asked = tokio::time::timeout(ASK, scheduler.issue_proxy_ticket(request)).await;
         let slow =
             || Refusal::from(Reason::Unavailable.status(crate::SERVICE, "the scheduler does not answer"));
         let answer = asked.map_err(|_| slow())??.into_inner();

@@ -3,7 +3,7 @@
 //! - *Back pressure*: a frame is taken from one side when the other side asks for it. What is in flight is bounded by the windows of HTTP/2, and
 //!   each call has a connection of its own to the gateway, so that a reader who stalls holds nobody else back.
 //! - *Cancellation*: the call to the gateway lives in the answer to the caller. Whichever is dropped drops the other.
-//! - *Deadline*: `grpc-timeout` says to the gateway what is left of it, and the door keeps it, too.
+//! - *Deadline*: `grpc-timeout` says to the gateway what is left of it, and the proxy keeps it, too.
 //! - *Status*: trailers are passed on untouched. Only one is looked at: a gateway that does not attend the worker any more. Then the
 //!   scheduler is asked again, and the call made once more, where what the caller has said so far is still at hand.
 
@@ -17,14 +17,14 @@ use domain::WorkerId;
 use http::{HeaderMap, HeaderValue, Request, Response, Uri};
 use http_body::{Body as HttpBody, Frame};
 use http_body_util::StreamBody;
-use rpc::client::{DOOR_TICKET_HEADER, Outgoing, TICKET_HEADER};
+use rpc::client::{Outgoing, PROXY_TICKET_HEADER, TICKET_HEADER};
 use rpc::{Reason, Refusal};
 use tokio::time::Instant;
 use tonic::Status;
 use tonic::body::Body;
 use tower_service::Service;
 
-use super::Door;
+use super::Proxy;
 use super::directory::Destination;
 use super::route;
 use crate::SERVICE;
@@ -35,29 +35,29 @@ const FIRST: usize = 256 << 10;
 const KEPT: usize = 1 << 20;
 /// The compression flag and the length before each message.
 const PREFIX: usize = 5;
-/// What is between the caller and the door, and not for anybody else.
+/// What is between the caller and the proxy, and not for anybody else.
 const OURS: [&str; 7] = [
     "authorization",
     "proxy-authorization",
     "cookie",
     "host",
     "grpc-timeout",
-    DOOR_TICKET_HEADER,
+    PROXY_TICKET_HEADER,
     TICKET_HEADER,
 ];
 
 /// Passes a call on, and answers what is answered there.
-pub(super) async fn forward(door: Arc<Door>, request: Request<Body>) -> Result<Response<Body>, Status> {
+pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
     let mut said = Said { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
     let worker = within(deadline, async {
         let first = said.first_message().await?;
-        route::worker(parts.uri.path(), first, &door.keys).await
+        route::worker(parts.uri.path(), first, &proxy.keys).await
     })
     .await?;
     let call = Call {
-        door,
+        proxy,
         worker,
         path: parts.uri,
         headers: parts.headers,
@@ -71,7 +71,7 @@ pub(super) async fn forward(door: Arc<Door>, request: Request<Body>) -> Result<R
 
 /// A call on its way.
 struct Call {
-    door: Arc<Door>,
+    proxy: Arc<Proxy>,
     worker: WorkerId,
     path: Uri,
     headers: HeaderMap,
@@ -99,7 +99,7 @@ impl Call {
     }
 
     async fn find(&self, anew: bool) -> Result<Destination, Status> {
-        let found = self.door.peers.find(self.worker, anew).await;
+        let found = self.proxy.peers.find(self.worker, anew).await;
         found.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
     }
 
@@ -121,7 +121,7 @@ impl Call {
         let mut ticket = HeaderValue::try_from(&to.ticket)
             .map_err(|error| rpc::unavailable(SERVICE, "send a ticket", &error))?;
         ticket.set_sensitive(true);
-        headers.insert(DOOR_TICKET_HEADER, ticket);
+        headers.insert(PROXY_TICKET_HEADER, ticket);
         if let Some(deadline) = self.deadline {
             headers.insert("grpc-timeout", timeout(deadline.saturating_duration_since(Instant::now())));
         }
@@ -183,11 +183,11 @@ impl Passing {
         if self.ended {
             return None;
         }
-        let (stopping, deadline) = (self.call.door.stopping.clone(), self.call.deadline);
+        let (stopping, deadline) = (self.call.proxy.stopping.clone(), self.call.deadline);
         let next = tokio::select! {
             next = within(deadline, self.answered()) => next,
             () = stopping.cancelled() => {
-                Err(Reason::Unavailable.status(SERVICE, "the door is stopping, call again"))
+                Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping, call again"))
             }
         };
         let frame = match next {

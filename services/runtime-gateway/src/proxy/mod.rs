@@ -1,10 +1,10 @@
-//! The door: a gateway that attends no worker and lets callers from outside in.
+//! The proxy: a gateway that attends no worker and lets callers from outside in.
 //!
 //! It serves `Containers` and `Volumes` for every worker of the cluster. A call is looked at up to its first message, which names the worker
 //! ([`route`]); it is then passed on, one hop, to the gateway that attends that worker ([`peers`]), under a ticket of the scheduler for that one
 //! worker and never with the caller's credentials. Bytes go through as they come ([`forward`]): nothing else is decoded.
 //!
-//! Nothing is kept but who attends which worker, for some seconds. Any number of doors may stand side by side.
+//! Nothing is kept but who attends which worker, for some seconds. Any number of proxies may stand side by side.
 
 mod directory;
 mod forward;
@@ -30,29 +30,29 @@ use tower_service::Service;
 
 use directory::Peers;
 
-/// What each call of a door has.
-struct Door {
+/// What each call of a proxy has.
+struct Proxy {
     peers: Peers,
     keys: Keys,
     stopping: CancellationToken,
 }
 
-/// Adds a door to `host`, which lets its callers in. `token` is what the door presents to the scheduler.
+/// Adds a proxy to `host`, which lets its callers in. `token` is what the proxy presents to the scheduler.
 ///
 /// # Errors
 ///
 /// The address of the scheduler is malformed.
-pub fn start_door(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
+pub fn start_proxy(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
     let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
-    let door = Arc::new(Door {
+    let proxy = Arc::new(Proxy {
         peers: Peers::new(WorkersClient::new(scheduler.clone())),
         keys: Keys::new(scheduler),
         stopping: host.stopping(),
     });
-    host.add_service(Passed::<Containers>::new(door.clone()));
-    host.add_service(Passed::<Volumes>::new(door));
+    host.add_service(Passed::<Containers>::new(proxy.clone()));
+    host.add_service(Passed::<Volumes>::new(proxy));
     host.describe(server::Service {
-        name: "door",
+        name: "proxy",
         version: env!("CARGO_PKG_VERSION"),
         features: Vec::new(),
         limits: Vec::new(),
@@ -60,19 +60,19 @@ pub fn start_door(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyh
     Ok(())
 }
 
-/// Serves a door on `listener` until `shutdown` resolves. Callers over TCP present `token`.
+/// Serves a proxy on `listener` until `shutdown` resolves. Callers over TCP present `token`.
 ///
 /// # Errors
 ///
 /// The address of the scheduler is malformed, or the server failed.
-pub async fn serve_door(
+pub async fn serve_proxy(
     scheduler: &str,
     token: Option<String>,
     listener: Listener,
     shutdown: impl Future<Output = ()> + Send,
 ) -> anyhow::Result<()> {
     let mut host = Host::new().with_token(token.clone());
-    start_door(scheduler, token.as_deref(), &mut host)?;
+    start_proxy(scheduler, token.as_deref(), &mut host)?;
     host.serve([listener], shutdown).await
 }
 
@@ -89,19 +89,19 @@ impl NamedService for Volumes {
 
 /// A service that others serve.
 struct Passed<N> {
-    door: Arc<Door>,
+    proxy: Arc<Proxy>,
     name: PhantomData<fn() -> N>,
 }
 
 impl<N> Passed<N> {
-    fn new(door: Arc<Door>) -> Self {
-        Self { door, name: PhantomData }
+    fn new(proxy: Arc<Proxy>) -> Self {
+        Self { proxy, name: PhantomData }
     }
 }
 
 impl<N> Clone for Passed<N> {
     fn clone(&self) -> Self {
-        Self::new(self.door.clone())
+        Self::new(self.proxy.clone())
     }
 }
 
@@ -119,9 +119,9 @@ impl<N> Service<Request<Body>> for Passed<N> {
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let door = self.door.clone();
+        let proxy = self.proxy.clone();
         Box::pin(async move {
-            let answer = forward::forward(door, request).await;
+            let answer = forward::forward(proxy, request).await;
             Ok(answer.unwrap_or_else(|status| status.into_http()))
         })
     }

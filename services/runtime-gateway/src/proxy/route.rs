@@ -45,7 +45,7 @@ pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<Work
             of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
         }
         _ => Err(Status::unimplemented(
-            "a door passes on what callers from outside need, and this is not among it",
+            "a proxy passes on what callers from outside need, and this is not among it",
         )),
     }
 }

@@ -1,12 +1,12 @@
-//! A door between a caller and gateways that do what each test says.
+//! A proxy between a caller and gateways that do what each test says.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use domain::worker::DoorClaims;
+use domain::worker::ProxyClaims;
 use domain::{Timestamp, WorkerId};
-use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use rpc::pb::runtime as pb;
 use rpc::pb::runtime::attach_request::Message as Say;
 use rpc::pb::runtime::attach_response::Message as Heard;
@@ -84,14 +84,14 @@ impl scheduler::workers_server::Workers for Schedule {
         Ok(Response::new(scheduler::KeysResponse { keys: vec![self.signer.public()] }))
     }
 
-    async fn issue_door_ticket(
+    async fn issue_proxy_ticket(
         &self,
-        request: tonic::Request<scheduler::IssueDoorTicketRequest>,
-    ) -> Result<Response<scheduler::IssueDoorTicketResponse>, Status> {
+        request: tonic::Request<scheduler::IssueProxyTicketRequest>,
+    ) -> Result<Response<scheduler::IssueProxyTicketResponse>, Status> {
         self.asked.fetch_add(1, Ordering::Relaxed);
         let worker = request.into_inner().worker_id.parse().expect("a worker");
-        let claims = DoorClaims { worker, expires_at: Timestamp::now() + Duration::from_secs(60) };
-        Ok(Response::new(scheduler::IssueDoorTicketResponse {
+        let claims = ProxyClaims { worker, expires_at: Timestamp::now() + Duration::from_secs(60) };
+        Ok(Response::new(scheduler::IssueProxyTicketResponse {
             ticket: self.signer.sign(&claims),
             gateway_endpoint: self.endpoint.borrow().clone(),
             valid_for: Some(rpc::duration(Duration::from_secs(60))),
@@ -168,7 +168,7 @@ impl Gateway {
 
     async fn serve(&self) -> Served {
         let service = ContainersServer::new(self.clone());
-        serve(|host| host.add_ticketed_service(service, &[DOOR_TICKET_HEADER])).await
+        serve(|host| host.add_ticketed_service(service, &[PROXY_TICKET_HEADER])).await
     }
 
     fn calls(&self) -> Vec<MetadataMap> {
@@ -254,12 +254,12 @@ impl pb::containers_server::Containers for Gateway {
     }
 }
 
-/// A door before a worker whose gateway is where the scheduler says.
+/// A proxy before a worker whose gateway is where the scheduler says.
 struct Scene {
     worker: WorkerId,
     schedule: Schedule,
     scheduler: Served,
-    door: Served,
+    proxy: Served,
 }
 
 impl Scene {
@@ -271,16 +271,16 @@ impl Scene {
         };
         let service = scheduler::workers_server::WorkersServer::new(schedule.clone());
         let scheduler = serve(|host| host.add_service(service)).await;
-        let door = serve(|host| {
-            start_door(&scheduler.endpoint, Some(TOKEN), host).expect("an address");
+        let proxy = serve(|host| {
+            start_proxy(&scheduler.endpoint, Some(TOKEN), host).expect("an address");
         })
         .await;
-        Self { worker: WorkerId::new(), schedule, scheduler, door }
+        Self { worker: WorkerId::new(), schedule, scheduler, proxy }
     }
 
     fn client(&self) -> ContainersClient<rpc::Peer> {
         let outgoing = Outgoing::default().with_token(Some(TOKEN));
-        ContainersClient::new(rpc::client::peer(&self.door.endpoint, outgoing).expect("an address"))
+        ContainersClient::new(rpc::client::peer(&self.proxy.endpoint, outgoing).expect("an address"))
     }
 
     fn resume(&self) -> pb::AttachRequest {
@@ -302,7 +302,7 @@ impl Scene {
     }
 
     async fn end(self) {
-        self.door.end().await;
+        self.proxy.end().await;
         self.scheduler.end().await;
     }
 }
@@ -345,7 +345,7 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
     let gateway = Gateway::new(Does::Echoes);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
-    let peer = rpc::client::peer(&scene.door.endpoint, Outgoing::default()).expect("an address");
+    let peer = rpc::client::peer(&scene.proxy.endpoint, Outgoing::default()).expect("an address");
     let said = tokio_stream::iter([scene.resume()]);
     let refused = ContainersClient::new(peer).attach(said).await.expect_err("it has no token");
     assert!(Refusal::from(refused).is(Reason::Unauthenticated));
@@ -356,7 +356,7 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
     metadata.insert("traceparent", traceparent.parse().expect("ASCII"));
     metadata.insert("tracestate", "a=b".parse().expect("ASCII"));
     metadata.insert("cookie", "secret".parse().expect("ASCII"));
-    metadata.insert(DOOR_TICKET_HEADER, "the caller's own".parse().expect("ASCII"));
+    metadata.insert(PROXY_TICKET_HEADER, "the caller's own".parse().expect("ASCII"));
     metadata.insert(TICKET_HEADER, "of a transfer".parse().expect("ASCII"));
     let mut heard = scene.client().attach(request).await.expect("let in").into_inner();
     while within("a message", heard.message()).await.is_ok_and(|message| message.is_some()) {}
@@ -367,9 +367,9 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
     }
     assert_eq!(call.get("traceparent").and_then(|value| value.to_str().ok()), Some(traceparent));
     assert_eq!(call.get("tracestate").and_then(|value| value.to_str().ok()), Some("a=b"));
-    let tickets: Vec<_> = call.get_all(DOOR_TICKET_HEADER).iter().collect();
+    let tickets: Vec<_> = call.get_all(PROXY_TICKET_HEADER).iter().collect();
     let [ticket] = tickets.as_slice() else { panic!("{tickets:?}") };
-    let claims: DoorClaims =
+    let claims: ProxyClaims =
         scene.schedule.signer.verify(ticket.to_str().expect("ASCII")).expect("the scheduler's");
     assert_eq!(claims.worker, scene.worker);
     scene.end().await;
@@ -381,7 +381,7 @@ async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_be
     let (old, new) = (Gateway::new(Does::Refuses(3)), Gateway::new(Does::Echoes));
     let (old_served, new_served) = (old.serve().await, new.serve().await);
     let scene = Scene::start(&old_served.endpoint).await;
-    // The door has just heard that the old one attends it.
+    // The proxy has just heard that the old one attends it.
     let (say, said) = mpsc::channel(4);
     say.send(scene.resume()).await.expect("there is room");
     let heard = within("an answer", scene.client().attach(ReceiverStream::new(said))).await;
@@ -430,7 +430,7 @@ async fn a_gateway_that_is_gone_is_looked_for_once_more() {
     let refused =
         scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("nobody there");
     assert!(Refusal::from(refused).is(Reason::Unavailable));
-    // What the door knows is wrong now.
+    // What the proxy knows is wrong now.
     scene.schedule.endpoint.send_replace(served.endpoint.clone());
     let (_say, mut heard) = scene.attach().await;
     next(&mut heard).await.expect("heard");
@@ -496,9 +496,9 @@ async fn a_gateway_that_breaks_off_is_no_clean_end() {
     let address = served.endpoint.strip_prefix("http://").expect("a port").to_owned();
     let mut relaying = tokio::task::JoinSet::new();
     relaying.spawn(async move {
-        let (mut door, _) = wire.accept().await.expect("the door");
+        let (mut proxy, _) = wire.accept().await.expect("the proxy");
         let mut gateway = tokio::net::TcpStream::connect(address).await.expect("the gateway");
-        tokio::io::copy_bidirectional(&mut door, &mut gateway).await.ok();
+        tokio::io::copy_bidirectional(&mut proxy, &mut gateway).await.ok();
     });
     let (_say, mut heard) = scene.attach().await;
     next(&mut heard).await.expect("heard");
@@ -510,7 +510,7 @@ async fn a_gateway_that_breaks_off_is_no_clean_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_door_keeps_it() {
+async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
     let gateway = Gateway::new(Does::Waits);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
@@ -540,7 +540,7 @@ async fn a_call_that_names_no_worker_goes_nowhere() {
     }
     let mut volumes = {
         let outgoing = Outgoing::default().with_token(Some(TOKEN));
-        let peer = rpc::client::peer(&scene.door.endpoint, outgoing).expect("an address");
+        let peer = rpc::client::peer(&scene.proxy.endpoint, outgoing).expect("an address");
         pb::volumes_client::VolumesClient::new(peer)
     };
     let forged = pb::ReadFileRequest { ticket: "forged".to_owned(), ..pb::ReadFileRequest::default() };

@@ -99,10 +99,10 @@ impl Workers for Schedule {
         Ok(Response::new(pb::KeysResponse { keys: vec![self.signer.public()] }))
     }
 
-    async fn issue_door_ticket(
+    async fn issue_proxy_ticket(
         &self,
-        _: Request<pb::IssueDoorTicketRequest>,
-    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        _: Request<pb::IssueProxyTicketRequest>,
+    ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
         no_part()
     }
 

@@ -64,10 +64,10 @@ impl Workers for Script {
         no_part()
     }
 
-    async fn issue_door_ticket(
+    async fn issue_proxy_ticket(
         &self,
-        _: Request<pb::IssueDoorTicketRequest>,
-    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        _: Request<pb::IssueProxyTicketRequest>,
+    ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
         no_part()
     }
 

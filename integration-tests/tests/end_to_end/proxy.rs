@@ -1,4 +1,4 @@
-//! A door before two workers, whose gateways let nobody in who has only the token of the callers.
+//! A proxy before two workers, whose gateways let nobody in who has only the token of the callers.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,13 +16,13 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-const DOOR: &str = "door-0";
+const PROXY: &str = "proxy-0";
 
 fn start() -> Option<Suite> {
     if !may_run_containers() {
         return None;
     }
-    let mut suite = Suite::start_walled(Shape { doors: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
+    let mut suite = Suite::start_walled(Shape { proxies: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
     attend(&mut suite, "one", &[]);
     Some(suite)
 }
@@ -34,7 +34,7 @@ fn attend(suite: &mut Suite, worker: &str, settings: &[(&str, &str)]) {
 }
 
 #[test]
-fn the_main_job_goes_through_the_door_to_either_worker() {
+fn the_main_job_goes_through_the_proxy_to_either_worker() {
     let Some(mut suite) = start() else { return };
     let source = suite.path("source");
     // Several messages of content, with a digest each.
@@ -74,17 +74,17 @@ fn the_main_job_goes_through_the_door_to_either_worker() {
     suite.succeed(&["download", &artifact, to]);
     assert_eq!(fs::read_to_string(out.join("file")).expect("the output"), "made\n");
 
-    // Without the door, the gateways do not let this caller in.
+    // Without the proxy, the gateways do not let this caller in.
     let server = suite.server();
-    let (past_the_door, _) = server.rsplit_once(",door=").expect("the door comes last");
+    let (past_the_proxy, _) = server.rsplit_once(",proxy=").expect("the proxy comes last");
     let mut direct = suite.gantry(&["cat", &artifact, "file"]);
-    let direct = direct.env("GANTRY_SERVER", past_the_door).output().expect("gantry runs");
+    let direct = direct.env("GANTRY_SERVER", past_the_proxy).output().expect("gantry runs");
     let said = String::from_utf8_lossy(&direct.stderr);
     assert!(!direct.status.success() && said.contains("token"), "{}", describe(&direct));
 }
 
 #[test]
-fn a_call_that_breaks_with_the_door_goes_on_at_the_next_one() {
+fn a_call_that_breaks_with_the_proxy_goes_on_at_the_next_one() {
     let Some(mut suite) = start() else { return };
     let script = "while read word; do echo \"heard $word\"; done; echo end";
     let mut run = suite.gantry(&["run", "--", "sh", "-c", script]);
@@ -98,10 +98,10 @@ fn a_call_that_breaks_with_the_door_goes_on_at_the_next_one() {
         assert_eq!(line, format!("heard {word}\n"));
     };
     say("one");
-    // Killed in the middle, twice; each time another door stands at the same address.
+    // Killed in the middle, twice; each time another proxy stands at the same address.
     for word in ["two", "three"] {
-        suite.kill(DOOR);
-        suite.spawn(DOOR);
+        suite.kill(PROXY);
+        suite.spawn(PROXY);
         say(word);
     }
     drop(stdin);
@@ -111,7 +111,7 @@ fn a_call_that_breaks_with_the_door_goes_on_at_the_next_one() {
     assert!(run.wait().expect("it ends").success());
 }
 
-/// A call to `Containers.Attach` at the door.
+/// A call to `Containers.Attach` at the proxy.
 struct Attached {
     say: mpsc::Sender<AttachRequest>,
     hear: Streaming<AttachResponse>,
@@ -124,7 +124,7 @@ struct Attached {
 impl Attached {
     /// To the process of a workload, with its output from `offset` on.
     async fn open(suite: &Suite, workload: &serde_json::Value, offset: u64) -> Self {
-        let door = peer(suite.address(DOOR), Outgoing::internal().with_token(Some(suite.token())));
+        let proxy = peer(suite.address(PROXY), Outgoing::internal().with_token(Some(suite.token())));
         let text = |name: &str| workload["whereabouts"][name].as_str().expect("a string").to_owned();
         let resume = Resume {
             team: "main".to_owned(),
@@ -136,7 +136,7 @@ impl Attached {
         };
         let (say, said) = mpsc::channel(8);
         say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("it is heard");
-        let call = ContainersClient::new(door.expect("an address")).attach(ReceiverStream::new(said)).await;
+        let call = ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(said)).await;
         Self { say, hear: call.expect("attached").into_inner(), output: Vec::new(), taken: 0 }
     }
 
@@ -164,7 +164,7 @@ impl Attached {
 }
 
 #[test]
-fn signals_and_the_end_of_the_input_go_through_the_door() {
+fn signals_and_the_end_of_the_input_go_through_the_proxy() {
     let Some(suite) = start() else { return };
     let script = "trap 'echo caught; caught=1' USR1; echo ready; until [ \"$caught\" ]; do sleep 0.05; done; cat; echo end; exec sleep 1000";
     let mut command = suite.gantry(&["run", "--", "sh", "-c", script]);
@@ -200,7 +200,7 @@ fn signals_and_the_end_of_the_input_go_through_the_door() {
 }
 
 #[test]
-fn a_reader_who_stalls_holds_the_process_back_and_not_the_door() {
+fn a_reader_who_stalls_holds_the_process_back_and_not_the_proxy() {
     let Some(suite) = start() else { return };
     let script = "yes 0123456789abcdef | head -c 300000000";
     let mut run = suite.gantry(&["run", "--", "sh", "-c", script]);
@@ -209,7 +209,7 @@ fn a_reader_who_stalls_holds_the_process_back_and_not_the_door() {
     let mut piece = vec![0; 1 << 20];
     stdout.read_exact(&mut piece).expect("it begins");
     // Nobody reads, until nothing moves any more.
-    let resident = || resident(suite.pid(DOOR));
+    let resident = || resident(suite.pid(PROXY));
     let mut before = resident();
     loop {
         std::thread::sleep(Duration::from_secs(1));
@@ -219,15 +219,15 @@ fn a_reader_who_stalls_holds_the_process_back_and_not_the_door() {
         }
         before = now;
     }
-    // A door that took everything would hold 300 MB.
-    assert!(resident() < 120 << 20, "the door holds {} bytes", resident());
+    // A proxy that took everything would hold 300 MB.
+    assert!(resident() < 120 << 20, "the proxy holds {} bytes", resident());
     let mut read = piece.len();
     while let Ok(more @ 1..) = stdout.read(&mut piece) {
         read += more;
     }
     assert_eq!(read, 300_000_000);
     assert!(run.wait().expect("it ends").success());
-    assert!(resident() < 120 << 20, "the door holds {} bytes", resident());
+    assert!(resident() < 120 << 20, "the proxy holds {} bytes", resident());
 }
 
 /// Bytes of memory that a process has.
