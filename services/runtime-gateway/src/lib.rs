@@ -39,7 +39,7 @@ use server::{Host, Listener};
 pub use attend::concourse::attend_concourse_worker;
 pub use attend::machine::attend_this_machine;
 pub use capacity::Amounts;
-pub use config::Config;
+pub use config::{Config, Intervals};
 pub use proxy::{serve_proxy, start_proxy};
 pub use runtimes::{garden, host};
 pub use worker_set::WorkerSet;

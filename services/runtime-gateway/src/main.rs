@@ -150,8 +150,7 @@ impl server::Program for Arguments {
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: runtime_gateway::Intervals::default(),
             hold_destruction: self.hold_destruction,
         };
         let gateway = runtime_gateway::open(&self.scheduler, starting.token.as_deref(), host)?;

@@ -48,7 +48,7 @@ impl AttendedWorker {
     /// The directory of manifests cannot be read.
     pub(crate) fn open(worker: Arc<Worker>, boot: String) -> std::io::Result<Arc<Self>> {
         let transfers = Transfers::open(worker.clone(), boot)?;
-        let attendance = Arc::new(Attendance::new(worker.config.caller_term));
+        let attendance = Arc::new(Attendance::new(worker.config.intervals.caller_term));
         let imports = Arc::new(BaseTypeImports::default());
         let attempts = Arc::new(AttemptContext {
             worker: worker.clone(),

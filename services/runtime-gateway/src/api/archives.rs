@@ -3,8 +3,16 @@
 use rpc::pb::runtime::read_archive_response::Message as ReadAnswer;
 use rpc::pb::runtime::write_archive_request::Message as Said;
 
-use super::*;
+use domain::worker::TicketOperation;
+use rpc::invalid_field;
+use rpc::pb::runtime as pb;
+use tokio::sync::mpsc;
+use tonic::{Status, Streaming};
+
+use super::volumes::{UPLOAD_PAUSE, next_message, send};
+use super::{ANSWERS, Answers};
 use crate::transfer::archives::{self, Unpacking};
+use crate::worker_set::WorkerSet;
 
 pub(super) async fn write(
     gateway: WorkerSet,

@@ -5,9 +5,22 @@ use rpc::pb::runtime::fetch_response::Message as Answer;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 use runtime::{Contents, Inlet};
 
-use super::*;
+use std::time::Duration;
+
+use domain::worker::{TicketClaims, TicketOperation};
+use rpc::pb::runtime as pb;
+use rpc::{Reason, Refusal, invalid_field};
+use runtime::RuntimeError;
+use tonic::{Request, Status};
+
+use super::Answers;
+use super::errors::status;
+use super::volumes::send;
+use crate::SERVICE;
 use crate::clients::gateway::Source;
+use crate::transfer::error::ReadVolumeError;
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
+use crate::worker_set::{AdmitError, WorkerSet};
 
 /// How many sources a call may name.
 const MOST_SOURCES: usize = 100;

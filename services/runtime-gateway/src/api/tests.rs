@@ -2,6 +2,17 @@
 
 use rpc::pb::runtime::containers_client::ContainersClient;
 
+use std::time::Duration;
+
+use futures::StreamExt;
+use rpc::Refusal;
+use rpc::pb::runtime::attach_request::Message as Say;
+use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::write_request::Message as WriteSaid;
+use transfer::{Limits, Manifest};
+
+use super::attach::{STDIN_MESSAGE_BYTES, touch};
+use super::volumes::{DOWNLOAD_PAUSE, UPLOAD_PAUSE, receive_manifest, send};
 use super::*;
 use crate::test_support::served::Served;
 use crate::test_support::store::{Asked, Store, session};

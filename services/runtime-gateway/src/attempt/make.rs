@@ -14,7 +14,7 @@ use super::inputs::Prepared;
 use super::spec_plan::{Plan, PlannedImage};
 use crate::clients::scheduler_stream::AttemptTask;
 use crate::transfer::Transfers;
-use crate::transfer::manifests::ManifestError;
+use crate::transfer::error::ManifestError;
 use crate::worker::Worker;
 
 /// How long a reason may be that the artifact store keeps, in bytes.

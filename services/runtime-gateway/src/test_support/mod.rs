@@ -15,7 +15,7 @@ use crate::worker::Worker;
 use crate::worker::attendance::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 use crate::worker_set::AttendedWorker;
-use crate::{Config, WorkerSet};
+use crate::{Config, Intervals, WorkerSet};
 
 pub(crate) mod scheduler;
 pub(crate) mod served;
@@ -25,6 +25,14 @@ pub(crate) mod store;
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 /// How many containers gateways in tests destroy at once.
 pub(crate) const DESTROYED_AT_ONCE: usize = 3;
+/// Pauses that tests need not wait for, and terms that do not end in a test.
+pub(crate) const INTERVALS: Intervals = Intervals {
+    peer_transfer: Duration::from_secs(15 * 60),
+    peer_quiet: Duration::from_millis(100),
+    clear_retry: Duration::from_millis(20),
+    caller_term: Duration::from_secs(5 * 60),
+    touch: Duration::from_millis(10),
+};
 /// An address where nobody listens.
 pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
 
@@ -87,7 +95,10 @@ pub(crate) trait Attended {
     /// The view of a gateway whose callers have another term.
     fn with_caller_term(&self, term: Duration) -> TestWorker {
         TestWorker::new(
-            Config { caller_term: term, ..self.config(NOBODY, NOBODY, NOBODY, false) },
+            Config {
+                intervals: Intervals { caller_term: term, ..INTERVALS },
+                ..self.config(NOBODY, NOBODY, NOBODY, false)
+            },
             self.machine().runtime(),
         )
     }
@@ -143,8 +154,7 @@ impl Attended for Arc<FakeWorker> {
             manifest_dir: self.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: DESTROYED_AT_ONCE,
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: INTERVALS,
             hold_destruction,
         }
     }

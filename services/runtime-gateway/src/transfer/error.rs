@@ -8,7 +8,17 @@ use runtime::RuntimeError;
 use transfer::{ArchiveError, ArchiveWriteError, ReadError, WriteError};
 
 use super::disk_reservations::NoRoom;
-use super::manifests::ManifestError;
+
+/// The bytes of a volume cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ManifestError {
+    /// They did not survive a crash of the machine.
+    #[error("the volume {0} does not hold what it should any more")]
+    Damaged(VolumeHandle),
+    /// The worker failed.
+    #[error(transparent)]
+    Worker(#[from] RuntimeError),
+}
 
 /// A volume cannot be read.
 #[derive(Debug, thiserror::Error)]

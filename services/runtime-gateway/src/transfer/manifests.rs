@@ -19,22 +19,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use domain::{Digest, VolumeHandle, chain};
 use runtime::{Contents, Runtime, RuntimeError};
-use transfer::{InvalidManifest, Limits, Manifest, Problem, ProblemKind, ScanError, ScanOptions};
+use transfer::Manifest;
 
-use crate::transfer::local_dir::directory;
-use crate::transfer::remote;
-use crate::transfer::verify::{self, Rehashed};
+use super::error::ManifestError;
+use super::local_dir::directory;
+use super::manifest_file::{UNFINISHED, decode, encode, load, recalled, save};
+use super::remote;
+use super::scan::{left_out, scan};
+use super::verify::{self, Rehashed};
 use crate::util::blocking::blocking;
-
-/// What the name of a manifest that is being written ends with.
-const UNFINISHED: &str = "tmp";
 /// What the name of the mark of a damaged volume ends with.
 const DAMAGED: &str = "damaged";
 /// What the name of the mark of a volume ends with that a transfer fills.
 const FILLING: &str = "filling";
-
-/// Most paths that a message about a volume names.
-const NAMED: usize = 3;
 
 /// Most bytes of manifests, encoded, that are held in memory.
 const MEMORY: u64 = 64 << 20;
@@ -91,17 +88,6 @@ impl Kept {
     pub(crate) fn tree_digest(&self) -> Digest {
         self.manifest.tree_digest()
     }
-}
-
-/// The bytes of a volume cannot be had.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ManifestError {
-    /// They did not survive a crash of the machine.
-    #[error("the volume {0} does not hold what it should any more")]
-    Damaged(VolumeHandle),
-    /// The worker failed.
-    #[error(transparent)]
-    Worker(#[from] RuntimeError),
 }
 
 /// A volume that was scanned.
@@ -375,7 +361,8 @@ impl Manifests {
         let recall = || async {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
             let recalled = blocking(move || {
-                recalled(&directory, &boot).map_err(|error| RuntimeError::io("reading manifests", error))
+                recalled(&directory, &boot, MEMORY)
+                    .map_err(|error| RuntimeError::io("reading manifests", error))
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
@@ -463,317 +450,5 @@ impl State {
     }
 }
 
-/// Reads everything in a volume. A volume that no manifest can describe is the fault of the process that wrote it.
-pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
-    let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
-    let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
-        ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => {
-            RuntimeError::InvalidOutput(error.to_string())
-        }
-        error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
-    })?;
-    let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
-    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
-    // Any of these is no less a part of the volume than what was read.
-    if let Some(invalid) = named(&invalid) {
-        return Err(RuntimeError::InvalidOutput(invalid));
-    }
-    if let Some(unreadable) = named(&unreadable) {
-        return Err(RuntimeError::UnreadableOutput(unreadable));
-    }
-    Ok(scanned)
-}
-
-/// Whether no manifest can hold what is at a path.
-fn cannot_travel(problem: &Problem) -> bool {
-    match &problem.what {
-        ProblemKind::PathTooLong => true,
-        // Attributes together are too large.
-        ProblemKind::Unreadable(error) => error.kind() == io::ErrorKind::ArgumentListTooLong,
-        // Overlays over the volume would act on it.
-        ProblemKind::SkippedXattr(name) => name.starts_with("trusted.overlay."),
-        ProblemKind::ChangedWhileRead | ProblemKind::SkippedSocket => false,
-    }
-}
-
-/// Whether what is at a path could not be read as a whole.
-fn is_unread(problem: &Problem) -> bool {
-    match &problem.what {
-        ProblemKind::Unreadable(_) | ProblemKind::ChangedWhileRead => true,
-        ProblemKind::PathTooLong | ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_) => false,
-    }
-}
-
-/// The first problems, and how many more there are. `None`: there is none.
-fn named(problems: &[&Problem]) -> Option<String> {
-    let first: Vec<_> = problems.iter().take(NAMED).map(|problem| shortened(problem)).collect();
-    let more = problems.len().saturating_sub(first.len());
-    let more = if more > 0 { format!(", and {more} more") } else { String::new() };
-    (!first.is_empty()).then(|| first.join(", ") + &more)
-}
-
-/// What was left out of a manifest: sockets and extended attributes, with the first paths. `None`: nothing.
-fn left_out(problems: &[Problem]) -> Option<String> {
-    let is_left_out = |problem: &&Problem| {
-        matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
-    };
-    named(&problems.iter().filter(is_left_out).collect::<Vec<_>>())
-}
-
-/// A problem with the beginning of its path.
-fn shortened(problem: &Problem) -> String {
-    const SHOWN: usize = 200;
-    let path = problem.path.to_string_lossy();
-    let (shown, more) = match path.floor_char_boundary(SHOWN) {
-        end if end < path.len() => (&path[..end], "…"),
-        _ => (&*path, ""),
-    };
-    format!("{shown:?}{more} {}", chain(&problem.what))
-}
-
-/// The digest of the tree; the boot and the team, each with its length before it; the entries.
-fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<Vec<u8>> {
-    let length = |text: &str| u8::try_from(text.len()).map_err(io::Error::other);
-    let (boot_length, team_length) = ([length(boot)?], [length(team)?]);
-    let digest = manifest.tree_digest();
-    let head = [digest.as_bytes(), &boot_length, boot.as_bytes(), &team_length, team.as_bytes()];
-    Ok([&head.concat()[..], &manifest.encode()].concat())
-}
-
-fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
-    let temporary = path.with_extension(UNFINISHED);
-    let file = encode(boot, team, manifest)?;
-    let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
-    if saved.is_err() {
-        // Half of a manifest is of no use to anybody, least of all on a full disk.
-        _ = std::fs::remove_file(&temporary);
-    }
-    saved
-}
-
-/// The manifests that were kept in this boot, the oldest first: the youngest that fit into [`MEMORY`].
-fn recalled(directory: &Path, boot: &str) -> io::Result<Vec<(VolumeHandle, String, Manifest)>> {
-    let mut kept = Vec::new();
-    for entry in std::fs::read_dir(directory)? {
-        let entry = entry?;
-        let Some(volume) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // One that is gone meanwhile is not missed.
-        let Ok(metadata) = entry.metadata() else { continue };
-        kept.push((metadata.modified()?, metadata.len(), volume, entry.path()));
-    }
-    kept.sort_unstable_by(|a, b| b.cmp(a));
-    let (mut recalled, mut bytes) = (Vec::new(), 0);
-    for (_, length, volume, path) in kept {
-        bytes += length;
-        if bytes > MEMORY {
-            break;
-        }
-        if let Ok((written_in, team, manifest)) = load(&path)
-            && written_in == boot
-        {
-            recalled.push((volume, team, manifest));
-        }
-    }
-    recalled.reverse();
-    Ok(recalled)
-}
-
-fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
-    decode(&std::fs::read(path)?)
-}
-
-/// A text with its length before it, and what comes after it.
-fn text(rest: &[u8]) -> Option<(String, &[u8])> {
-    let (length, rest) = rest.split_first()?;
-    let (text, rest) = rest.split_at_checked(usize::from(*length))?;
-    Some((String::from_utf8(text.to_vec()).ok()?, rest))
-}
-
-/// The boot, the team and the manifest.
-fn decode(file: &[u8]) -> io::Result<(String, String, Manifest)> {
-    let malformed = || io::Error::from(io::ErrorKind::InvalidData);
-    let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
-    let (boot, rest) = text(rest).ok_or_else(malformed)?;
-    let (team, entries) = text(rest).ok_or_else(malformed)?;
-    let manifest = Manifest::decode(entries, Limits::of_process()).map_err(|error| match error {
-        // It is one, and there is no room for it now.
-        InvalidManifest::NoMemory => io::Error::new(io::ErrorKind::OutOfMemory, error),
-        _ => malformed(),
-    })?;
-    if manifest.tree_digest().as_bytes() != digest {
-        return Err(malformed());
-    }
-    Ok((boot, team, manifest))
-}
-
 #[cfg(test)]
-mod tests {
-    use transfer::{Entry, EntryKind};
-
-    use super::*;
-
-    fn manifest() -> Manifest {
-        let root = Entry {
-            path: Vec::new(),
-            mode: 0o755,
-            uid: 0,
-            gid: 0,
-            mtime_seconds: 0,
-            mtime_nanos: 0,
-            xattrs: Vec::new(),
-            kind: EntryKind::Directory,
-        };
-        Manifest::new([root], Limits::default()).expect("a valid manifest")
-    }
-
-    #[tokio::test]
-    async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let machine = testing::fake::FakeWorker::near();
-        let worker = machine.runtime();
-        let volume = machine.volume("contents").await;
-        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
-        open("first").keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
-
-        let again = open("first").kept(volume).await.expect("read").expect("the manifest");
-        assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
-        assert!(
-            !open("second").kept(volume).await.expect("read").expect("the manifest").this_boot,
-            "it must be hashed again"
-        );
-
-        let trees = open("first");
-        trees.forget(volume).await;
-        assert!(trees.kept(volume).await.expect("read").is_none());
-    }
-
-    #[test]
-    fn volume_that_no_manifest_describes_is_an_invalid_output() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let mut descent = transfer::Descent::open(directory.path()).expect("opened");
-        for _ in 0..3000 {
-            rustix::fs::mkdirat(descent.directory(), "d", rustix::fs::Mode::RWXU).expect("made");
-            descent.enter(b"d").expect("entered");
-        }
-        let refused = scan(directory.path()).expect_err("too deep");
-        assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
-        let said = refused.to_string();
-        assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
-        assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
-        transfer::remove_tree(&directory.path().join("d")).expect("removed");
-    }
-
-    #[test]
-    fn sockets_are_named_and_left_out() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let bind = |name: &str| std::os::unix::net::UnixListener::bind(directory.path().join(name));
-        let _sockets: Vec<_> =
-            (0..5).map(|number| bind(&number.to_string())).collect::<Result<_, _>>().expect("bound");
-        let scanned = scan(directory.path()).expect("scanned");
-        assert_eq!(scanned.manifest.entries().len(), 1);
-        let expected = "\"0\" is a socket, \"1\" is a socket, \"2\" is a socket, and 2 more";
-        assert_eq!(left_out(&scanned.problems).as_deref(), Some(expected));
-    }
-
-    #[test]
-    fn unread_files_fail_the_output() {
-        let problem = |what| Problem { path: "a/b".into(), what };
-        let unread =
-            [ProblemKind::ChangedWhileRead, ProblemKind::Unreadable(io::ErrorKind::PermissionDenied.into())];
-        assert!(
-            unread.into_iter().map(problem).all(|problem| is_unread(&problem) && !cannot_travel(&problem))
-        );
-        let invalid =
-            [ProblemKind::PathTooLong, ProblemKind::SkippedXattr("trusted.overlay.opaque".to_owned())];
-        assert!(invalid.into_iter().map(problem).all(|problem| cannot_travel(&problem)));
-        let left = problem(ProblemKind::SkippedXattr("trusted.own".to_owned()));
-        assert!(!is_unread(&left) && !cannot_travel(&left));
-    }
-
-    #[tokio::test]
-    async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let machine = testing::fake::FakeWorker::near();
-        let worker = machine.runtime();
-        let (here, gone) = (machine.volume("contents").await, machine.volume("others").await);
-        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
-        let trees = open("first");
-        let digest = async |volume| {
-            let manifest = trees.proven(&*worker, volume, "main").await.expect("a manifest");
-            manifest.extents().next().expect("content").extent.digest
-        };
-        let (content, others) = (digest(here).await, digest(gone).await);
-        trees.forget(gone).await;
-
-        let again = open("first");
-        assert!(again.find("main", &content).is_none());
-        again.recall().await;
-        assert_eq!(again.find("main", &content).expect("found").volume, here);
-        assert!(again.find("other", &content).is_none(), "it is nobody else's");
-        assert!(again.find("main", &others).is_none());
-
-        let later = open("second");
-        later.recall().await;
-        assert!(later.find("main", &content).is_none(), "it was not compared since");
-    }
-
-    #[tokio::test]
-    async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let machine = testing::fake::FakeWorker::near();
-        let worker = machine.runtime();
-        let (volume, trees) = (machine.volume("contents").await, || {
-            Manifests::open(directory.path(), "boot".to_owned()).expect("open")
-        });
-        trees().keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
-        let path = directory.path().join(volume.to_string());
-        let whole = std::fs::read(&path).expect("the file");
-        for cut in 0..whole.len() {
-            std::fs::write(&path, &whole[..cut]).expect("write");
-            assert!(trees().kept(volume).await.expect("read").is_none(), "cut after {cut} bytes");
-        }
-    }
-
-    #[tokio::test]
-    async fn what_a_killed_gateway_was_writing_is_removed() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let machine = testing::fake::FakeWorker::near();
-        let worker = machine.runtime();
-        let (half, whole) = (VolumeHandle::new(), machine.volume("contents").await);
-        let open = || Manifests::open(directory.path(), "boot".to_owned()).expect("open");
-        open().keep(&*worker, whole, "main", Arc::new(manifest())).await.expect("room");
-        std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
-        assert!(open().kept(whole).await.expect("read").is_some());
-        let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();
-        assert_eq!(left.len(), 1, "{left:?}");
-    }
-
-    #[tokio::test]
-    async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let machine = testing::fake::FakeWorker::near();
-        let worker = machine.runtime();
-        let (whole, lost) = (machine.volume("contents").await, machine.volume("contents").await);
-        let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
-        let trees = open("first");
-        for volume in [whole, lost] {
-            trees.proven(&*worker, volume, "main").await.expect("a manifest");
-        }
-        machine.overwrite(lost, "contentS");
-        trees.proven(&*worker, lost, "main").await.expect("in this boot nothing is lost");
-
-        let trees = open("second");
-        let digest = trees.proven(&*worker, whole, "main").await.expect("it is what it was").tree_digest();
-        trees.verify(&*worker, whole, "main", digest).await.expect("it is what it was");
-        let damaged = trees.verify(&*worker, lost, "main", digest).await;
-        assert!(matches!(damaged, Err(ManifestError::Damaged(volume)) if volume == lost), "{damaged:?}");
-        assert_eq!(trees.damaged(), BTreeSet::from([lost]));
-
-        let trees = open("third");
-        assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
-        assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(ManifestError::Damaged(_))));
-        trees.forget(lost).await;
-        assert_eq!(trees.damaged(), BTreeSet::new());
-        assert_eq!(open("third").damaged(), BTreeSet::new());
-    }
-}
+mod tests;

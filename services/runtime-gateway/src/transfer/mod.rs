@@ -11,11 +11,13 @@ pub(crate) mod completion;
 pub(crate) mod disk_reservations;
 pub(crate) mod error;
 mod local_dir;
+mod manifest_file;
 pub(crate) mod manifests;
 pub(crate) mod peer_copy;
 pub(crate) mod pull;
 pub(crate) mod read;
 mod remote;
+pub(crate) mod scan;
 mod verify;
 pub(crate) mod write;
 
@@ -29,7 +31,8 @@ use transfer::Manifest;
 
 use crate::worker::Worker;
 use disk_reservations::DiskReservations;
-use manifests::{ManifestError, Manifests};
+use error::ManifestError;
+use manifests::Manifests;
 
 /// The volumes of one worker, as transfers read and write them.
 pub(crate) struct Transfers {

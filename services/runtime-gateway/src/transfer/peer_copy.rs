@@ -36,11 +36,8 @@ pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupt
 const ASK: Duration = Duration::from_secs(5);
 /// What a worker sends in a second, if it is a large volume.
 const SLOWEST: u64 = 2 << 20;
-/// After this time, no worker connects any more that was told to before: they give up connecting after half of it.
-const QUIET: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(60) };
-/// How long it is tried to empty a volume, and how often.
+/// Longest time in which emptying a volume is tried again.
 const CLEARING: Duration = Duration::from_secs(180);
-const CLEAR_AGAIN: Duration = if cfg!(test) { Duration::from_millis(20) } else { Duration::from_secs(1) };
 
 /// A volume elsewhere whose worker is asked to send it.
 pub(crate) struct Sender {
@@ -189,8 +186,12 @@ impl Sender {
         inlet: Inlet,
     ) -> Result<(), PeerError> {
         self.compared.send_replace(0);
-        let patience =
-            transfers.worker.config.peer_patience.max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
+        let patience = transfers
+            .worker
+            .config
+            .intervals
+            .peer_transfer
+            .max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
         let sent = timeout(patience, self.source.stream_to_peer(&self.ticket, inlet)).await;
         sent.map_err(|_| PeerError::Late)??;
 
@@ -220,13 +221,14 @@ async fn clear(
     mut may_come: bool,
     again: bool,
 ) -> Result<(), RuntimeError> {
-    let until = Instant::now() + CLEARING + if may_come { QUIET } else { Duration::ZERO };
+    let intervals = &transfers.worker.config.intervals;
+    let until = Instant::now() + CLEARING + if may_come { intervals.peer_quiet } else { Duration::ZERO };
     loop {
         let cleared = async {
             transfers.worker.runtime.destroy_volume(volume).await?;
             if std::mem::take(&mut may_come) {
                 tokio::select! {
-                    () = tokio::time::sleep(QUIET) => {}
+                    () = tokio::time::sleep(intervals.peer_quiet) => {}
                     () = transfers.worker.stopping.cancelled() => {}
                 }
             }
@@ -243,7 +245,7 @@ async fn clear(
             Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
                 tracing::debug!(volume.handle = %volume, error = chain(&error), "a volume is not empty yet");
                 may_come = true;
-                tokio::time::sleep(CLEAR_AGAIN).await;
+                tokio::time::sleep(intervals.clear_retry).await;
             }
             cleared => return cleared,
         }

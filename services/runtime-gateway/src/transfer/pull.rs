@@ -266,7 +266,7 @@ mod tests {
         for name in ["a", "b", "c"] {
             std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
         }
-        let manifest = crate::transfer::manifests::scan(directory.path()).expect("it can be read").manifest;
+        let manifest = crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest;
         let mut wanted = Runs::new();
         for ordinal in [0, 2] {
             wanted.insert(ordinal).expect("ascending");

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use runtime::RuntimeError;
 use transfer::{Entry, EntryKind, Extent, Manifest, ReadError, ReadOptions, TreeReader};
 
-use crate::transfer::manifests;
+use super::scan;
 
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 16;
@@ -25,7 +25,7 @@ pub(crate) enum Rehashed {
 
 /// Reads everything below `root`, and compares it with `expected`.
 pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Rehashed, RuntimeError> {
-    let found = manifests::scan(root)?.manifest;
+    let found = scan::scan(root)?.manifest;
     if found.tree_digest() == expected.tree_digest() {
         return Ok(Rehashed::Same);
     }
@@ -151,9 +151,9 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let root = directory.path().join("tree");
         tree(&root, false, |_| {});
-        let expected = Arc::new(manifests::scan(&root).expect("scanned").manifest);
+        let expected = Arc::new(scan::scan(&root).expect("scanned").manifest);
         tree(&root, true, |file| change(&root, file));
-        let now = manifests::scan(&root).expect("scanned").manifest;
+        let now = scan::scan(&root).expect("scanned").manifest;
         assert_ne!(now.tree_digest(), expected.tree_digest(), "another scan finds other extents");
         compare(&root, &expected).expect("compared")
     }

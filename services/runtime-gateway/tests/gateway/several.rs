@@ -97,8 +97,7 @@ impl Machine {
             manifest_dir: self.worker.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: runtime_gateway::Intervals::default(),
             hold_destruction: false,
         };
         (config, self.worker.runtime())

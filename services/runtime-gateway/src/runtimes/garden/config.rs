@@ -263,8 +263,7 @@ mod tests {
             manifest_dir: PathBuf::new(),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 8,
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: crate::Intervals::default(),
             hold_destruction: false,
         };
         let (config, garden) = worker.config(&common, Path::new("/state"));

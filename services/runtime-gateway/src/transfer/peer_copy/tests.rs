@@ -21,11 +21,12 @@ use rpc::pb::runtime as pb;
 use rpc::pb::runtime::volumes_client::VolumesClient;
 
 use crate::Config;
+use crate::Intervals;
 use crate::runtimes::garden::{GardenConfig, GardenRuntime};
 use crate::test_support::scheduler::Schedule;
 use crate::test_support::served::Served;
 use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended as _, NOBODY, TestWorker, gateway_of, noted, within};
+use crate::test_support::{Attended as _, INTERVALS, NOBODY, TestWorker, gateway_of, noted, within};
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::transfer::write::Filling;
 
@@ -49,7 +50,10 @@ impl Side {
         assert_eq!(says, peer_to_peer);
         let config =
             Config::for_worker("test", NOBODY, scheduler, store, NOBODY, dir.path().join("manifests"));
-        let config = Config { peer_patience: patience.unwrap_or(config.peer_patience), ..config };
+        let config = Config {
+            intervals: Intervals { peer_transfer: patience.unwrap_or(INTERVALS.peer_transfer), ..INTERVALS },
+            ..config
+        };
         let worker = TestWorker::new(config, runtime);
         let open = session("credential");
         let id = open.worker;
@@ -110,8 +114,7 @@ impl Scene {
 
         let tree = tempfile::tempdir().expect("a directory");
         make(tree.path());
-        let manifest =
-            Arc::new(crate::transfer::manifests::scan(tree.path()).expect("it can be read").manifest);
+        let manifest = Arc::new(crate::transfer::scan::scan(tree.path()).expect("it can be read").manifest);
         let volumes = (VolumeHandle::new(), VolumeHandle::new());
         let (_, claims) = schedule.ticket(from.id, volumes.0, TicketOperation::Write);
         let mut filling =
@@ -156,7 +159,7 @@ impl Scene {
         assert_eq!(fetched.expect("a copy").tree_digest(), self.manifest.tree_digest());
 
         let root = self.to.volumes.path(&self.volumes.1.to_string());
-        let there = crate::transfer::manifests::scan(&root).expect("it can be read").manifest;
+        let there = crate::transfer::scan::scan(&root).expect("it can be read").manifest;
         let plain = |manifest: &Manifest| {
             let entries = manifest.entries().iter();
             let plain = entries
@@ -294,7 +297,7 @@ async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothin
     // What the other worker sends now, it sends to a volume that is gone.
     scene.from.volumes.set_faults(Faults::default());
     let root = scene.to.volumes.path(&to.to_string());
-    let there = crate::transfer::manifests::scan(&root).expect("it can be read").manifest;
+    let there = crate::transfer::scan::scan(&root).expect("it can be read").manifest;
     assert_eq!(there.entries().len(), scene.manifest.entries().len());
     scene.end().await;
 }

@@ -12,7 +12,7 @@ use super::*;
 use crate::test_support::store::{Asked, Store, session};
 use crate::test_support::{Attended, NOBODY, TestWorker, within};
 use crate::transfer::archives::{self, Unpacking};
-use crate::transfer::manifests::{self, ManifestError};
+use crate::transfer::error::ManifestError;
 use crate::transfer::read;
 use crate::transfer::write::Filling;
 use testing::fake::FakeWorker;
@@ -50,7 +50,7 @@ fn tree(root: &Path) -> Arc<Manifest> {
     if let Err(error) = setxattr(root.join("z"), "user.gantry", b"value", XattrFlags::empty()) {
         eprintln!("without extended attributes: {error}");
     }
-    Arc::new(manifests::scan(root).expect("it can be read").manifest)
+    Arc::new(crate::transfer::scan::scan(root).expect("it can be read").manifest)
 }
 
 /// Answers the next call, which must say that `volume` is complete.
@@ -141,7 +141,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let filling = fill(&worker, volume, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
-    let lossy = manifests::scan(&machine.path(volume)).expect("it can be read").manifest;
+    let lossy = crate::transfer::scan::scan(&machine.path(volume)).expect("it can be read").manifest;
     assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see it");
     let none = std::fs::read_dir(&worker.config.manifest_dir).expect("list").count();
     assert_eq!(none, 0, "nothing is kept here");
@@ -152,7 +152,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
-    let again = manifests::scan(&to).expect("it can be read").manifest;
+    let again = crate::transfer::scan::scan(&to).expect("it can be read").manifest;
     assert_eq!(again.tree_digest(), wanted.tree_digest(), "times, attributes and holes, too");
 
     assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), wanted.tree_digest());
@@ -302,7 +302,10 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
     std::fs::create_dir(&to).expect("make");
     let standby = gateway(&machine, &store);
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
-    assert_eq!(manifests::scan(&to).expect("it can be read").manifest.tree_digest(), wanted.tree_digest());
+    assert_eq!(
+        crate::transfer::scan::scan(&to).expect("it can be read").manifest.tree_digest(),
+        wanted.tree_digest()
+    );
     store.end().await;
 }
 

@@ -32,7 +32,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
 fn tree(text: &str) -> Arc<Manifest> {
     let directory = tempfile::tempdir().expect("a directory");
     std::fs::write(directory.path().join("file"), text).expect("write");
-    Arc::new(crate::transfer::manifests::scan(directory.path()).expect("it can be read").manifest)
+    Arc::new(crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest)
 }
 
 async fn begin(
