@@ -31,7 +31,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
-use api::auth::Ticketed;
+use api::auth::TicketAuth;
 use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use runtime::Runtime;
 use server::{Host, Listener};
@@ -68,10 +68,10 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
 pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
     let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
     let containers = api::containers(gateway.clone());
-    host.add_ticketed_service(Ticketed::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
+    host.add_ticketed_service(TicketAuth::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
     let volumes = api::volumes(gateway.clone());
     let tickets = &[PROXY_TICKET_HEADER, TICKET_HEADER];
-    host.add_ticketed_service(Ticketed::new(volumes, gateway.clone()), tickets);
+    host.add_ticketed_service(TicketAuth::new(volumes, gateway.clone()), tickets);
     host.describe(server::Service {
         name: "runtime-gateway",
         version: env!("CARGO_PKG_VERSION"),

@@ -1,7 +1,7 @@
-//! The workers that this process attends, and for which of them a call is.
+//! The workers that a gateway attends, and the worker that a call is for.
 //!
-//! All of them share one `Containers` and one `Volumes`. A call for another worker is never forwarded, for a gateway stands beside
-//! untrusted code: it is told where to go, as the scheduler knows it.
+//! All of them share one `Containers` and one `Volumes`. A gateway never forwards a call for another worker, because
+//! it stands beside untrusted code: the caller is told which gateway to call, as the scheduler knows it.
 
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;

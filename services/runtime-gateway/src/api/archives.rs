@@ -11,7 +11,7 @@ use tonic::{Status, Streaming};
 
 use super::volumes::{UPLOAD_PAUSE, next_message, send};
 use super::{ANSWERS, Answers};
-use crate::transfer::archives::{self, Unpacking};
+use crate::transfer::archives::{self, ArchiveUpload};
 use crate::worker_set::WorkerSet;
 
 pub(super) async fn write(
@@ -23,7 +23,7 @@ pub(super) async fn write(
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
-    let mut unpacking = Unpacking::begin(&attended.transfers, ticket);
+    let mut unpacking = ArchiveUpload::begin(&attended.transfers, ticket);
     loop {
         match next(&mut said).await? {
             Said::Data(data) => unpacking.data(data).await?,

@@ -21,7 +21,7 @@ use tonic::{Status, Streaming};
 use super::errors::status;
 use super::{Answers, worker_of};
 use crate::worker::Worker;
-use crate::worker::attendance::Attached;
+use crate::worker::attendance::AttachGuard;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
 /// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.
@@ -68,7 +68,7 @@ pub(super) async fn attach(
     let Attachment { stdin_offset, mut events, input } =
         worker.runtime.attach(process, from).await.map_err(status)?;
 
-    let _attached = (!resume.observes).then(|| Attached::new(attendance.clone(), process, caller));
+    let _attached = (!resume.observes).then(|| AttachGuard::new(attendance.clone(), process, caller));
     let started = Heard::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
@@ -139,10 +139,10 @@ pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) 
         tokio::time::sleep(every).await;
     }
     loop {
-        if let Some(session) = worker.session.current() {
-            if let Err(refusal) = worker.clients.store.touch(&session.credential, process).await {
-                tracing::debug!(attempt.id = %process, error = %refusal, "cannot say that a container is used");
-            }
+        if let Some(session) = worker.session.current()
+            && let Err(refusal) = worker.clients.store.touch(&session.credential, process).await
+        {
+            tracing::debug!(attempt.id = %process, error = %refusal, "cannot say that a container is used");
         }
         tokio::time::sleep(every).await;
     }

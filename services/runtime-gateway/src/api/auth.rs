@@ -1,4 +1,4 @@
-//! Calls that a ticket lets in, that of a proxy which passes them on or that of a transfer: it is verified before anything else is looked at.
+//! Authentication of calls by a ticket, of a proxy or of a transfer, before anything else of the call is looked at.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -15,22 +15,22 @@ use crate::worker_set::{OnlyFor, WorkerSet};
 
 /// A service of which no call with a ticket is answered unless the ticket is good.
 #[derive(Clone)]
-pub(crate) struct Ticketed<S> {
+pub(crate) struct TicketAuth<S> {
     inner: S,
     gateway: WorkerSet,
 }
 
-impl<S> Ticketed<S> {
+impl<S> TicketAuth<S> {
     pub(crate) fn new(inner: S, gateway: WorkerSet) -> Self {
         Self { inner, gateway }
     }
 }
 
-impl<S: NamedService> NamedService for Ticketed<S> {
+impl<S: NamedService> NamedService for TicketAuth<S> {
     const NAME: &'static str = S::NAME;
 }
 
-impl<S> Service<Request<Body>> for Ticketed<S>
+impl<S> Service<Request<Body>> for TicketAuth<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible> + Clone + Send + 'static,
     S::Future: Send + 'static,

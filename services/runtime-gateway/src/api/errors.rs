@@ -80,7 +80,7 @@ impl From<WriteVolumeError> for Status {
             WriteVolumeError::Busy(_) => Reason::Unavailable,
             WriteVolumeError::Complete(_) => Reason::ClaimLost,
             WriteVolumeError::InUse(_) => Reason::VolumeInUse,
-            WriteVolumeError::NoRoom(_) => Reason::DiskFull,
+            WriteVolumeError::InsufficientDisk(_) => Reason::DiskFull,
         };
         reason.status(SERVICE, chain(&error))
     }

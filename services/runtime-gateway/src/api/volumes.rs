@@ -22,7 +22,7 @@ use super::errors::truncated;
 use super::{ANSWERS, Answers};
 use crate::SERVICE;
 use crate::transfer::error::ReadVolumeError;
-use crate::transfer::write::Filling;
+use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::worker_set::WorkerSet;
 
@@ -69,7 +69,7 @@ pub(super) async fn write(
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let manifest = receive_manifest(&mut said).await?;
 
-    let mut filling = Filling::begin(&attended.transfers, ticket, Arc::new(manifest)).await?;
+    let mut filling = VolumeWriter::begin(&attended.transfers, ticket, Arc::new(manifest)).await?;
     for runs in rpc::tree::runs(&filling.missing) {
         answer(WriteAnswer::Missing(runs)).await?;
     }

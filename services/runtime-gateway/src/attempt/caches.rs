@@ -1,11 +1,12 @@
-//! What a process left in the task caches that it found as directories.
+//! The task caches of an attempt, as its process left them.
 //!
-//! One that was changed becomes a volume of its own: the volume that the process wrote into where that started empty, and a copy of it where it is a
-//! child of the version before, which nothing is to be kept for. A cache that cannot be kept whole is no failure of the workload. The cache stays as
-//! it was before, and a note says so to the caller.
+//! A cache that was changed becomes a volume of its own. A cache that started empty is that volume itself; a child
+//! of the version before is copied, so that nothing has to be kept for it. A cache that cannot be kept whole does
+//! not fail the workload: it stays as it was before, and a note says so to the caller.
 //!
-//! A tree that is the version before but for the time of its root was not changed, for each child has a root of its own; of a worker's archives parts of
-//! seconds and extended attributes are not asked for, which they do not hold. A tree that is taken for another one is published in vain, and no harm is done.
+//! A tree counts as unchanged if only the time of its root differs, because each child has a root of its own.
+//! Archives of a worker have no parts of seconds and no extended attributes, so these are not compared there. A
+//! tree that is taken for a changed one is published in vain, which does no harm.
 
 use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, chain};
@@ -13,18 +14,18 @@ use runtime::{Contents, VolumeSource};
 use transfer::{Entry, Manifest};
 
 use super::context::AttemptContext;
-use super::error::Stopped;
+use super::error::AttemptError;
 use super::inputs::{self, Prepared};
 use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
 use crate::clients::scheduler_stream::AttemptTask;
 use crate::clients::store::VolumePurpose;
 use crate::transfer::completion::complete;
-use crate::transfer::manifests::Scanned;
+use crate::transfer::manifests::ScanResult;
 use crate::worker::Worker;
 
 /// What became of the caches of an attempt.
 #[derive(Default)]
-pub(super) struct Left {
+pub(super) struct CacheResult {
     pub(super) published: Vec<PublishedCache>,
     /// What of them is not kept, for people.
     pub(super) notes: Vec<String>,
@@ -36,8 +37,8 @@ pub(super) async fn publish(
     task: &AttemptTask,
     plan: &Plan,
     prepared: &Prepared,
-) -> Result<Left, Stopped> {
-    let mut left = Left::default();
+) -> Result<CacheResult, AttemptError> {
+    let mut left = CacheResult::default();
     for cache in &plan.caches {
         let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
         let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
@@ -69,13 +70,13 @@ async fn publish_one(
     task: &AttemptTask,
     planned: &PlannedCache,
     prepared: &Prepared,
-) -> Result<Option<(PublishedCache, Option<String>)>, Stopped> {
+) -> Result<Option<(PublishedCache, Option<String>)>, AttemptError> {
     let PlannedCache { cache, artifact, volume } = *planned;
     let AttemptContext { worker, transfers, .. } = context;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
     let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
-    let (volume, Scanned { manifest, left_out }) = match parent {
+    let (volume, ScanResult { manifest, left_out }) = match parent {
         // Nothing but its root.
         None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
@@ -100,14 +101,14 @@ async fn handle_of_copy(
     worker: &Worker,
     task: &AttemptTask,
     planned: &PlannedCache,
-) -> Result<VolumeHandle, Stopped> {
+) -> Result<VolumeHandle, AttemptError> {
     let copy = PlannedVolume {
         becomes: Some(planned.artifact),
         ..PlannedVolume::new(name_of_copy(planned.cache), VolumePurpose::Output)
     };
     let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);
-    handle.ok_or_else(|| Stopped::Nonsense("the artifact store answered no volume".to_owned()))
+    handle.ok_or_else(|| AttemptError::Nonsense("the artifact store answered no volume".to_owned()))
 }
 
 /// Whether nothing was changed in a child of the volume with the tree `before`.

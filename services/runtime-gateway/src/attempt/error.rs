@@ -10,7 +10,7 @@ use crate::worker::attempts::StopRequest;
 
 /// Why an attempt went no further.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Stopped {
+pub(super) enum AttemptError {
     /// The worker could not do it.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
@@ -37,7 +37,7 @@ pub(super) enum Stopped {
     GatewayStopping,
 }
 
-impl Stopped {
+impl AttemptError {
     /// The same of a process that was not started: the workload waits if no file can be opened just now.
     pub(super) fn before_start(self) -> Self {
         match self {
@@ -61,12 +61,12 @@ impl Stopped {
     }
 }
 
-pub(super) fn failure(stopped: &Stopped) -> Failure {
+pub(super) fn failure(stopped: &AttemptError) -> Failure {
     match stopped {
-        Stopped::Worker(error) => error.failure(),
-        Stopped::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
-        Stopped::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
-        Stopped::InputMissing(_, _, refusal) => {
+        AttemptError::Worker(error) => error.failure(),
+        AttemptError::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
+        AttemptError::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
+        AttemptError::InputMissing(_, _, refusal) => {
             let reason = if refusal.is(Reason::DiskFull) {
                 FailureReason::DiskFull
             } else {
@@ -74,10 +74,10 @@ pub(super) fn failure(stopped: &Stopped) -> Failure {
             };
             Failure { reason, message: chain(stopped) }
         }
-        Stopped::InputDamaged(_) => {
+        AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }
         }
-        Stopped::Nonsense(_) | Stopped::NotAlone | Stopped::GatewayStopping => {
+        AttemptError::Nonsense(_) | AttemptError::NotAlone | AttemptError::GatewayStopping => {
             Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }
         }
     }

@@ -13,7 +13,7 @@ use transfer::{EntryKind, Manifest};
 
 use crate::transfer::error::ReadVolumeError;
 use crate::transfer::{Transfers, read as volume_read};
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 /// The root file system.
 const ROOT: &[u8] = b"rootfs";
@@ -53,11 +53,11 @@ impl ImageDefaults {
     }
 
     fn get(&self, digest: Digest) -> Option<Defaults> {
-        held(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
+        lock(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
     }
 
     fn insert(&self, digest: Digest, defaults: Defaults) {
-        let mut known = held(&self.0);
+        let mut known = lock(&self.0);
         known.retain(|(other, _)| *other != digest);
         known.push_front((digest, defaults));
         known.truncate(MOST_IMAGES);

@@ -1,7 +1,7 @@
-//! What an attempt needs on its worker: what the artifact store says of it, and how inputs that are elsewhere are brought here.
+//! The inputs of an attempt: rows in the artifact store, and copies of artifacts that are not on the worker.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use domain::workload::Image;
@@ -10,11 +10,12 @@ use rpc::{Reason, Refusal};
 use runtime::{Brought, RuntimeError};
 
 use super::context::AttemptContext;
-use super::error::Stopped;
+use super::error::AttemptError;
 use super::spec_plan::{BroughtAlong, Plan, PlannedVolume};
 use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
 use crate::clients::streamer::CopyEvent;
+use crate::util::keyed_locks::lock;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
@@ -50,7 +51,7 @@ pub(super) struct Missing {
 pub(super) async fn prepare(
     context: &AttemptContext,
     task: &AttemptTask,
-) -> Result<(Plan, Prepared), Stopped> {
+) -> Result<(Plan, Prepared), AttemptError> {
     let AttemptContext { worker, imports, .. } = context;
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
@@ -62,7 +63,9 @@ pub(super) async fn prepare(
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // Something else was put in the place of what the worker brings along.
-            Err(Stopped::Refused(refusal)) if is_about_base_type(imports, &brought, &refusal) => continue,
+            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &brought, &refusal) => {
+                continue;
+            }
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
@@ -77,7 +80,7 @@ pub(super) async fn prepare(
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
-    Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+    Err(AttemptError::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
 }
 
 /// Whether the store refuses something that was imported, and that has to be looked at again.
@@ -97,7 +100,7 @@ async fn base_types(
     worker: &Worker,
     imports: &BaseTypeImports,
     task: &AttemptTask,
-) -> Result<BroughtAlong, Stopped> {
+) -> Result<BroughtAlong, AttemptError> {
     let brings =
         |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
     let image = match &task.spec.image {
@@ -120,7 +123,7 @@ async fn base_types(
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
     let image = image.map_err(|why| {
         let message = format!("the image that the worker brings along cannot be imported: {why}");
-        Stopped::Worker(RuntimeError::Other(message))
+        AttemptError::Worker(RuntimeError::Other(message))
     })?;
     let certs = certs.unwrap_or_else(|why| {
         tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
@@ -135,7 +138,7 @@ pub(super) async fn ask(
     task: &AttemptTask,
     asked: &[PlannedVolume],
     unreachable: &[ArtifactId],
-) -> Result<(Prepared, Vec<Missing>), Stopped> {
+) -> Result<(Prepared, Vec<Missing>), AttemptError> {
     let session = worker.session.opened().await;
     let request = PrepareAttempt {
         workload: task.workload,
@@ -168,11 +171,11 @@ async fn bring(
     worker: &Worker,
     task: &AttemptTask,
     missing: Vec<Missing>,
-) -> Result<(Vec<ArtifactId>, u64), Stopped> {
+) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
     let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
-    let tell = |name: &str, news: News<'_>| {
-        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+    let tell = |name: &str, news: InputEvent<'_>| {
+        let mut known = lock(&known);
         if let Some(input) = known.get_mut(name) {
             take(input, news);
         }
@@ -188,7 +191,7 @@ async fn bring(
                 tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be brought, and is found empty");
                 Ok((Some(*artifact), 0))
             }
-            Err(refusal) => Err(Stopped::InputMissing(name.clone(), *artifact, refusal)),
+            Err(refusal) => Err(AttemptError::InputMissing(name.clone(), *artifact, refusal)),
         }
     });
     let (unreachable, bytes): (Vec<_>, Vec<u64>) =
@@ -199,7 +202,7 @@ async fn bring(
 
 /// What is heard of an input that is brought.
 #[derive(Debug, Clone, Copy)]
-enum News<'n> {
+enum InputEvent<'n> {
     /// So many bytes of so many are there.
     Bytes(u64, u64),
     /// It cannot be brought just now.
@@ -207,11 +210,11 @@ enum News<'n> {
 }
 
 /// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
-fn take(input: &mut InputProgress, news: News<'_>) {
+fn take(input: &mut InputProgress, news: InputEvent<'_>) {
     match news {
-        News::Waits(why) => why.clone_into(&mut input.waits_for),
-        News::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
-        News::Bytes(done, total) => {
+        InputEvent::Waits(why) => why.clone_into(&mut input.waits_for),
+        InputEvent::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
+        InputEvent::Bytes(done, total) => {
             (input.bytes_done, input.bytes_total) = (done, total);
             input.waits_for.clear();
         }
@@ -235,7 +238,7 @@ async fn materialize(
     task: &AttemptTask,
     artifact: ArtifactId,
     patience: Duration,
-    tell: impl Fn(News<'_>),
+    tell: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
@@ -251,7 +254,7 @@ async fn materialize(
             if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
                 return Err(refusal);
             }
-            tell(News::Waits(&refusal.message));
+            tell(InputEvent::Waits(&refusal.message));
         }
         tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be brought just now");
         tokio::time::sleep(pause).await;
@@ -263,14 +266,14 @@ async fn materialize_once(
     worker: &Worker,
     task: &AttemptTask,
     artifact: ArtifactId,
-    tell: impl Fn(News<'_>),
+    tell: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let session = worker.session.opened().await;
     let streamer = &worker.clients.streamer;
     let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
     loop {
         match copy.next().await? {
-            CopyEvent::Progress(done, total) => tell(News::Bytes(done, total)),
+            CopyEvent::Progress(done, total) => tell(InputEvent::Bytes(done, total)),
             CopyEvent::Done(moved) => return Ok(moved),
         }
     }

@@ -8,7 +8,7 @@ use runtime::{ContainerSpec, Mount, Root, VolumeSource};
 use transfer::{DeviceKind, EntryKind};
 
 use super::context::AttemptContext;
-use super::error::Stopped;
+use super::error::AttemptError;
 use super::image::Defaults;
 use super::inputs::Prepared;
 use super::spec_plan::{Plan, PlannedImage};
@@ -26,7 +26,7 @@ pub(super) async fn make(
     task: &AttemptTask,
     plan: &Plan,
     prepared: &Prepared,
-) -> Result<Defaults, Stopped> {
+) -> Result<Defaults, AttemptError> {
     let AttemptContext { worker, transfers, images, .. } = context;
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
@@ -42,7 +42,7 @@ pub(super) async fn make(
         if !volume.directories.is_empty() {
             worker.runtime.make_directories(*handle, &volume.directories).await?;
         }
-        Ok::<_, Stopped>(())
+        Ok::<_, AttemptError>(())
     });
     // What the image says is read from its replica, which is there already.
     let image = async {
@@ -50,7 +50,7 @@ pub(super) async fn make(
             return Ok((Root::Host, Defaults::default()));
         };
         let (volume, Some((replica, digest))) = prepared.volumes[index] else {
-            return Err(Stopped::Nonsense("the image has no replica".to_owned()));
+            return Err(AttemptError::Nonsense("the image has no replica".to_owned()));
         };
         if let PlannedImage::Brought(_) = plan.image {
             return Ok((Root::Whole(volume), Defaults::default()));
@@ -112,7 +112,7 @@ fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
 }
 
 /// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.
-pub(super) async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &Stopped) {
+pub(super) async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &AttemptError) {
     // Whoever speaks for the worker now goes on with it.
     let Some(session) = worker.session.current().filter(|_| !stopped.is_superseded()) else { return };
     let mut why = format!("it could not be made: {}", chain(stopped));
@@ -130,12 +130,12 @@ pub(super) async fn verify(
     replica: VolumeHandle,
     team: &str,
     digest: Digest,
-) -> Result<Arc<transfer::Manifest>, Stopped> {
+) -> Result<Arc<transfer::Manifest>, AttemptError> {
     match transfers.manifests.verify(transfers.worker.runtime.as_ref(), replica, team, digest).await {
         Ok(manifest) => Ok(manifest),
         Err(ManifestError::Damaged(replica)) => {
             transfers.worker.report_due.notify_one();
-            Err(Stopped::InputDamaged(replica))
+            Err(AttemptError::InputDamaged(replica))
         }
         Err(ManifestError::Worker(error)) => Err(error.into()),
     }

@@ -41,10 +41,10 @@ use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;
 use crate::worker::attendance;
 use context::AttemptContext;
-use error::{Stopped, failure};
+use error::{AttemptError, failure};
 use make::{could_not_make, make};
 use process::{announce_start, give_up, process_spec, report_running, used, wait, wished};
-use result::{CutShort, ended_result, finish_attempt, is_interrupted};
+use result::{StopCause, ended_result, finish_attempt, is_interrupted};
 
 /// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
 pub(crate) async fn attended(
@@ -54,7 +54,7 @@ pub(crate) async fn attended(
     token: String,
     work: impl Future<Output = ()>,
 ) {
-    let _entry = Entry { worker: &worker, lease };
+    let _entry = LeaseGuard { worker: &worker, lease };
     let Err(panic) = AssertUnwindSafe(work).catch_unwind().await else { return };
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it did not say why");
@@ -70,12 +70,12 @@ pub(crate) async fn attended(
 }
 
 /// A lease that a task attends to. When the task dies, the lease is forgotten, and so the scheduler told that nobody attends to it.
-struct Entry<'w> {
+struct LeaseGuard<'w> {
     worker: &'w Worker,
     lease: LeaseId,
 }
 
-impl Drop for Entry<'_> {
+impl Drop for LeaseGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
@@ -122,7 +122,7 @@ pub(crate) async fn run(
         let result = loop {
             match carry_out(&context, &task, &mut stop).await {
                 Ok(result) => break result,
-                Err(Stopped::GatewayStopping) => return,
+                Err(AttemptError::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
                     tracing::info!(lease.id = %task.lease, error = chain(&stopped), "this attempt waits until this gateway is let in again");
                     if !let_in_again(worker).await {
@@ -130,7 +130,7 @@ pub(crate) async fn run(
                     }
                 }
                 // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
-                Err(Stopped::NotAlone) => tokio::select! {
+                Err(AttemptError::NotAlone) => tokio::select! {
                     () = worker.session.wait_until_exclusive() => {}
                     () = worker.stopping.cancelled() => return,
                 },
@@ -139,10 +139,10 @@ pub(crate) async fn run(
                     if !give_up(worker, task.attempt).await {
                         return;
                     }
-                    let lost = matches!(&stopped, Stopped::Refused(refusal) if refusal.is(Reason::LeaseLost));
+                    let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
                     // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
                     let wish = stop.borrow().clone().filter(|_| lost);
-                    break AttemptResult::failed(failure(&wish.map_or(stopped, Stopped::Wished)));
+                    break AttemptResult::failed(failure(&wish.map_or(stopped, AttemptError::Wished)));
                 }
             }
         };
@@ -163,12 +163,12 @@ pub(crate) async fn stop_unknown(
     let waited = wait(&worker, attempt, &mut stop).await;
     let result = match waited {
         Ok(ended) => {
-            let interrupted = is_interrupted(&stop, &ended).then_some(CutShort::Interrupted);
+            let interrupted = is_interrupted(&stop, &ended).then_some(StopCause::Interrupted);
             let usage = used(&worker, attempt).await;
             AttemptResult { usage, ..ended_result(ended, None, interrupted) }
         }
-        Err(Stopped::GatewayStopping) => return,
-        Err(Stopped::Worker(RuntimeError::ProcessNotFound(_))) => {
+        Err(AttemptError::GatewayStopping) => return,
+        Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => {
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
             AttemptResult::failed(Failure {
                 reason,
@@ -204,20 +204,20 @@ async fn carry_out(
     context: &AttemptContext,
     task: &AttemptTask,
     stop: &mut watch::Receiver<Option<StopRequest>>,
-) -> Result<AttemptResult, Stopped> {
+) -> Result<AttemptResult, AttemptError> {
     let worker = &*context.worker;
     // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
     // the worker does not start it again.
     let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
     let (prepared, known) = tokio::select! {
         asked = asked => asked,
-        wish = wished(stop) => return Err(Stopped::Wished(wish)),
-        () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
+        wish = wished(stop) => return Err(AttemptError::Wished(wish)),
+        () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
     };
-    let (plan, prepared) = prepared.map_err(Stopped::before_start)?;
+    let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
     let mut since = None;
     if let Err(RuntimeError::ProcessNotFound(_)) = known {
-        let made = make(context, task, &plan, &prepared).await.map_err(Stopped::before_start);
+        let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
         let defaults = match made {
             Ok(defaults) => defaults,
             Err(stopped) => {
@@ -226,17 +226,17 @@ async fn carry_out(
             }
         };
         if let Some(wish) = stop.borrow_and_update().clone() {
-            return Err(Stopped::Wished(wish));
+            return Err(AttemptError::Wished(wish));
         }
         announce_start(worker, task).await?;
         if !worker.session.is_exclusive() {
-            return Err(Stopped::NotAlone);
+            return Err(AttemptError::NotAlone);
         }
         worker
             .runtime
             .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
             .await
-            .map_err(|error| Stopped::from(error).before_start())?;
+            .map_err(|error| AttemptError::from(error).before_start())?;
         since = Some(Instant::now());
     } else {
         known?;
@@ -260,9 +260,9 @@ async fn carry_out(
     let cut_short = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt).await?;
-            Some(if destroyed { CutShort::ContainerDestroyed } else { CutShort::ContactLost })
+            Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
         }
-        _ => is_interrupted(stop, &ended).then_some(CutShort::Interrupted),
+        _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),
     };
     let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), cut_short) };
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
@@ -274,8 +274,8 @@ async fn carry_out(
         match published {
             Ok(()) => {}
             // How the process ended is known all the same.
-            Err(Stopped::Worker(error)) => result.add_failure(error.failure()),
-            Err(Stopped::Refused(refusal)) if !is_superseded(&refusal) => {
+            Err(AttemptError::Worker(error)) => result.add_failure(error.failure()),
+            Err(AttemptError::Refused(refusal)) if !is_superseded(&refusal) => {
                 let message = format!("the artifact store does not take an output: {refusal}");
                 result.add_failure(Failure { reason: FailureReason::PublishFailed, message });
             }

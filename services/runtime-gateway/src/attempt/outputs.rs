@@ -6,13 +6,13 @@ use domain::workload::{Failure, PublishedOutput};
 use runtime::RuntimeError;
 
 use super::context::AttemptContext;
-use super::error::Stopped;
+use super::error::AttemptError;
 use super::inputs::Prepared;
 use super::spec_plan::Plan;
 use crate::clients::scheduler::AttemptResult;
 use crate::clients::scheduler_stream::AttemptTask;
 use crate::transfer::completion::complete;
-use crate::transfer::manifests::Scanned;
+use crate::transfer::manifests::ScanResult;
 
 /// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
 pub(super) async fn publish(
@@ -21,7 +21,7 @@ pub(super) async fn publish(
     plan: &Plan,
     prepared: &Prepared,
     result: &mut AttemptResult,
-) -> Result<(), Stopped> {
+) -> Result<(), AttemptError> {
     let AttemptContext { worker, transfers, .. } = context;
     for output in &plan.outputs {
         let (handle, _) = prepared.volumes[output.volume];
@@ -42,7 +42,7 @@ pub(super) async fn publish(
             }
         }
         let scanned = transfers.manifests.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
-        let Scanned { manifest, left_out } = match scanned {
+        let ScanResult { manifest, left_out } = match scanned {
             Ok(scanned) => scanned,
             Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
                 let message = format!("output {:?}: {error}", output.name);

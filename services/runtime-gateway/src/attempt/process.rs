@@ -8,7 +8,7 @@ use domain::{AttemptId, chain};
 use runtime::{Ended, ProcessSpec, ProcessState, RuntimeError};
 use tokio::sync::watch;
 
-use super::error::Stopped;
+use super::error::AttemptError;
 use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask};
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
@@ -24,7 +24,7 @@ const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from
 const STARTING_LOOKS: usize = 25;
 
 /// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
-pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Result<(), Stopped> {
+pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Result<(), AttemptError> {
     let session = worker.session.opened().await;
     let (scheduler, store) = (&worker.clients.scheduler, &worker.clients.store);
     let start = || scheduler.start_attempt(&task.token);
@@ -85,7 +85,7 @@ pub(super) async fn wait(
     worker: &Worker,
     attempt: AttemptId,
     stop: &mut watch::Receiver<Option<StopRequest>>,
-) -> Result<Ended, Stopped> {
+) -> Result<Ended, AttemptError> {
     loop {
         let wish = stop.borrow_and_update().clone();
         if let Some(wish) = wish {
@@ -105,9 +105,9 @@ pub(super) async fn wait(
                 ended => return Ok(ended?),
             },
             changed = stop.changed() => if changed.is_err() {
-                return Err(Stopped::GatewayStopping);
+                return Err(AttemptError::GatewayStopping);
             },
-            () = worker.stopping.cancelled() => return Err(Stopped::GatewayStopping),
+            () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
         }
     }
 }

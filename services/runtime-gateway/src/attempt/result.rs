@@ -16,7 +16,7 @@ use crate::worker::attempts::StopRequest;
 
 /// Why a process was stopped, where that has to be said beside how it ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum CutShort {
+pub(super) enum StopCause {
     /// Nobody wanted that.
     ContactLost,
     /// Nor that.
@@ -31,7 +31,7 @@ pub(super) fn is_interrupted(stop: &watch::Receiver<Option<StopRequest>>, ended:
     wished && matches!(ended, Ended::Exited { stopped: true, .. })
 }
 
-impl CutShort {
+impl StopCause {
     fn failure(self) -> Failure {
         let (reason, message) = match self {
             Self::ContactLost => (
@@ -54,7 +54,7 @@ impl CutShort {
 pub(super) fn ended_result(
     ended: Ended,
     started: Option<domain::Timestamp>,
-    cut_short: Option<CutShort>,
+    cut_short: Option<StopCause>,
 ) -> AttemptResult {
     match (ended, cut_short) {
         (Ended::Exited { exit, stopped: true }, Some(cut_short)) => {

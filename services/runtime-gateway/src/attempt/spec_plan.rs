@@ -1,4 +1,4 @@
-//! What an attempt needs, decided from the spec alone.
+//! The plan of an attempt, decided from the spec alone: its volumes, and where they appear.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;

@@ -11,20 +11,20 @@ use testing::fake::FakeWorker;
 fn whatever_is_refused_becomes_a_failure_that_is_documented() {
     for reason in Reason::ALL {
         let refusal = Refusal::from(reason.status("gantry.test", "no"));
-        let failure = failure(&Stopped::Refused(refusal));
+        let failure = failure(&AttemptError::Refused(refusal));
         assert!(FailureReason::ALL.contains(&failure.reason));
         assert!(failure.message.contains(reason.as_str()), "what was said is kept: {}", failure.message);
     }
     let lost = Refusal::from(Reason::LeaseLost.status("gantry.test", "no"));
-    assert_eq!(failure(&Stopped::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
+    assert_eq!(failure(&AttemptError::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
 }
 
 #[test]
 fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
     let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
-    assert_eq!(reason(Some(CutShort::ContactLost)), Some(FailureReason::ContactLost));
-    assert_eq!(reason(Some(CutShort::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
+    assert_eq!(reason(Some(StopCause::ContactLost)), Some(FailureReason::ContactLost));
+    assert_eq!(reason(Some(StopCause::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
 }
 
@@ -63,7 +63,7 @@ async fn a_task_that_dies_leaves_no_lease_behind() {
     let dying = worker.clone();
     // What panics here is not the attempt, but what would have ended it.
     let died = tokio::spawn(async move {
-        let _entry = Entry { worker: &dying, lease };
+        let _entry = LeaseGuard { worker: &dying, lease };
         panic!("as the test asked for");
     });
     assert!(died.await.is_err_and(|error| error.is_panic()));

@@ -1,10 +1,12 @@
-//! This machine as a worker, with other gateways that were given the same state directory.
+//! Attending this machine, beside other gateways that were given the same state directory.
 //!
-//! One of them attends it; the others stand by, and touch nothing of it. Where the one that attends is gone, it is gone with its lock, and who
-//! gets that attends from then on, in a session of its own once the scheduler lets it in. One that is frozen keeps its lock: so whoever
-//! stands by looks at what the scheduler says of the worker, too, and asks for a session when that has been silent for too long. Who
-//! is given one takes the directory over; see [`crate::runtimes::host`]. The other, when it wakes up, is refused by scheduler and artifact store,
-//! finds the directory taken, does nothing more, and ends.
+//! One of them attends it. The others stand by, and touch nothing of it. A gateway that dies loses its lock. The
+//! gateway that gets the lock attends from then on, in a session of its own, once the scheduler lets it in.
+//!
+//! A frozen gateway keeps its lock. So each gateway that stands by also asks the scheduler about the worker, and
+//! asks for a session when the worker has been silent for too long. With a session it takes the directory over; see
+//! [`crate::host`]. When the frozen gateway wakes up, scheduler and artifact store refuse it. It finds the directory
+//! taken, does nothing more, and ends.
 
 use std::time::Duration;
 

@@ -1,13 +1,15 @@
-//! Who attends which worker, as the scheduler says, and the tickets for going there.
+//! The gateway of each worker, as the scheduler names it, with the ticket for calls to that gateway.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use domain::WorkerId;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::{Peer, Reason, Refusal};
+
+use crate::util::keyed_locks::lock;
 
 /// How long an answer of the scheduler is used without asking again.
 const FRESH: Duration = Duration::from_secs(10);
@@ -21,19 +23,19 @@ pub(super) struct Destination {
     pub(super) ticket: String,
 }
 
-struct Known {
+struct CachedDestination {
     destination: Destination,
     asked: Instant,
     /// Until when the ticket is surely good.
     good_until: Instant,
 }
 
-pub(super) struct Peers {
+pub(super) struct Directory {
     scheduler: WorkersClient<Peer>,
-    known: Mutex<HashMap<WorkerId, Known>>,
+    known: Mutex<HashMap<WorkerId, CachedDestination>>,
 }
 
-impl Peers {
+impl Directory {
     pub(super) fn new(scheduler: WorkersClient<Peer>) -> Self {
         Self { scheduler, known: Mutex::default() }
     }
@@ -53,8 +55,12 @@ impl Peers {
         }
     }
 
-    fn known(&self, worker: WorkerId, usable: impl FnOnce(&Known) -> bool) -> Option<Destination> {
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+    fn known(
+        &self,
+        worker: WorkerId,
+        usable: impl FnOnce(&CachedDestination) -> bool,
+    ) -> Option<Destination> {
+        let known = lock(&self.known);
         known.get(&worker).filter(|known| usable(known)).map(|known| known.destination.clone())
     }
 
@@ -69,8 +75,8 @@ impl Peers {
         let valid_for = answer.valid_for.and_then(|term| Duration::try_from(term).ok()).unwrap_or(FRESH);
         // Halved: clocks disagree, and a call takes time to arrive.
         let good_until = now + valid_for / 2;
-        let known = Known { destination: destination.clone(), asked: now, good_until };
-        let mut all = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = CachedDestination { destination: destination.clone(), asked: now, good_until };
+        let mut all = lock(&self.known);
         all.retain(|_, known| now < known.good_until);
         all.insert(worker, known);
         Ok(destination)

@@ -1,14 +1,15 @@
-//! One call, passed on: what is said goes there and what is answered comes back frame by frame, as it comes.
+//! The forwarding of one call, frame by frame in both directions.
 //!
-//! - *Back pressure*: a frame is taken from one side when the other side asks for it. What is in flight is bounded by the windows of HTTP/2, and
-//!   each call has a connection of its own to the gateway, so that a reader who stalls holds nobody else back.
-//! - *Cancellation*: the call to the gateway lives in the answer to the caller. Whichever is dropped drops the other.
-//! - *Deadline*: `grpc-timeout` says to the gateway what is left of it, and the proxy keeps it, too.
-//! - *Status*: trailers are passed on untouched. Only one is looked at: a gateway that does not attend the worker any more. Then the
-//!   scheduler is asked again, and the call made once more, where what the caller has said so far is still at hand.
+//! - *Back pressure*: a frame is taken from one side when the other side asks for it. HTTP/2 windows bound what is
+//!   in flight. Each call has a connection of its own to the gateway, so a slow reader holds no other call back.
+//! - *Cancellation*: the call to the gateway lives in the answer to the caller. Dropping one drops the other.
+//! - *Deadline*: `grpc-timeout` tells the gateway what is left of it, and the proxy keeps it, too.
+//! - *Status*: trailers are passed on untouched. The proxy looks only for the status of a gateway that does not
+//!   attend the worker any more. Then it asks the scheduler again, and repeats the call if the caller's messages so
+//!   far are still at hand.
 
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -28,6 +29,7 @@ use super::Proxy;
 use super::directory::Destination;
 use super::route;
 use crate::SERVICE;
+use crate::util::keyed_locks::lock;
 
 /// The longest first message. It has a ticket or the name of a process, and a path at most.
 const FIRST: usize = 256 << 10;
@@ -50,7 +52,8 @@ const OURS: [&str; 7] = [
 pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
-    let mut said = Said { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
+    let mut said =
+        CallerStream { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
     let worker = within(deadline, async {
         let first = said.first_message().await?;
         route::worker(parts.uri.path(), first, &proxy.keys).await
@@ -76,7 +79,7 @@ struct Call {
     path: Uri,
     headers: HeaderMap,
     deadline: Option<Instant>,
-    said: Arc<Mutex<Said>>,
+    said: Arc<Mutex<CallerStream>>,
 }
 
 impl Call {
@@ -141,8 +144,8 @@ impl Call {
         Ok(answer.map(Body::new))
     }
 
-    fn said(&self) -> MutexGuard<'_, Said> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    fn said(&self) -> MutexGuard<'_, CallerStream> {
+        lock(&self.said)
     }
 }
 
@@ -244,7 +247,7 @@ async fn next_frame(body: &mut Body) -> Option<Result<Frame<Bytes>, Status>> {
 }
 
 /// What the caller says.
-struct Said {
+struct CallerStream {
     body: Body,
     /// The beginning of it, as long as it may have to be said again, and what was not yet passed on of it.
     kept: Vec<Bytes>,
@@ -256,7 +259,7 @@ struct Said {
     listener: Option<Waker>,
 }
 
-impl Said {
+impl CallerStream {
     /// Waits for the first message, which stays to be passed on.
     async fn first_message(&mut self) -> Result<Bytes, Status> {
         let mut first = BytesMut::new();
@@ -305,14 +308,14 @@ fn whole_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
 
 /// What the caller says, from its beginning, for one try of the call.
 struct Again {
-    said: Arc<Mutex<Said>>,
+    said: Arc<Mutex<CallerStream>>,
     turn: u64,
     next: usize,
 }
 
 impl Again {
-    fn new(said: &Arc<Mutex<Said>>) -> Self {
-        let turn = said.lock().unwrap_or_else(PoisonError::into_inner).turn;
+    fn new(said: &Arc<Mutex<CallerStream>>) -> Self {
+        let turn = lock(said).turn;
         Self { said: said.clone(), turn, next: 0 }
     }
 }
@@ -323,7 +326,7 @@ impl HttpBody for Again {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        let mut said = this.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = lock(&this.said);
         if said.turn != this.turn {
             return Poll::Ready(Some(Err(Status::cancelled("nobody listens any more"))));
         }

@@ -1,10 +1,12 @@
-//! The proxy: a gateway that attends no worker and lets callers from outside in.
+//! The proxy: a gateway that attends no worker and lets callers in from outside.
 //!
-//! It serves `Containers` and `Volumes` for every worker of the cluster. A call is looked at up to its first message, which names the worker
-//! ([`route`]); it is then passed on, one hop, to the gateway that attends that worker ([`peers`]), under a ticket of the scheduler for that one
-//! worker and never with the caller's credentials. Bytes go through as they come ([`forward`]): nothing else is decoded.
+//! It serves `Containers` and `Volumes` for every worker of the cluster. It decodes the first message of a call,
+//! which names the worker ([`route`]). Then it passes the call on, one hop, to the gateway that attends that worker
+//! ([`directory`]), under a ticket of the scheduler for that worker and never with the caller's credentials. It
+//! forwards bytes as they come ([`forward`]) and decodes nothing else.
 //!
-//! Nothing is kept but who attends which worker, for some seconds. Any number of proxies may stand side by side.
+//! A proxy keeps only which gateway attends which worker, for some seconds. Any number of proxies may run side by
+//! side.
 
 mod directory;
 mod forward;
@@ -28,11 +30,11 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 use tower_service::Service;
 
-use directory::Peers;
+use directory::Directory;
 
 /// What each call of a proxy has.
 struct Proxy {
-    peers: Peers,
+    peers: Directory,
     keys: Keys,
     stopping: CancellationToken,
 }
@@ -45,12 +47,12 @@ struct Proxy {
 pub fn start_proxy(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
     let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
     let proxy = Arc::new(Proxy {
-        peers: Peers::new(WorkersClient::new(scheduler.clone())),
+        peers: Directory::new(WorkersClient::new(scheduler.clone())),
         keys: Keys::new(scheduler),
         stopping: host.stopping(),
     });
-    host.add_service(Passed::<Containers>::new(proxy.clone()));
-    host.add_service(Passed::<Volumes>::new(proxy));
+    host.add_service(ForwardedService::<Containers>::new(proxy.clone()));
+    host.add_service(ForwardedService::<Volumes>::new(proxy));
     host.describe(server::Service {
         name: "proxy",
         version: env!("CARGO_PKG_VERSION"),
@@ -88,28 +90,28 @@ impl NamedService for Volumes {
 }
 
 /// A service that others serve.
-struct Passed<N> {
+struct ForwardedService<N> {
     proxy: Arc<Proxy>,
     name: PhantomData<fn() -> N>,
 }
 
-impl<N> Passed<N> {
+impl<N> ForwardedService<N> {
     fn new(proxy: Arc<Proxy>) -> Self {
         Self { proxy, name: PhantomData }
     }
 }
 
-impl<N> Clone for Passed<N> {
+impl<N> Clone for ForwardedService<N> {
     fn clone(&self) -> Self {
         Self::new(self.proxy.clone())
     }
 }
 
-impl<N: NamedService> NamedService for Passed<N> {
+impl<N: NamedService> NamedService for ForwardedService<N> {
     const NAME: &'static str = N::NAME;
 }
 
-impl<N> Service<Request<Body>> for Passed<N> {
+impl<N> Service<Request<Body>> for ForwardedService<N> {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;

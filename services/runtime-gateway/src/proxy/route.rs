@@ -1,4 +1,4 @@
-//! For which worker a call is, as its first message says.
+//! The worker that a call is for, as the first message of the call says.
 
 use bytes::Bytes;
 use domain::WorkerId;

@@ -1,16 +1,16 @@
-//! What a worker brings along, images of resource types and certs, becomes artifacts: one after the other, in the background, for as long as
-//! the gateway runs.
+//! The import of base types: images of resource types and certificates that a worker has become artifacts.
 //!
 //! ```text
 //! prepare (store) → volume, copied by the worker from where it has it → read back → complete (store)
 //! ```
 //!
-//! The store says what is to be done: nothing, as long as version and path are what they were and the replica is there. So it is asked again and
-//! again, and every gateway of the worker may ask: one that starts again, and one that takes over. What fails is tried again after a pause, longer each
-//! time, and holds up nothing but attempts that want it ([`BaseTypeImports::wanted`]), which have it tried at once.
+//! The loop runs in the background for as long as the gateway does, and imports one base type after the other.
+//! The store decides what is to be done: nothing, if version and path are as before and the replica is there.
+//! So each gateway of the worker may ask again and again. A failed import is tried again after a pause that
+//! grows. It holds up only attempts that need it ([`BaseTypeImports::wanted`]), which have it tried at once.
 //!
-//! Invariant: an import that has begun is carried on to its end, whatever becomes of the session: a runtime that makes a volume is not
-//! interrupted. The store refuses what was made in a session that is over.
+//! Invariant: an import that has begun is carried on to its end in any session, because a runtime that makes a
+//! volume is not interrupted. The store refuses a volume that was made in a session that has ended.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 const LONGEST_WHY: usize = 1000;
 
 /// Something that is brought along, and when it is looked at next.
-struct Due {
+struct ScheduledImport {
     brought: BroughtAlong,
     at: Instant,
     /// How long is waited after the next failure.
@@ -70,7 +70,8 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
     let worker = &transfers.worker;
     let now = Instant::now();
     let brought = worker.runtime.capabilities().brought.iter().cloned();
-    let mut due: Vec<_> = brought.map(|brought| Due { brought, at: now, pause: FIRST_PAUSE }).collect();
+    let mut due: Vec<_> =
+        brought.map(|brought| ScheduledImport { brought, at: now, pause: FIRST_PAUSE }).collect();
     if due.is_empty() {
         return;
     }
@@ -84,7 +85,7 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
         if session.replace(open.session) != Some(open.session) {
             due.iter_mut().for_each(|due| due.at = Instant::now());
         }
-        let is_wanted = |due: &&mut Due| imports.is_wanted(&due.brought.what);
+        let is_wanted = |due: &&mut ScheduledImport| imports.is_wanted(&due.brought.what);
         let next = due.iter_mut().find(is_wanted);
         let Some(next) = (match next {
             Some(next) => Some(next),
@@ -109,7 +110,7 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
 }
 
 /// Has one thing imported, if it is not, and says when it is looked at again.
-async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Due) {
+async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
     let worker = &transfers.worker;
     let what = &due.brought.what;
     let number = imports.begin(what);

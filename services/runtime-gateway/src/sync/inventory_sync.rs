@@ -1,11 +1,13 @@
-//! Sweeping and reporting: what the artifact store has marked is destroyed, and what the worker holds is told.
+//! The sweep and the report: volumes and containers that the artifact store has marked are destroyed, and those
+//! that the worker has are reported.
 //!
-//! Invariant: nothing is destroyed that the store did not hand out under our session, or that it does not know at all. A row comes before
-//! the thing it stands for, so a handle that the store does not know is garbage, as long as it is the same store. One that came out of a
-//! backup has another life than the one that is kept beside the worker's marker: then it sets aside what it does not know, nothing unknown is touched,
-//! and only after that is the new life kept. Where the operator holds destruction, nothing is destroyed at all, and
-//! nobody asks what should be; it goes with the first gateway that does not hold it. Nor is anything destroyed while another
-//! gateway may have been let in.
+//! Invariant: the gateway destroys only what the store handed out under its session, or does not know. A row
+//! comes before its volume, so a handle without a row is garbage, if the store is the same as before. A store out
+//! of a backup has another life than the one beside the worker's marker. It counts what it does not know as
+//! orphans, nothing unknown is destroyed, and only then is the new life kept.
+//!
+//! If the operator holds destruction, the gateway destroys nothing and does not ask what it should destroy. It
+//! destroys nothing either while another gateway may speak for the worker.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,7 +22,7 @@ use runtime::RuntimeError;
 
 use crate::clients::store::{DestroyOrder, VolumeDescription};
 use crate::transfer::Transfers;
-use crate::transfer::manifests::Kept;
+use crate::transfer::manifests::StoredManifest;
 use crate::worker::Worker;
 use crate::worker::session::OpenSession;
 
@@ -123,7 +125,7 @@ async fn sweep(transfers: &Transfers, session: &OpenSession) -> Result<(), Sweep
 }
 
 /// Whether the operator wants to keep what would be destroyed now.
-fn held(worker: &Worker, containers: usize, volumes: usize) -> bool {
+fn holds_destruction(worker: &Worker, containers: usize, volumes: usize) -> bool {
     if worker.config.hold_destruction {
         tracing::warn!(containers, volumes, "destruction is held: these stay");
     }
@@ -216,7 +218,7 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     if volumes.is_empty() && containers.is_empty() {
         return Ok(());
     }
-    if held(worker, containers.len(), volumes.len()) {
+    if holds_destruction(worker, containers.len(), volumes.len()) {
         return Ok(());
     }
     tracing::info!(
@@ -266,8 +268,8 @@ async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<Volu
         parent: notes.parent,
         team: kept.as_ref().map(|kept| kept.team().to_owned()).unwrap_or_default(),
         artifact: notes.artifact,
-        digest: kept.as_ref().map(Kept::tree_digest),
-        size_bytes: kept.as_ref().map(Kept::size_bytes).unwrap_or_default(),
+        digest: kept.as_ref().map(StoredManifest::tree_digest),
+        size_bytes: kept.as_ref().map(StoredManifest::size_bytes).unwrap_or_default(),
     })
 }
 

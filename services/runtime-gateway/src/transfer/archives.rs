@@ -26,7 +26,7 @@ use transfer::{
 
 use super::completion::{make_empty, settle};
 use super::error::{ReadVolumeError, WriteVolumeError};
-use super::{Transfers, Turn};
+use super::{Transfers, WriterPermit};
 use crate::transfer::blocking_pipe::{Inlet, Outlet, Piece};
 use crate::transfer::remote;
 use crate::util::blocking::blocking;
@@ -42,13 +42,13 @@ const LOOK_AFTER: u64 = 64 << 20;
 const BLOCK: u64 = 4096;
 
 /// An archive that comes in.
-pub(crate) struct Unpacking {
+pub(crate) struct ArchiveUpload {
     pieces: mpsc::Sender<Piece>,
     /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
     unpacked: JoinHandle<Result<Arc<Manifest>, WriteVolumeError>>,
 }
 
-impl Unpacking {
+impl ArchiveUpload {
     /// Makes the volume, and unpacks what comes. An earlier try at the same volume is thrown away, unless its bytes were final: then what
     /// comes is only compared.
     pub(crate) fn begin(transfers: &Arc<Transfers>, ticket: TicketClaims) -> Self {
@@ -86,7 +86,8 @@ async fn unpack(
     ticket: &TicketClaims,
     archive: Inlet,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let turn = Turn::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
+    let turn =
+        WriterPermit::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
     if let Some(kept) = transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await? {
         let again = blocking(move || {
             Ok::<_, WriteVolumeError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)

@@ -8,7 +8,7 @@ use runtime::{Contents, RuntimeError, VolumeSource};
 use transfer::Manifest;
 
 use super::error::WriteVolumeError;
-use super::{Transfers, Turn};
+use super::{Transfers, WriterPermit};
 use crate::util::retry::{is_superseded, until_answered};
 
 /// Makes the volume of a transfer, empty. What an earlier try left in it is thrown away.
@@ -34,9 +34,9 @@ pub(crate) async fn settle(
     volume: VolumeHandle,
     team: &str,
     manifest: Arc<Manifest>,
-    turn: Turn,
+    turn: WriterPermit,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    // Kept before the store is told: what it knows as complete must never be taken for a half-written volume here.
+    // StoredManifest before the store is told: what it knows as complete must never be taken for a half-written volume here.
     if let Err(error) =
         transfers.manifests.keep(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
     {

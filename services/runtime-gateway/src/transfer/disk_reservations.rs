@@ -1,15 +1,17 @@
-//! DiskReservations on a worker's disk for transfers that say before the first byte how much they write.
+//! Reservations of disk space by transfers, which say before the first byte how much they write.
 //!
-//! [`crate::transfer::volumes`] declares what a manifest says when a transfer begins. Each copy of an extent counts, however often its content
-//! occurs, for each is written. Invariant: what was declared and not written yet, of all transfers together, fits the free space less a
-//! reserve. The lock on the sum enforces it. What containers write is not known before, so a disk may be full nevertheless.
+//! [`crate::transfer::write`] declares what a manifest says when a transfer begins. Each copy of an extent counts,
+//! because each is written. Invariant: the bytes that all transfers have declared and not written yet fit the free
+//! space less a reserve. The lock on the sum enforces it. What containers write is not known before, so a disk may
+//! be full nevertheless.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use runtime::Disk;
 use transfer::Manifest;
 
 use crate::util::disk_reserve::reserve;
+use crate::util::keyed_locks::lock;
 
 /// Bytes that an entry takes on a disk, besides content: its inode, and the end of its last block.
 const ENTRY_BYTES: u64 = 4096;
@@ -25,7 +27,7 @@ pub(crate) fn needs(manifest: &Manifest) -> u64 {
 #[error(
     "cannot begin a transfer of {needs} bytes: transfers may take {available} bytes of the worker's disk now"
 )]
-pub(crate) struct NoRoom {
+pub(crate) struct InsufficientDisk {
     needs: u64,
     available: u64,
 }
@@ -36,41 +38,41 @@ pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
 
 impl DiskReservations {
     /// Declares a transfer, if `disk` has room for it beside the others. `None`: the worker does not say how large its disk is.
-    pub(crate) fn declare(&self, disk: Option<Disk>, needs: u64) -> Result<Declared, NoRoom> {
-        let mut declared = held(&self.0);
+    pub(crate) fn declare(
+        &self,
+        disk: Option<Disk>,
+        needs: u64,
+    ) -> Result<DiskReservation, InsufficientDisk> {
+        let mut declared = lock(&self.0);
         if let Some(Disk { total_bytes, free_bytes }) = disk {
             let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*declared);
             if needs > available {
-                return Err(NoRoom { needs, available });
+                return Err(InsufficientDisk { needs, available });
             }
         }
         *declared = declared.saturating_add(needs);
-        Ok(Declared { of: self.0.clone(), left: needs })
+        Ok(DiskReservation { of: self.0.clone(), left: needs })
     }
-}
-
-fn held(sum: &Mutex<u64>) -> MutexGuard<'_, u64> {
-    sum.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A transfer that was declared. Gives back what it has not written when it is dropped.
 #[derive(Debug)]
-pub(crate) struct Declared {
+pub(crate) struct DiskReservation {
     of: Arc<Mutex<u64>>,
     left: u64,
 }
 
-impl Declared {
+impl DiskReservation {
     /// So much of it was written: the free space says so from now on.
     pub(crate) fn wrote(&mut self, bytes: u64) {
         let bytes = bytes.min(self.left);
         self.left -= bytes;
-        let mut declared = held(&self.of);
+        let mut declared = lock(&self.of);
         *declared = declared.saturating_sub(bytes);
     }
 }
 
-impl Drop for Declared {
+impl Drop for DiskReservation {
     fn drop(&mut self) {
         self.wrote(self.left);
     }
@@ -99,7 +101,7 @@ mod tests {
         drop(one);
         room.declare(disk(700), 601).expect_err("the reserve is left free");
         room.declare(None, u64::MAX).expect("nobody knows");
-        assert_eq!(*held(&room.0), 0);
+        assert_eq!(*lock(&room.0), 0);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use rpc::Refusal;
 use runtime::RuntimeError;
 use transfer::{ArchiveError, ArchiveWriteError, ReadError, WriteError};
 
-use super::disk_reservations::NoRoom;
+use super::disk_reservations::InsufficientDisk;
 
 /// The bytes of a volume cannot be had.
 #[derive(Debug, thiserror::Error)]
@@ -83,7 +83,7 @@ pub(crate) enum WriteVolumeError {
     Complete(VolumeHandle),
     /// The disk has no room for what the manifest declares.
     #[error(transparent)]
-    NoRoom(#[from] NoRoom),
+    InsufficientDisk(#[from] InsufficientDisk),
     /// The volume exists, and no transfer fills it: a container may use it.
     #[error("cannot fill volume {0}: it exists, and no transfer fills it")]
     InUse(VolumeHandle),

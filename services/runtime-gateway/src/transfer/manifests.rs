@@ -15,7 +15,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use domain::{Digest, VolumeHandle, chain};
 use runtime::{Contents, Runtime, RuntimeError};
@@ -26,8 +26,9 @@ use super::local_dir::directory;
 use super::manifest_file::{UNFINISHED, decode, encode, load, recalled, save};
 use super::remote;
 use super::scan::{left_out, scan};
-use super::verify::{self, Rehashed};
+use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
+use crate::util::keyed_locks::lock;
 /// What the name of the mark of a damaged volume ends with.
 const DAMAGED: &str = "damaged";
 /// What the name of the mark of a volume ends with that a transfer fills.
@@ -66,14 +67,14 @@ struct Tree {
 }
 
 /// A manifest that was kept.
-pub(crate) struct Kept {
+pub(crate) struct StoredManifest {
     team: String,
     manifest: Arc<Manifest>,
     /// Whether it was in this boot, so that the volume holds what it says.
     this_boot: bool,
 }
 
-impl Kept {
+impl StoredManifest {
     /// Whose it is.
     pub(crate) fn team(&self) -> &str {
         &self.team
@@ -91,14 +92,14 @@ impl Kept {
 }
 
 /// A volume that was scanned.
-pub(crate) struct Scanned {
+pub(crate) struct ScanResult {
     pub(crate) manifest: Arc<Manifest>,
     /// What of it was left out, with the first paths. `None`: nothing.
     pub(crate) left_out: Option<String>,
 }
 
 /// Where some content is.
-pub(crate) struct Found {
+pub(crate) struct ExtentLocation {
     pub(crate) volume: VolumeHandle,
     pub(crate) path: PathBuf,
     pub(crate) offset: u64,
@@ -140,7 +141,7 @@ impl Manifests {
         if self.state().damaged.contains(&volume) {
             return Err(ManifestError::Damaged(volume));
         }
-        let Some(Kept { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
+        let Some(StoredManifest { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
         if this_boot {
@@ -149,11 +150,11 @@ impl Manifests {
         let root = directory(runtime, volume).await?;
         let expected = manifest.clone();
         match blocking(move || verify::compare(&root, &expected)).await? {
-            Rehashed::Same => {
+            Comparison::Same => {
                 self.insert(runtime, volume, &team, manifest.clone()).await;
                 Ok(manifest)
             }
-            Rehashed::Differs(path) => {
+            Comparison::Differs(path) => {
                 tracing::error!(
                     volume.handle = %volume,
                     path = %path.display(),
@@ -247,7 +248,7 @@ impl Manifests {
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
-    ) -> Result<Scanned, RuntimeError> {
+    ) -> Result<ScanResult, RuntimeError> {
         let (manifest, left_out) = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
                 let transfer::Scan { manifest, problems, .. } = blocking(move || scan(&root)).await?;
@@ -260,7 +261,7 @@ impl Manifests {
         }
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
-        Ok(Scanned { manifest, left_out })
+        Ok(ScanResult { manifest, left_out })
     }
 
     /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
@@ -304,7 +305,7 @@ impl Manifests {
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
-    ) -> Result<Option<Kept>, RuntimeError> {
+    ) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(kept) = self.kept(volume).await? {
             return Ok(Some(kept));
         }
@@ -329,14 +330,14 @@ impl Manifests {
         let manifest = Arc::new(manifest);
         let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: false };
         self.state().insert(volume, tree);
-        Ok(Some(Kept { team, manifest, this_boot: true }))
+        Ok(Some(StoredManifest { team, manifest, this_boot: true }))
     }
 
     /// The manifest that was kept here of a volume.
-    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<Kept>, RuntimeError> {
+    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
-            return Ok(Some(Kept { team, manifest, this_boot: true }));
+            return Ok(Some(StoredManifest { team, manifest, this_boot: true }));
         }
         let path = self.path(volume);
         let loaded = blocking(move || match load(&path) {
@@ -353,7 +354,7 @@ impl Manifests {
             let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: true };
             self.state().insert(volume, tree);
         }
-        Ok(Some(Kept { team, manifest, this_boot }))
+        Ok(Some(StoredManifest { team, manifest, this_boot }))
     }
 
     /// Takes in, once, what earlier gateways kept in this boot, so that [`Self::find`] finds it: the youngest, as far as there is memory.
@@ -380,13 +381,13 @@ impl Manifests {
     }
 
     /// Where a volume of `team` has the content with this digest.
-    pub(crate) fn find(&self, team: &str, digest: &Digest) -> Option<Found> {
+    pub(crate) fn find(&self, team: &str, digest: &Digest) -> Option<ExtentLocation> {
         let state = self.state();
         let (volume, ordinal) = state.extents.get(digest)?;
         let tree = state.trees.get(volume).filter(|tree| tree.team == team)?;
         let located = tree.manifest.locate(*ordinal)?;
         let path = tree.manifest.entries()[located.entry].path().to_owned();
-        Some(Found { volume: *volume, path, offset: located.extent.offset })
+        Some(ExtentLocation { volume: *volume, path, offset: located.extent.offset })
     }
 
     /// Forgets a volume that is destroyed: before it is, so that nothing more is made from it, and again after, for what had begun to read
@@ -413,7 +414,7 @@ impl Manifests {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

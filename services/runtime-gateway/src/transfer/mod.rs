@@ -23,12 +23,13 @@ pub(crate) mod write;
 
 use std::collections::HashSet;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use domain::VolumeHandle;
 use domain::worker::TicketClaims;
 use transfer::Manifest;
 
+use crate::util::keyed_locks::lock;
 use crate::worker::Worker;
 use disk_reservations::DiskReservations;
 use error::ManifestError;
@@ -70,14 +71,14 @@ impl Transfers {
 }
 
 /// The right to fill a volume: one writer at a time.
-pub(crate) struct Turn {
+pub(crate) struct WriterPermit {
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     volume: VolumeHandle,
 }
 
-impl Turn {
+impl WriterPermit {
     pub(crate) fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
-        let mine = filling.lock().unwrap_or_else(PoisonError::into_inner).insert(volume);
+        let mine = lock(filling).insert(volume);
         mine.then(|| Self { filling: filling.clone(), volume })
     }
 
@@ -93,8 +94,8 @@ impl Turn {
     }
 }
 
-impl Drop for Turn {
+impl Drop for WriterPermit {
     fn drop(&mut self) {
-        self.filling.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.volume);
+        lock(&self.filling).remove(&self.volume);
     }
 }

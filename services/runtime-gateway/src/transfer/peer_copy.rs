@@ -1,4 +1,4 @@
-//! Volumes that one far worker sends to another by itself, past both gateways.
+//! The copy of a volume that one Concourse worker sends straight to another, past both gateways.
 //!
 //! ```text
 //! nothing sent ──▶ the way through the gateways
@@ -6,9 +6,10 @@
 //!   └──anything else──▶ emptied ──▶ the way through the gateways
 //! ```
 //!
-//! Nobody has seen what arrives so. Invariant: a volume that was filled so counts only after all of it was read at its own worker and compared
-//! with the manifest that was asked for ([`transfer::ArchiveReader::compare`]); and nothing of it comes to a volume that is filled in another
-//! way afterwards. See `docs/decisions/0008-workers-fill-each-others-volumes.md`.
+//! No gateway has seen these bytes. Invariant: the volume counts only after all of it was read at its own worker
+//! and compared with the manifest that was asked for ([`transfer::ArchiveReader::compare`]). Nothing of it stays
+//! in a volume that is filled in another way afterwards. See
+//! `docs/decisions/0008-workers-fill-each-others-volumes.md`.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use super::Transfers;
 use super::error::WriteVolumeError;
 use crate::clients::gateway::{Source, SourceError};
 use crate::transfer::blocking_pipe::Arriving;
-use crate::transfer::remote::Far;
+use crate::transfer::remote::SharedRemoteVolume;
 use crate::util::blocking::blocking;
 
 /// How it ends that another worker is asked to send, as metrics call it.
@@ -137,7 +138,7 @@ impl Sender {
         &self,
         transfers: &Transfers,
         volume: VolumeHandle,
-        remote: &Far,
+        remote: &SharedRemoteVolume,
         manifest: &Arc<Manifest>,
     ) -> Result<bool, WriteVolumeError> {
         // Plain tar would make all holes full.
@@ -181,7 +182,7 @@ impl Sender {
     async fn bring(
         &self,
         transfers: &Transfers,
-        remote: &Far,
+        remote: &SharedRemoteVolume,
         manifest: &Arc<Manifest>,
         inlet: Inlet,
     ) -> Result<(), PeerError> {
@@ -217,7 +218,7 @@ impl Sender {
 async fn clear(
     transfers: &Transfers,
     volume: VolumeHandle,
-    remote: &Far,
+    remote: &SharedRemoteVolume,
     mut may_come: bool,
     again: bool,
 ) -> Result<(), RuntimeError> {
@@ -252,7 +253,7 @@ async fn clear(
     }
 }
 
-async fn is_empty(remote: &Far) -> Result<bool, RuntimeError> {
+async fn is_empty(remote: &SharedRemoteVolume) -> Result<bool, RuntimeError> {
     let archive = Arriving::new(remote.read(Path::new("")).await?);
     blocking(move || {
         let read = ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));

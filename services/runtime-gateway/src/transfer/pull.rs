@@ -1,14 +1,14 @@
-//! Bytes from other workers: a planned volume is filled with what a volume elsewhere holds.
+//! The copy of a volume from other workers into a planned volume.
 //!
-//! The manifest comes first, and names everything; what this worker has already is taken from there, and the rest is read from one
-//! source after the other, each going on where the one before broke off. So a source that dies costs what was in flight, and nothing else;
-//! but where this worker is far, it takes whole files, and the next source begins anew.
+//! The manifest comes first. Extents that this worker has are copied here. The rest is read from one source after
+//! the other, and each goes on where the one before broke off. So a source that dies costs only what was in
+//! flight. A worker on another machine takes whole files, so the next source begins again.
 //!
-//! Where both workers are far, and workers reach one another, the source's worker sends it all by itself ([`crate::transfer::peer_copy`]); what goes wrong with that
-//! costs time, and nothing else.
+//! If both workers are on other machines and reach one another, the source's worker sends the volume itself
+//! ([`crate::transfer::peer_copy`]). A failure of that costs only time.
 //!
-//! Invariant: whatever a source says, the volume counts only once it holds the tree that was asked for ([`super::write`]): its manifest has
-//! that digest, and every extent the digest that the manifest says.
+//! Invariant: the volume counts only if it has the tree that was asked for ([`super::write`]): its manifest has
+//! that digest, and each extent has the digest that the manifest says.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use transfer::{ExtentData, Manifest, Outstanding, Runs, Verified};
 
 use super::Transfers;
 use super::error::WriteVolumeError;
-use super::write::Filling;
+use super::write::VolumeWriter;
 use crate::clients::gateway::{Source, SourceError, VolumeReader};
 use crate::transfer::peer_copy::Sender;
 
@@ -124,7 +124,7 @@ struct Fetch<'w, P> {
 
 /// A volume of which some is there.
 struct UnderWay {
-    filling: Filling,
+    filling: VolumeWriter,
     manifest: Arc<Manifest>,
     /// What no source has sent yet.
     missing: Runs,
@@ -133,7 +133,7 @@ struct UnderWay {
 
 impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
-    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<Filling, Failed> {
+    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<VolumeWriter, Failed> {
         let mut reader = source.read(pause).await?;
         let manifest = reader.manifest().await?;
         if manifest.tree_digest() != self.digest {
@@ -175,7 +175,8 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         let left = CancellationToken::new();
         let _left = left.clone().drop_guard();
         let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
-        let begun = Filling::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
+        let begun =
+            VolumeWriter::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
         let telling = async {
             while told.changed().await.is_ok() {
                 let done = *told.borrow_and_update();

@@ -1,8 +1,9 @@
-//! Bytes of volumes that are far: their workers give and take archives, and keep the manifest of each beside it.
+//! Volumes on another machine, whose bytes a worker gives and takes as tar archives.
 //!
-//! Such a worker's archives do not hold all that a manifest says (parts of seconds, extended attributes, holes), and come in the order in
-//! which its tar finds files. So the manifest that is kept with the volume says what it holds, for as long as the volume is there, and what
-//! is read is compared with it, extent by extent. See `docs/decisions/0005-volumes-that-are-far.md`.
+//! Such archives do not hold all that a manifest says: parts of seconds, extended attributes, holes. Their files
+//! come in the order in which the worker's tar finds them. So the manifest is kept beside the volume for as long
+//! as the volume is there, and each extent that is read is compared with it. See
+//! `docs/decisions/0005-volumes-that-are-far.md`.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -30,14 +31,14 @@ const BATCH: usize = 1 << 20;
 const HOLE: u64 = 1 << 20;
 
 /// A volume that is far.
-pub(crate) type Far = Arc<dyn RemoteVolume>;
+pub(crate) type SharedRemoteVolume = Arc<dyn RemoteVolume>;
 
 fn failed(error: &ArchiveError) -> RuntimeError {
     RuntimeError::Other(format!("cannot read a volume of the worker: {}", chain(error)))
 }
 
 /// Learns what a volume holds by reading all of it.
-pub(crate) async fn scan(volume: &Far) -> Result<Manifest, RuntimeError> {
+pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, RuntimeError> {
     let archive = Arriving::new(volume.read(Path::new("")).await?);
     let read = move || ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
     // Whether the container or its worker made what is no tree cannot be told; of these, the container can.
@@ -53,7 +54,7 @@ pub(crate) async fn scan(volume: &Far) -> Result<Manifest, RuntimeError> {
 
 /// Reads extents of a volume into `batches`, file by file, in the order of its worker's archive.
 pub(crate) async fn read(
-    volume: &Far,
+    volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
     wanted: Runs,
     batches: mpsc::Sender<Vec<ExtentData>>,
@@ -96,7 +97,7 @@ fn arriving(error: ArchiveError) -> ReadVolumeError {
 
 /// Reads one regular file of a volume: its size with each piece of its bytes.
 pub(crate) async fn read_file(
-    volume: &Far,
+    volume: &SharedRemoteVolume,
     manifest: &Manifest,
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
@@ -173,7 +174,7 @@ fn zeroes(
 
 /// Packs a volume, or the directory of it at `path`, as its manifest says that it is. Files come in the order of the worker.
 pub(crate) async fn pack(
-    volume: &Far,
+    volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
     path: &Path,
     pieces: mpsc::Sender<Piece>,
@@ -211,7 +212,7 @@ pub(crate) async fn pack(
 ///
 /// What the worker says goes first: when it takes no more, the writer cannot know why.
 pub(crate) async fn write<T: Send + 'static>(
-    volume: &Far,
+    volume: &SharedRemoteVolume,
     feed: impl FnOnce(Outlet) -> Result<T, WriteVolumeError> + Send + 'static,
 ) -> Result<T, WriteVolumeError> {
     let (pieces, queue) = mpsc::channel(QUEUE);
@@ -225,7 +226,10 @@ pub(crate) async fn write<T: Send + 'static>(
 }
 
 /// Passes an archive on to the worker, and answers what it holds. Nothing is passed on that was not found to be safe before.
-pub(crate) async fn unpack(volume: &Far, archive: Inlet) -> Result<Manifest, WriteVolumeError> {
+pub(crate) async fn unpack(
+    volume: &SharedRemoteVolume,
+    archive: Inlet,
+) -> Result<Manifest, WriteVolumeError> {
     write(volume, move |out| {
         let mut tee = Tee::new(archive, out);
         let read = ArchiveReader::new(&mut tee).read(Limits::of_process(), |_| Ok(()));

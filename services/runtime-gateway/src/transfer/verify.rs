@@ -16,7 +16,7 @@ const CHUNK: usize = 1 << 16;
 
 /// What was found.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Rehashed {
+pub(crate) enum Comparison {
     /// It holds what the manifest says.
     Same,
     /// This entry is missing, is not in the manifest, or is another one.
@@ -24,10 +24,10 @@ pub(crate) enum Rehashed {
 }
 
 /// Reads everything below `root`, and compares it with `expected`.
-pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Rehashed, RuntimeError> {
+pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Comparison, RuntimeError> {
     let found = scan::scan(root)?.manifest;
     if found.tree_digest() == expected.tree_digest() {
-        return Ok(Rehashed::Same);
+        return Ok(Comparison::Same);
     }
     let mut reader: Option<TreeReader> = None;
     for index in 0..expected.entries().len().max(found.entries().len()) {
@@ -36,13 +36,13 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Rehashed,
             (Some(expected), Some(found)) => (expected, found),
             (one, other) => {
                 let path = one.or(other).map(|entry| entry.path().to_owned());
-                return Ok(Rehashed::Differs(path.unwrap_or_default()));
+                return Ok(Comparison::Differs(path.unwrap_or_default()));
             }
         };
         if expected_entry == found_entry {
             continue;
         }
-        let differs = || Ok(Rehashed::Differs(expected_entry.path().to_owned()));
+        let differs = || Ok(Comparison::Differs(expected_entry.path().to_owned()));
         if without_extents(expected_entry) != without_extents(found_entry) {
             return differs();
         }
@@ -66,7 +66,7 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Rehashed,
             }
         }
     }
-    Ok(Rehashed::Same)
+    Ok(Comparison::Same)
 }
 
 fn failed(error: ReadError) -> RuntimeError {
@@ -147,7 +147,7 @@ mod tests {
         }
     }
 
-    fn compared(change: impl FnOnce(&Path, &File)) -> Rehashed {
+    fn compared(change: impl FnOnce(&Path, &File)) -> Comparison {
         let directory = tempfile::tempdir().expect("a directory");
         let root = directory.path().join("tree");
         tree(&root, false, |_| {});
@@ -160,22 +160,22 @@ mod tests {
 
     #[test]
     fn where_holes_are_makes_no_difference() {
-        assert_eq!(compared(|_, _| {}), Rehashed::Same);
+        assert_eq!(compared(|_, _| {}), Comparison::Same);
     }
 
     #[test]
     fn whatever_is_not_as_it_was_is_found() {
-        let sparse = Rehashed::Differs("sparse".into());
+        let sparse = Comparison::Differs("sparse".into());
         let write = |at: u64| compared(|_, file| file.write_all_at(b"x", at).expect("write"));
         for at in [0, SIZE / 2, SIZE / 2 + 5, SIZE - 1] {
             assert_eq!(write(at), sparse, "a byte at {at}");
         }
         assert_eq!(compared(|_, file| file.set_len(SIZE - 1).expect("resize")), sparse);
         let small = compared(|root, _| fs::write(root.join("directory/small"), "Small").expect("write"));
-        assert_eq!(small, Rehashed::Differs("directory/small".into()));
+        assert_eq!(small, Comparison::Differs("directory/small".into()));
         let more = compared(|root, _| fs::write(root.join("more"), "").expect("write"));
-        assert_eq!(more, Rehashed::Differs("sparse".into()), "the first that is not where it should be");
+        assert_eq!(more, Comparison::Differs("sparse".into()), "the first that is not where it should be");
         let less = compared(|root, _| fs::remove_file(root.join("sparse")).expect("remove"));
-        assert!(matches!(less, Rehashed::Differs(_)), "{less:?}");
+        assert!(matches!(less, Comparison::Differs(_)), "{less:?}");
     }
 }

@@ -20,18 +20,18 @@ use transfer::{
 
 use super::blocking_pipe::Outlet;
 use super::completion::{make_empty, settle};
-use super::disk_reservations::{self, Declared};
+use super::disk_reservations::{self, DiskReservation};
 use super::error::WriteVolumeError;
 use super::local_dir::directory;
-use super::remote::{self, Far};
-use super::{Transfers, Turn, peer_copy};
+use super::remote::{self, SharedRemoteVolume};
+use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
 
 /// Verified extents that wait for the thread that writes them, in batches of about 1 MiB.
 const QUEUE: usize = 16;
 
 /// A volume that is being filled.
-pub(crate) struct Filling {
+pub(crate) struct VolumeWriter {
     volume: VolumeHandle,
     team: String,
     manifest: Arc<Manifest>,
@@ -42,9 +42,9 @@ pub(crate) struct Filling {
     /// Whether the worker that has the bytes sent them all by itself.
     pub(crate) by_peer: bool,
     /// What it will write. `None`: it writes nothing, or its worker has another disk.
-    declared: Option<Declared>,
+    declared: Option<DiskReservation>,
     queue: mpsc::Sender<Step>,
-    writer: tokio::task::JoinHandle<(Turn, Result<(), WriteVolumeError>)>,
+    writer: tokio::task::JoinHandle<(WriterPermit, Result<(), WriteVolumeError>)>,
 }
 
 enum Step {
@@ -52,7 +52,7 @@ enum Step {
     Commit,
 }
 
-impl Filling {
+impl VolumeWriter {
     /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away,
     /// unless it got as far as that its bytes were final: then nothing is missing.
     ///
@@ -87,8 +87,8 @@ impl Filling {
         manifest: Arc<Manifest>,
         peer: Option<peer_copy::Sender>,
     ) -> Result<Self, WriteVolumeError> {
-        let turn =
-            Turn::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
+        let turn = WriterPermit::take(&transfers.filling, ticket.volume)
+            .ok_or(WriteVolumeError::Busy(ticket.volume))?;
         if let Some(kept) =
             transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await?
         {
@@ -168,8 +168,8 @@ impl Filling {
         transfers: &Transfers,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
-        turn: Turn,
-        remote: Far,
+        turn: WriterPermit,
+        remote: SharedRemoteVolume,
     ) -> Self {
         let (queue, steps) = mpsc::channel(QUEUE);
         let tree = manifest.clone();
@@ -198,7 +198,7 @@ impl Filling {
     }
 
     /// A volume that has all of its bytes.
-    fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: Turn) -> Self {
+    fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: WriterPermit) -> Self {
         let (queue, mut steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             while let Some(Step::Put(_)) = steps.blocking_recv() {}

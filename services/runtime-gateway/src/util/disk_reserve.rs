@@ -1,4 +1,4 @@
-//! The part of a disk that transfers and containers leave free.
+//! The reserve: the part of a disk that transfers and containers leave free.
 
 /// The part of the disk that transfers leave free: one in so many bytes.
 const RESERVE_PART: u64 = 100;

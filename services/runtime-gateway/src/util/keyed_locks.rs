@@ -22,7 +22,7 @@ impl Locks {
     }
 }
 
-/// A lock that is only held for a moment, over what no panic leaves half changed.
-pub(crate) fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// Locks `mutex`, which guards a value that no panic leaves half changed. Held for a moment, never across an await.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

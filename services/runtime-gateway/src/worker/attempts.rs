@@ -3,7 +3,7 @@
 //! The stream to the scheduler adds and removes entries. The task of an attempt says how far the attempt is.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
 
 use domain::LeaseId;
@@ -11,6 +11,7 @@ use domain::workload::FailureReason;
 use tokio::sync::{Notify, watch};
 
 use crate::clients::scheduler_stream::{AttemptPhase, InputProgress};
+use crate::util::keyed_locks::lock;
 
 /// A request to stop an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,7 +38,7 @@ pub(crate) struct AttemptTable {
 
 impl AttemptTable {
     pub(crate) fn lock(&self) -> MutexGuard<'_, HashMap<LeaseId, AttemptEntry>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.entries)
     }
 
     /// Waits until the scheduler must hear of a change.

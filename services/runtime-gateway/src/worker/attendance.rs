@@ -1,14 +1,14 @@
-//! Attendance: whether a caller is attached to a process that may wait for one.
+//! The attendance of processes: whether a caller is attached to one that may wait for a caller.
 //!
-//! A process waits for its caller when it reads its standard input, and when it has written more output than is kept. A
-//! caller that died never comes back. So the caller has a term, which it renews by being attached. After that the gateway leaves
-//! the process to itself: its input ends, and its output waits for no reader.
+//! A process waits for its caller when it reads its standard input, and when it has written more output than is
+//! kept. A caller that died never comes back. So the caller has a term, which it renews by being attached. After
+//! the term the gateway leaves the process to itself: its input ends, and its output waits for no reader.
 //!
 //! [`crate::attempt`] minds the term of its process; each `Attach` call counts as long as it lasts.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use domain::workload::{OutputMode, Stdin};
@@ -17,6 +17,8 @@ use runtime::{Attachment, Offsets, Runtime, RuntimeError};
 use server::Caller;
 use tokio::sync::watch;
 use tokio::time::Instant;
+
+use crate::util::keyed_locks::lock;
 
 /// Longest term of a caller whose connection was closed at its end. One that lives is attached again within seconds; one that does not
 /// answer may be asleep, and has the whole term.
@@ -27,7 +29,7 @@ const ASK_AGAIN: Duration = Duration::from_secs(5);
 
 /// How a process stands with its callers.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Standing {
+pub(crate) struct AttendanceState {
     /// Whether its attempt minds the term.
     is_minded: bool,
     /// Callers that are attached.
@@ -39,7 +41,7 @@ pub(crate) struct Standing {
     pub(crate) is_left: bool,
 }
 
-impl Standing {
+impl AttendanceState {
     fn new(term: Duration) -> Self {
         Self {
             is_minded: false,
@@ -60,7 +62,7 @@ impl Standing {
 pub(crate) struct Attendance {
     /// How long a process waits for a caller while none is attached.
     term: Duration,
-    processes: Mutex<HashMap<AttemptId, watch::Sender<Standing>>>,
+    processes: Mutex<HashMap<AttemptId, watch::Sender<AttendanceState>>>,
 }
 
 impl Attendance {
@@ -68,12 +70,12 @@ impl Attendance {
         Self { term, processes: Mutex::default() }
     }
 
-    fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<Standing>>> {
-        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
+    fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<AttendanceState>>> {
+        lock(&self.processes)
     }
 
     /// How a process stands with its callers. `None`: it waits for none, or does not run.
-    pub(crate) fn of(&self, process: AttemptId) -> Option<Standing> {
+    pub(crate) fn of(&self, process: AttemptId) -> Option<AttendanceState> {
         self.processes()
             .get(&process)
             .map(|standing| *standing.borrow())
@@ -82,10 +84,14 @@ impl Attendance {
 
     /// Changes how a process stands. A caller may come back before its attempt is taken up again, after a restart of the gateway. What neither an
     /// attempt nor a caller needs is forgotten.
-    fn change(&self, process: AttemptId, change: impl FnOnce(&mut Standing)) -> watch::Receiver<Standing> {
+    fn change(
+        &self,
+        process: AttemptId,
+        change: impl FnOnce(&mut AttendanceState),
+    ) -> watch::Receiver<AttendanceState> {
         let mut processes = self.processes();
         let standing =
-            processes.entry(process).or_insert_with(|| watch::Sender::new(Standing::new(self.term)));
+            processes.entry(process).or_insert_with(|| watch::Sender::new(AttendanceState::new(self.term)));
         standing.send_modify(change);
         let (changes, now) = (standing.subscribe(), *standing.borrow());
         if !now.is_minded && now.attached == 0 {
@@ -96,20 +102,20 @@ impl Attendance {
 }
 
 /// An `Attach` call, for as long as it lasts.
-pub(crate) struct Attached {
+pub(crate) struct AttachGuard {
     attendance: Arc<Attendance>,
     process: AttemptId,
     caller: Option<Caller>,
 }
 
-impl Attached {
+impl AttachGuard {
     pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
         attendance.change(process, |standing| standing.attached += 1);
         Self { attendance, process, caller }
     }
 }
 
-impl Drop for Attached {
+impl Drop for AttachGuard {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
         let term = self.attendance.term;
@@ -122,9 +128,9 @@ impl Drop for Attached {
 }
 
 /// An attempt that minds the term of its process.
-struct Minded<'a>(&'a Attendance, AttemptId);
+struct TermGuard<'a>(&'a Attendance, AttemptId);
 
-impl Drop for Minded<'_> {
+impl Drop for TermGuard<'_> {
     fn drop(&mut self) {
         let Self(attendance, process) = *self;
         attendance.change(process, |standing| standing.is_minded = false);
@@ -142,7 +148,7 @@ pub(crate) async fn mind(
         return std::future::pending().await;
     }
     let mut changes = attendance.change(process, |standing| standing.is_minded = true);
-    let _minded = Minded(attendance, process);
+    let _minded = TermGuard(attendance, process);
     loop {
         let now = *changes.borrow_and_update();
         let term = async {

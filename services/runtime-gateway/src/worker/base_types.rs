@@ -3,24 +3,26 @@
 //! Attempts wait here for what they need. The import loop ([`crate::sync::base_type_import`]) carries out the tries.
 
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use domain::ArtifactId;
 use runtime::Brought;
 use tokio::sync::{Notify, watch};
 
+use crate::util::keyed_locks::lock;
+
 /// How far the imports of a worker are.
 #[derive(Debug, Default)]
 pub(crate) struct BaseTypeImports {
-    standings: watch::Sender<BTreeMap<Brought, Standing>>,
-    tries: Mutex<BTreeMap<Brought, Tries>>,
+    standings: watch::Sender<BTreeMap<Brought, ImportState>>,
+    tries: Mutex<BTreeMap<Brought, ImportTries>>,
     /// Wakes the importing task.
     pub(crate) wake: Notify,
 }
 
 /// How far an import is. One that was not tried yet has none.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Standing {
+enum ImportState {
     Imported(ArtifactId),
     /// The try of this number failed.
     Failed(u64, String),
@@ -28,7 +30,7 @@ enum Standing {
 
 /// How often something was tried.
 #[derive(Debug, Clone, Copy, Default)]
-struct Tries {
+struct ImportTries {
     begun: u64,
     /// Whether somebody waits for another one.
     is_wanted: bool,
@@ -44,15 +46,15 @@ impl BaseTypeImports {
             return Ok(artifact);
         }
         let begun = self.want(what);
-        let is_told = |now: &BTreeMap<Brought, Standing>| match now.get(what) {
-            Some(Standing::Imported(_)) => true,
-            Some(Standing::Failed(number, _)) => *number > begun,
+        let is_told = |now: &BTreeMap<Brought, ImportState>| match now.get(what) {
+            Some(ImportState::Imported(_)) => true,
+            Some(ImportState::Failed(number, _)) => *number > begun,
             None => false,
         };
         let told = standings.wait_for(is_told).await.map(|now| now.get(what).cloned());
         match told {
-            Ok(Some(Standing::Imported(artifact))) => Ok(artifact),
-            Ok(Some(Standing::Failed(_, why))) => Err(why),
+            Ok(Some(ImportState::Imported(artifact))) => Ok(artifact),
+            Ok(Some(ImportState::Failed(_, why))) => Err(why),
             // The sender lives as long as this.
             Ok(None) | Err(_) => Err("it is not imported".to_owned()),
         }
@@ -61,8 +63,8 @@ impl BaseTypeImports {
     /// What something is, if it was imported, without a wait.
     pub(crate) fn known(&self, what: &Brought) -> Option<ArtifactId> {
         match self.standings.borrow().get(what) {
-            Some(Standing::Imported(artifact)) => Some(*artifact),
-            Some(Standing::Failed(..)) | None => None,
+            Some(ImportState::Imported(artifact)) => Some(*artifact),
+            Some(ImportState::Failed(..)) | None => None,
         }
     }
 
@@ -72,7 +74,7 @@ impl BaseTypeImports {
         self.standings.send_if_modified(|standings| {
             lost = standings
                 .iter()
-                .find_map(|(what, known)| (*known == Standing::Imported(artifact)).then(|| what.clone()));
+                .find_map(|(what, known)| (*known == ImportState::Imported(artifact)).then(|| what.clone()));
             lost.as_ref().is_some_and(|what| standings.remove(what).is_some())
         });
         lost.is_some_and(|what| {
@@ -81,8 +83,8 @@ impl BaseTypeImports {
         })
     }
 
-    fn tries(&self) -> MutexGuard<'_, BTreeMap<Brought, Tries>> {
-        self.tries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn tries(&self) -> MutexGuard<'_, BTreeMap<Brought, ImportTries>> {
+        lock(&self.tries)
     }
 
     /// Asks for a try, and answers how many have begun.
@@ -105,20 +107,20 @@ impl BaseTypeImports {
     pub(crate) fn begin(&self, what: &Brought) -> u64 {
         let mut tries = self.tries();
         let tries = tries.entry(what.clone()).or_default();
-        *tries = Tries { begun: tries.begun + 1, is_wanted: false };
+        *tries = ImportTries { begun: tries.begun + 1, is_wanted: false };
         tries.begun
     }
 
     pub(crate) fn imported(&self, what: &Brought, artifact: ArtifactId) {
         self.tries().entry(what.clone()).or_default().is_wanted = false;
         self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), Standing::Imported(artifact));
+            standings.insert(what.clone(), ImportState::Imported(artifact));
         });
     }
 
     pub(crate) fn failed(&self, what: &Brought, number: u64, why: String) {
         self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), Standing::Failed(number, why));
+            standings.insert(what.clone(), ImportState::Failed(number, why));
         });
     }
 }

@@ -1,10 +1,11 @@
-//! Contact with the scheduler, as the worker's supervisors may count on it.
+//! The heartbeats of a stream: which message of the gateway the scheduler has received.
 //!
-//! What comes from the scheduler is no proof that it heard us: it speaks unasked, too. Only the number of a message of ours that it
-//! says it heard is, and contact is counted from when we sent that message, which is before the scheduler noted it.
+//! The scheduler also sends unasked, so a message from it is no proof of contact. Only the number of a message
+//! that the scheduler says it received is. Contact counts from when the gateway sent that message, which is before
+//! the scheduler noted it.
 //!
-//! Invariant: what is told is never later than what the scheduler knows. So when a supervisor's `stop_after` has passed, the scheduler's
-//! `lost_after`, which is longer, has not.
+//! Invariant: contact is never later than the scheduler knows. So when the `stop_after` of a supervisor has passed,
+//! the `lost_after` of the scheduler, which is longer, has not.
 
 use std::collections::VecDeque;
 use std::time::Duration;

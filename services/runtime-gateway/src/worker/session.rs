@@ -3,7 +3,7 @@
 //! The stream to the scheduler opens and ends sessions. All other tasks of the worker wait for one, and ask
 //! before they start or destroy something whether this gateway is exclusive.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use domain::WorkerId;
@@ -11,6 +11,7 @@ use domain::worker::{Incarnation, Session};
 use tokio::sync::watch;
 
 use crate::util::clock::since_boot;
+use crate::util::keyed_locks::lock;
 
 /// The session in which this gateway speaks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,7 +71,7 @@ impl SessionState {
     /// Opens or ends a session.
     pub(crate) fn set(&self, open: Option<OpenSession>) {
         if open.is_none() {
-            *self.exclusive_until.lock().unwrap_or_else(PoisonError::into_inner) = Some(Duration::ZERO);
+            *lock(&self.exclusive_until) = Some(Duration::ZERO);
         }
         self.session.send_if_modified(|now| {
             let modified = *now != open;
@@ -81,7 +82,7 @@ impl SessionState {
 
     /// The scheduler received a message of this gateway, so that it lets in no other one before `until`.
     pub(crate) fn extend_exclusive(&self, until: Duration) {
-        let mut known = self.exclusive_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = lock(&self.exclusive_until);
         *known = Some(known.map_or(until, |known| known.max(until)));
     }
 
@@ -89,7 +90,7 @@ impl SessionState {
     ///
     /// A process that was frozen, or a machine that was asleep, learns here that this has ended.
     pub(crate) fn is_exclusive(&self) -> bool {
-        let until = *self.exclusive_until.lock().unwrap_or_else(PoisonError::into_inner);
+        let until = *lock(&self.exclusive_until);
         until.is_none_or(|until| since_boot() < until)
     }
 

@@ -1,14 +1,16 @@
-//! UsageCounter: how many containers and volumes the worker has.
+//! How many containers and volumes a worker has.
 //!
-//! They are listed for each report, and what is made until the next one is counted on top, so that the scheduler, which counts them against the worker's
-//! limits, does not wait for the next report to learn of them. What is destroyed brings a report of its own.
+//! Each report lists them. Those that are made before the next report are counted on top, because the scheduler
+//! counts them against the limits of the worker at once. A destruction brings a report of its own.
 
 use std::collections::HashSet;
 use std::hash::Hash;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 
 use domain::{ContainerHandle, VolumeHandle};
 use runtime::Holdings;
+
+use crate::util::keyed_locks::lock;
 
 /// Containers and volumes on a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -47,7 +49,7 @@ fn forget<H: Eq + Hash>(made: &mut HashSet<H>, before: &HashSet<H>, listed: &[H]
 
 impl UsageCounter {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// What is there, as far as it is known.

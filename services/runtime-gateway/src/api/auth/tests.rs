@@ -39,7 +39,7 @@ async fn made_up_tickets_cause_one_call_for_keys() {
     worker.session.set(Some(open));
     let gateway = gateway_of(&[worker], &scheduler.endpoint);
     let gateway = Served::start(|host| {
-        host.add_service(Ticketed::new(crate::api::volumes(gateway.clone()), gateway));
+        host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;
 
@@ -81,7 +81,7 @@ async fn made_up_tickets_are_unavailable_while_keys_are() {
     let machine = FakeWorker::near();
     let gateway = gateway_of(&[machine.attended(NOBODY, NOBODY)], NOBODY);
     let gateway = Served::start(|host| {
-        host.add_service(Ticketed::new(crate::api::volumes(gateway.clone()), gateway));
+        host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;
     let (ticket, _) =

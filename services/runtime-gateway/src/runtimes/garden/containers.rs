@@ -8,7 +8,7 @@ use domain::workload::Network;
 use domain::{AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{ContainerSpec, Root, RuntimeError};
 
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 use super::{Backend, Worker, errors, properties, volumes};
 
@@ -148,7 +148,7 @@ impl Worker {
         let all: BTreeSet<_> =
             checked.mounts.iter().map(|(volume, _, _)| *volume).chain(writable.clone()).collect();
         let found = all.into_iter().map(async |handle| {
-            let fresh = held(&self.fresh).remove(&handle);
+            let fresh = lock(&self.fresh).remove(&handle);
             let volume = match fresh {
                 Some(volume) => volume,
                 None => self.volume(handle).await?,
@@ -168,7 +168,7 @@ impl Worker {
         handle: ContainerHandle,
         spec: ContainerSpec,
     ) -> Result<(), RuntimeError> {
-        if held(&self.containers).contains_key(&handle) {
+        if lock(&self.containers).contains_key(&handle) {
             return Ok(());
         }
         let checked = check(&spec, self.backend)?;
@@ -215,7 +215,7 @@ impl Worker {
             whole: checked.whole,
             process,
         };
-        held(&self.containers).insert(handle, made);
+        lock(&self.containers).insert(handle, made);
         Ok(())
     }
 
@@ -298,7 +298,7 @@ impl Worker {
     }
 
     pub(super) async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
-        let known = held(&self.containers).get(&handle).cloned();
+        let known = lock(&self.containers).get(&handle).cloned();
         let known = match known {
             Some(known) => Some(known),
             None => self.properties(handle).await?,
@@ -312,10 +312,10 @@ impl Worker {
                 Err(error) => return Err(errors::volume("take back an intent", root, error)),
             }
         }
-        held(&self.containers).remove(&handle);
+        lock(&self.containers).remove(&handle);
         self.forget_found(handle).await;
         let gone: Vec<_> = {
-            let mut processes = held(&self.processes);
+            let mut processes = lock(&self.processes);
             let ids: Vec<_> = processes
                 .iter()
                 .filter(|(_, process)| process.container == handle)

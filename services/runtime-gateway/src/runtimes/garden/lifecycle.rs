@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::runtimes::exit_record::End;
 use crate::util::blocking::blocking;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 use super::containers::Made;
 use super::output_offsets::{self, Whose};
@@ -98,13 +98,13 @@ fn on_the_wire(
 impl Worker {
     /// What is known of a container, from here or from the worker.
     async fn made(&self, container: ContainerHandle) -> Result<Made, RuntimeError> {
-        let known = held(&self.containers).get(&container).cloned();
+        let known = lock(&self.containers).get(&container).cloned();
         if let Some(known) = known {
             return Ok(known);
         }
         let found = self.properties(container).await?;
         let found = found.ok_or(RuntimeError::ContainerNotFound(container))?;
-        held(&self.containers).insert(container, found.clone());
+        lock(&self.containers).insert(container, found.clone());
         Ok(found)
     }
 
@@ -200,7 +200,7 @@ impl Worker {
         // A container that is gone is that, whatever its volume says.
         let (on_container, beside, how_fed) = tokio::join!(on_container, beside, how_fed);
         on_container.and(beside).and(how_fed)?;
-        if let Some(made) = held(&self.containers).get_mut(&container) {
+        if let Some(made) = lock(&self.containers).get_mut(&container) {
             made.process = Some(id);
         }
         Ok(())
@@ -233,7 +233,7 @@ impl Worker {
     async fn take_on(self: &Arc<Self>, known: Known) -> Result<Arc<Process>, RuntimeError> {
         let state_dir = self.config.state_dir.clone();
         let process = blocking(move || Process::open(&state_dir, known)).await?;
-        held(&self.processes).insert(process.id, Arc::clone(&process));
+        lock(&self.processes).insert(process.id, Arc::clone(&process));
         Ok(process)
     }
 
@@ -279,7 +279,7 @@ impl Worker {
 
     fn properties_of(&self, handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Made> {
         let made = Made::read(handle, properties)?;
-        held(&self.containers).insert(handle, made.clone());
+        lock(&self.containers).insert(handle, made.clone());
         Some(made)
     }
 

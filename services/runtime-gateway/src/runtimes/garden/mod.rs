@@ -54,7 +54,7 @@ use runtime::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
 
-use crate::util::keyed_locks::{Locks, held};
+use crate::util::keyed_locks::{Locks, lock};
 
 use containers::Made;
 use process::Process;
@@ -388,10 +388,10 @@ impl Runtime for GardenRuntime {
 
     /// Whoever follows processes lets go of them: to attach again would take their output from the gateway that reads it now.
     async fn taken_over(&self) {
-        std::mem::take(&mut *held(&self.worker.term)).cancel();
-        held(&self.worker.containers).clear();
-        held(&self.worker.processes).clear();
-        held(&self.worker.fresh).clear();
+        std::mem::take(&mut *lock(&self.worker.term)).cancel();
+        lock(&self.worker.containers).clear();
+        lock(&self.worker.processes).clear();
+        lock(&self.worker.fresh).clear();
     }
 }
 
@@ -399,11 +399,11 @@ impl Worker {
     /// The process of this id, if it is known already.
     fn known(&self, id: AttemptId) -> Option<Arc<Process>> {
         // One may come into the table just after it was cleared.
-        held(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
+        lock(&self.processes).get(&id).filter(|process| !process.term.is_cancelled()).cloned()
     }
 
     /// Until when what is learned of processes holds.
     fn term(&self) -> CancellationToken {
-        held(&self.term).clone()
+        lock(&self.term).clone()
     }
 }

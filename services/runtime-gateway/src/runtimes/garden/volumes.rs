@@ -8,7 +8,7 @@ use domain::worker::StoreMark;
 use domain::{ArtifactId, MarkerId, VolumeHandle};
 use runtime::{Brought, Notes, RuntimeError, VolumeSource};
 
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 use super::{Worker, errors, properties, tar_util};
 
@@ -141,9 +141,9 @@ impl Worker {
         let mut request = VolumeRequest::new(name(handle.to_string())?, strategy);
         request.properties = own;
 
-        held(&self.creating).insert(handle, parent);
+        lock(&self.creating).insert(handle, parent);
         let created = self.volumes.create_remembered(&request).await;
-        held(&self.creating).remove(&handle);
+        lock(&self.creating).remove(&handle);
         match (created, parent) {
             (Ok((volume, remembered)), _) => {
                 // Nobody waits for the worker to forget how it went.
@@ -154,7 +154,7 @@ impl Worker {
                         () = stopping.cancelled() => {}
                     }
                 });
-                held(&self.fresh).insert(handle, volume);
+                lock(&self.fresh).insert(handle, volume);
                 Ok(())
             }
             (Err(Error::AlreadyExists), _) => Ok(()),
@@ -231,7 +231,7 @@ impl Worker {
     ) -> Vec<(VolumeHandle, RuntimeError)> {
         let mut left = Vec::new();
         let mut rest = handles;
-        held(&self.fresh).retain(|handle, _| !handles.contains(handle));
+        lock(&self.fresh).retain(|handle, _| !handles.contains(handle));
         while let Some(first) = rest.first() {
             let children = match self.children(rest).await {
                 Ok(children) => children,
@@ -265,7 +265,7 @@ impl Worker {
         &self,
         handles: &[VolumeHandle],
     ) -> Result<HashSet<(VolumeHandle, VolumeHandle)>, RuntimeError> {
-        let making = held(&self.creating).clone();
+        let making = lock(&self.creating).clone();
         let listed = match handles {
             [one] => self.volumes.list(&[(properties::PARENT, &one.to_string())]).await,
             _ => self.volumes.list(&[(properties::KIND, properties::VOLUME)]).await,
@@ -309,7 +309,7 @@ impl Worker {
 
     /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well.
     pub(super) async fn list_volumes(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
-        let making: Vec<_> = held(&self.creating).keys().copied().collect();
+        let making: Vec<_> = lock(&self.creating).keys().copied().collect();
         let list = async |kind| {
             let listed = self.volumes.list(&[(properties::KIND, kind)]).await;
             listed.map_err(failed("list volumes"))

@@ -29,7 +29,7 @@ use super::policy::Permission;
 use super::processes::Process;
 use super::users::{User, Users};
 use super::{Host, mounts, paths, user_namespace};
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 /// What a half-made container is called, and one that is being destroyed.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
@@ -93,7 +93,7 @@ impl Host {
                 known |= filesystem::exists(&process.file(name)).map_err(at("look at", &process.dir))?;
             }
             if known {
-                held(&self.processes).insert(id, container);
+                lock(&self.processes).insert(id, container);
                 written.extend(volumes.iter().map(|volume| (*volume, id)));
                 // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
                 if let Err(error) = self.status(&process) {
@@ -104,14 +104,14 @@ impl Host {
             }
         }
         // Also of processes that have ended: the mounts that the gateway before this one left may show old contents.
-        held(&self.written).extend(written);
+        lock(&self.written).extend(written);
         Ok(())
     }
 
     /// Takes back every start that the gateway before this one had begun and that is not proven: it may be frozen halfway. What was
     /// started goes on. What is taken back never was started, and may be begun again.
     pub(super) fn revoke_unstarted(&self) -> Result<(), RuntimeError> {
-        let all: Vec<_> = held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        let all: Vec<_> = lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         for (id, container) in all {
             let process = Process::new(self, container, id);
             if !process.revoke()? {
@@ -130,7 +130,7 @@ impl Host {
                 .remove(&process.cgroup())
                 .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
             self.forget(&process)?;
-            held(&self.processes).remove(&id);
+            lock(&self.processes).remove(&id);
         }
         Ok(())
     }
@@ -150,7 +150,7 @@ impl Host {
 
     pub(super) fn abandon(&self) {
         let processes: Vec<_> =
-            held(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
+            lock(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
         for process in processes {
             // Its supervisor ends with the last process of the container.
             if let Err(error) = self.cgroups.kill(&process.cgroup()) {
@@ -178,7 +178,7 @@ impl Host {
 
     fn remove_stale_sockets(&self) -> Result<(), RuntimeError> {
         for id in filesystem::handles_in(&self.config.runtime_dir, &[])? {
-            let container = held(&self.processes).get(&id).copied();
+            let container = lock(&self.processes).get(&id).copied();
             let lives = match container {
                 Some(container) => Process::new(self, container, id).is_alive()?,
                 None => false,
@@ -398,7 +398,7 @@ impl Host {
                 .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
             let socket = self.sockets.path(&process.id.to_string());
             filesystem::remove_file(&socket).map_err(at("remove", &socket))?;
-            held(&self.processes).remove(&process.id);
+            lock(&self.processes).remove(&process.id);
         }
         let container = self.container(handle);
         let [new, gone] = UNFINISHED.map(|prefix| self.containers().join(format!("{prefix}{handle}")));

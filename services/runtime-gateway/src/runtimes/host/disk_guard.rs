@@ -26,7 +26,7 @@ use super::supervisor_protocol::Request;
 use super::{Host, HostRuntime, volumes};
 use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 /// Pause between two looks at the free space.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -98,7 +98,7 @@ impl HostRuntime {
 
     /// Deletes the root layers of ended containers.
     async fn delete_roots_of_ended(&self) -> Result<(), RuntimeError> {
-        let containers: HashSet<_> = held(&self.host.processes).values().copied().collect();
+        let containers: HashSet<_> = lock(&self.host.processes).values().copied().collect();
         for container in containers {
             let (lock, host) = (self.host.locks.lock(container.uuid()).await, Arc::clone(&self.host));
             blocking(move || {
@@ -170,7 +170,7 @@ impl Host {
 
     /// The processes that run.
     pub(super) fn started(&self) -> Vec<Process> {
-        let all = held(&self.processes).clone();
+        let all = lock(&self.processes).clone();
         let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
         all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
     }
@@ -196,7 +196,7 @@ impl Host {
 
     /// Deletes the root layer of a container if its processes have ended. The caller holds its lock, so that none starts meanwhile.
     fn delete_root_of_ended(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
-        let mut its = held(&self.processes).clone();
+        let mut its = lock(&self.processes).clone();
         its.retain(|_, other| *other == container);
         let has_ended =
             |id: &AttemptId| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_)));

@@ -71,7 +71,7 @@ use runtime::{
 use rustix::fs::{Mode, OFlags};
 
 use crate::util::blocking::blocking;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 use capabilities::{ALL_LIMITS, capabilities, private_network};
 use cgroups::Cgroups;
@@ -81,7 +81,7 @@ use filesystem::at;
 pub use network::{InvalidPool, Pool};
 pub use policy::{Permission, Policy};
 use state::{Host, boot, disk, find_marker};
-use state_lock::Hold;
+use state_lock::StateLock;
 
 /// How long a process may go on before the first contact, and by default.
 const STOP_AFTER: Duration = Duration::from_secs(600);
@@ -120,7 +120,7 @@ impl HostRuntime {
     /// The same. `None`: another runtime holds the directory, and nothing in it was touched.
     pub fn open_if_free(config: HostConfig) -> Result<Option<Arc<Self>>, RuntimeError> {
         let config = prepared(config)?;
-        let Some(hold) = Hold::take(&config.state_dir)? else { return Ok(None) };
+        let Some(hold) = StateLock::take(&config.state_dir)? else { return Ok(None) };
         Self::opened(Host::open(config, hold)?).map(Some)
     }
 
@@ -128,7 +128,7 @@ impl HostRuntime {
     /// started. Only for who has a session of this worker that is newer than that of the other.
     pub fn take_over(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
         let config = prepared(config)?;
-        let hold = Hold::take_over(&config.state_dir)?;
+        let hold = StateLock::take_over(&config.state_dir)?;
         let host = Host::open(config, hold)?;
         host.revoke_unstarted()?;
         Self::opened(host)
@@ -388,7 +388,7 @@ impl Runtime for HostRuntime {
             let _turn = turn;
             host.hold.check()?;
             host.volumes.destroy(handle)?;
-            held(&host.written).remove(&handle);
+            lock(&host.written).remove(&handle);
             Ok(())
         })
         .await

@@ -18,17 +18,17 @@ use super::mounts;
 use super::network::Pool;
 use super::persisted::Container;
 use super::processes::Status;
-use super::state_lock::Hold;
+use super::state_lock::StateLock;
 use super::supervisor_protocol::Sockets;
 use super::user_namespace::Range;
 use super::volumes::Volumes;
-use crate::util::keyed_locks::{Locks, held};
+use crate::util::keyed_locks::{Locks, lock};
 
 /// What its operations share.
 #[derive(Debug)]
 pub(super) struct Host {
     pub(super) config: HostConfig,
-    pub(super) hold: Hold,
+    pub(super) hold: StateLock,
     pub(super) boot: String,
     pub(super) marker: MarkerId,
     pub(super) volumes: Volumes,
@@ -50,7 +50,7 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn open(config: HostConfig, hold: Hold) -> Result<Self, RuntimeError> {
+    pub(super) fn open(config: HostConfig, hold: StateLock) -> Result<Self, RuntimeError> {
         let boot = boot()?;
         let marker = marker(&config.state_dir)?;
         let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
@@ -98,7 +98,7 @@ impl Host {
     /// Removes the gateway's mount of a volume that a container wrote to through another mount, because its view may be old. `true`: the
     /// container still writes.
     pub(super) fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
-        let mut written = held(&self.written);
+        let mut written = lock(&self.written);
         let Some(process) = written.get(&handle).copied() else { return Ok(false) };
         let running = self.is_running(process)?;
         self.volumes.unmount(handle)?;

@@ -20,7 +20,7 @@ use super::filesystem::{self, at};
 
 /// The right to a state directory.
 #[derive(Debug)]
-pub(super) struct Hold {
+pub(super) struct StateLock {
     path: PathBuf,
     name: String,
     /// Locked as long as this lives.
@@ -31,7 +31,7 @@ fn path(state_dir: &Path) -> PathBuf {
     state_dir.join("lock")
 }
 
-impl Hold {
+impl StateLock {
     /// Takes a directory that nobody holds. `None`: somebody does.
     pub(super) fn take(state_dir: &Path) -> Result<Option<Self>, RuntimeError> {
         let path = path(state_dir);
@@ -116,11 +116,11 @@ mod tests {
     #[test]
     fn one_holds_it_and_its_name_stays_when_it_dies() {
         let directory = tempfile::tempdir().expect("a directory");
-        let first = Hold::take(directory.path()).expect("taken").expect("nobody holds it");
-        assert!(Hold::take(directory.path()).expect("looked").is_none());
+        let first = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
+        assert!(StateLock::take(directory.path()).expect("looked").is_none());
         let name = first.name().to_owned();
         drop(first);
-        let second = Hold::take(directory.path()).expect("taken").expect("nobody holds it");
+        let second = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
         assert_eq!(second.name(), name, "what the first launched goes on");
         second.check().expect("it holds it");
     }
@@ -128,18 +128,18 @@ mod tests {
     #[test]
     fn who_takes_it_over_holds_it_though_the_other_keeps_its_lock() {
         let directory = tempfile::tempdir().expect("a directory");
-        let frozen = Hold::take(directory.path()).expect("taken").expect("nobody holds it");
-        let next = Hold::take_over(directory.path()).expect("taken over");
+        let frozen = StateLock::take(directory.path()).expect("taken").expect("nobody holds it");
+        let next = StateLock::take_over(directory.path()).expect("taken over");
         frozen.check().expect_err("it does not hold it any more");
         next.check().expect("it holds it");
         assert!(!is_held_as(directory.path(), frozen.name()).expect("read"));
-        assert!(Hold::take(directory.path()).expect("looked").is_none());
+        assert!(StateLock::take(directory.path()).expect("looked").is_none());
         drop(frozen);
         assert!(
-            Hold::take(directory.path()).expect("looked").is_none(),
+            StateLock::take(directory.path()).expect("looked").is_none(),
             "the end of the other frees nothing"
         );
         drop(next);
-        assert!(Hold::take(directory.path()).expect("looked").is_some());
+        assert!(StateLock::take(directory.path()).expect("looked").is_some());
     }
 }

@@ -25,7 +25,7 @@ use super::filesystem::{self, at};
 use super::mounts::{self, Mounted, Overlay, Upper};
 use super::tree_copy::{copy_files, copy_tree};
 use super::user_namespace::Range;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 /// What a half-made volume is called, and one that is being destroyed.
 const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
@@ -81,7 +81,7 @@ impl Volumes {
         let volumes = Self { directory, copy_on_write, owners_fixed, children: Mutex::default() };
         for child in volumes.list()? {
             if let Some(parent) = volumes.parent(child)? {
-                held(&volumes.children).entry(parent).or_default().insert(child);
+                lock(&volumes.children).entry(parent).or_default().insert(child);
             }
         }
         Ok(volumes)
@@ -182,13 +182,13 @@ impl Volumes {
         }
         let path = new.join("parent");
         fs::write(&path, parent.to_string()).map_err(at("write", &path))?;
-        held(&self.children).entry(parent).or_default().insert(handle);
+        lock(&self.children).entry(parent).or_default().insert(handle);
         Ok(())
     }
 
     /// A volume is gone: it needs its parent no more.
     fn forget_child(&self, child: VolumeHandle) {
-        held(&self.children).retain(|_, children| {
+        lock(&self.children).retain(|_, children| {
             children.remove(&child);
             !children.is_empty()
         });
@@ -320,7 +320,7 @@ impl Volumes {
     }
 
     pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
-        if held(&self.children).contains_key(&handle) {
+        if lock(&self.children).contains_key(&handle) {
             return Err(RuntimeError::HasChildren(handle));
         }
         let volume = self.volume(handle);

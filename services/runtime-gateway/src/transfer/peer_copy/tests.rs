@@ -28,7 +28,7 @@ use crate::test_support::served::Served;
 use crate::test_support::store::{Asked, Store, session};
 use crate::test_support::{Attended as _, INTERVALS, NOBODY, TestWorker, gateway_of, noted, within};
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
-use crate::transfer::write::Filling;
+use crate::transfer::write::VolumeWriter;
 
 /// A Concourse worker, as its gateway has it.
 struct Side {
@@ -117,8 +117,9 @@ impl Scene {
         let manifest = Arc::new(crate::transfer::scan::scan(tree.path()).expect("it can be read").manifest);
         let volumes = (VolumeHandle::new(), VolumeHandle::new());
         let (_, claims) = schedule.ticket(from.id, volumes.0, TicketOperation::Write);
-        let mut filling =
-            Filling::begin(&from.worker.transfers, claims, manifest.clone()).await.expect("it may be filled");
+        let mut filling = VolumeWriter::begin(&from.worker.transfers, claims, manifest.clone())
+            .await
+            .expect("it may be filled");
         let mut reader =
             TreeReader::new(tree.path(), manifest.clone(), ReadOptions::default()).expect("read");
         for batch in reader.batches(&Runs::all(manifest.extent_count())) {

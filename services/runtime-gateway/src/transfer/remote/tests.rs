@@ -11,10 +11,10 @@ use transfer::{ReadOptions, TreeReader, TreeWriter, WriteOptions};
 use super::*;
 use crate::test_support::store::{Asked, Store, session};
 use crate::test_support::{Attended, NOBODY, TestWorker, within};
-use crate::transfer::archives::{self, Unpacking};
+use crate::transfer::archives::{self, ArchiveUpload};
 use crate::transfer::error::ManifestError;
 use crate::transfer::read;
-use crate::transfer::write::Filling;
+use crate::transfer::write::VolumeWriter;
 use testing::fake::FakeWorker;
 
 fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
@@ -60,9 +60,9 @@ async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
     answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("it waits");
 }
 
-async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> Filling {
+async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> VolumeWriter {
     let mut filling =
-        Filling::begin(&worker.transfers, ticket(volume), tree.clone()).await.expect("it may be filled");
+        VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()).await.expect("it may be filled");
     assert_eq!(filling.missing_bytes(), tree.extent_bytes(), "everything is sent");
     let mut reader = TreeReader::new(root, tree.clone(), ReadOptions::default()).expect("a reader");
     for ordinal in 0..tree.extent_count() {
@@ -174,11 +174,12 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
     // Filled again, it is only told again; with something else, it is too late.
-    let filling = Filling::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
+    let filling =
+        VolumeWriter::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&standby.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
-    let other = Filling::begin(&standby.transfers, ticket(volume), Arc::new(lossy)).await.err();
+    let other = VolumeWriter::begin(&standby.transfers, ticket(volume), Arc::new(lossy)).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(_))), "{other:?}");
     store.end().await;
 }
@@ -247,7 +248,7 @@ async fn unpack(
     archive: &[u8],
     commit: bool,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let mut unpacking = Unpacking::begin(&worker.transfers, ticket(volume));
+    let mut unpacking = ArchiveUpload::begin(&worker.transfers, ticket(volume));
     for piece in archive.chunks(10_000) {
         unpacking.data(Bytes::copy_from_slice(piece)).await?;
     }
@@ -351,8 +352,9 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
     committed.expect("the store has heard");
     for machine in [FakeWorker::far(), FakeWorker::near()] {
         let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
-        let mut filling =
-            Filling::begin(&other.transfers, ticket(to), wanted.clone()).await.expect("it may be filled");
+        let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), wanted.clone())
+            .await
+            .expect("it may be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::Outstanding::new(&filling.missing);
         let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
@@ -401,8 +403,9 @@ async fn a_transfer_that_is_broken_off_may_begin_again() {
 
     // The worker cannot take it.
     let volume = VolumeHandle::new();
-    let mut filling =
-        Filling::begin(&worker.transfers, ticket(volume), wanted.clone()).await.expect("it may be filled");
+    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), wanted.clone())
+        .await
+        .expect("it may be filled");
     std::fs::create_dir_all(machine.path(volume).join("z/in-the-way")).expect("make");
     let mut reader = TreeReader::new(&root, wanted.clone(), ReadOptions::default()).expect("a reader");
     let refused = async {

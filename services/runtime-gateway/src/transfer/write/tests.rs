@@ -39,8 +39,9 @@ async fn begin(
     worker: &TestWorker,
     volume: VolumeHandle,
     tree: &Arc<Manifest>,
-) -> Result<Filling, WriteVolumeError> {
-    within("the start of a transfer", Filling::begin(&worker.transfers, ticket(volume), tree.clone())).await
+) -> Result<VolumeWriter, WriteVolumeError> {
+    within("the start of a transfer", VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
+        .await
 }
 
 /// Begins, and sends everything.
@@ -49,7 +50,7 @@ async fn fill(
     volume: VolumeHandle,
     tree: &Arc<Manifest>,
     text: &'static str,
-) -> Filling {
+) -> VolumeWriter {
     let mut filling = begin(worker, volume, tree).await.expect("it may be filled");
     assert_eq!(filling.missing_bytes(), text.len() as u64);
     filling.put(&worker.transfers, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
@@ -172,10 +173,10 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
         }
     };
     tokio::select! {
-        _ = Filling::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
+        _ = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
         () = within("the turn", taken) => {}
     }
-    let other = timeout(PATIENCE, Filling::begin(&worker.transfers, ticket(volume), tree.clone()))
+    let other = timeout(PATIENCE, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
         .await
         .expect("an answer");
     assert!(matches!(other.err(), Some(WriteVolumeError::Busy(of)) if of == volume));
@@ -183,7 +184,7 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
     drop(making);
     let filling = within("the end of the first", async {
         loop {
-            match Filling::begin(&worker.transfers, ticket(volume), tree.clone()).await {
+            match VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()).await {
                 Err(WriteVolumeError::Busy(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
                 begun => break begun,
             }
@@ -205,7 +206,7 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     for volume in [used, replica] {
         let refused = begin(&worker, volume, &tree("something else")).await.err();
         assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
-        let unpacking = crate::transfer::archives::Unpacking::begin(&worker.transfers, ticket(volume));
+        let unpacking = crate::transfer::archives::ArchiveUpload::begin(&worker.transfers, ticket(volume));
         let refused = within("an end", unpacking.commit()).await.err();
         assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
         assert!(machine.has(volume));
@@ -250,7 +251,7 @@ async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
     let large = Arc::new(Manifest::new(entries, transfer::Limits::default()).expect("valid"));
     let volume = VolumeHandle::new();
     let refused = begin(&worker, volume, &large).await.err();
-    assert!(matches!(refused, Some(WriteVolumeError::NoRoom(_))), "{refused:?}");
+    assert!(matches!(refused, Some(WriteVolumeError::InsufficientDisk(_))), "{refused:?}");
     assert!(!machine.has(volume), "nothing was kept");
     // What was refused takes no room.
     drop(fill(&worker, volume, &small, "contents").await);

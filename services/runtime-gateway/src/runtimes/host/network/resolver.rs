@@ -17,7 +17,7 @@ use tokio_util::task::TaskTracker;
 
 use super::Pool;
 use super::firewall::OF_CLOUDS;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 const FILE: &str = "/etc/resolv.conf";
 /// Where `systemd-resolved` lists the servers that it asks itself.
@@ -84,7 +84,7 @@ impl Shares {
 
     /// `None`: the container has all of its share under way.
     fn take(&self, container: IpAddr) -> Option<Share> {
-        let mut taken = held(&self.taken);
+        let mut taken = lock(&self.taken);
         let count = taken.entry(container).or_default();
         if *count >= self.each {
             return None;
@@ -96,7 +96,7 @@ impl Shares {
 
 impl Drop for Share {
     fn drop(&mut self) {
-        let mut taken = held(&self.0.taken);
+        let mut taken = lock(&self.0.taken);
         if let Some(count) = taken.get_mut(&self.1) {
             *count -= 1;
             if *count == 0 {

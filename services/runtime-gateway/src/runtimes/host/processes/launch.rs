@@ -20,7 +20,7 @@ use crate::runtimes::host::{Host, STOP_AFTER, mounts, paths, supervisor};
 use crate::runtimes::output_spool;
 use crate::util::blocking::blocking;
 use crate::util::clock::since_boot;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 impl Host {
     pub(in crate::runtimes::host) async fn start(
@@ -44,7 +44,7 @@ impl Host {
         id: AttemptId,
         spec: ProcessSpec,
     ) -> Result<(), RuntimeError> {
-        if held(&self.processes).contains_key(&id) {
+        if lock(&self.processes).contains_key(&id) {
             return Ok(());
         }
         let Some(container) = self.read_container(handle)? else {
@@ -80,8 +80,8 @@ impl Host {
         let launched = self.launch(&process, spec, range);
         match &launched {
             Ok(()) => {
-                held(&self.processes).insert(id, handle);
-                held(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
+                lock(&self.processes).insert(id, handle);
+                lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
             }
             // Who took over may have taken its files away, and made them anew.
             Err(_) if !self.hold.is_ours()? => {}
@@ -97,7 +97,7 @@ impl Host {
         let socket = self.sockets.path(&name);
         let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
 
-        let (contact, stop_after) = held(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
+        let (contact, stop_after) = lock(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
         let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         let launch = Launch {
             state_dir: self.config.state_dir.clone(),

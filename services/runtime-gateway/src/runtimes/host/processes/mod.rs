@@ -23,7 +23,7 @@ use super::filesystem::{self, at};
 use super::supervisor_protocol::{Answer, Request};
 use super::{Host, paths, supervisor};
 use crate::runtimes::exit_record::End;
-use crate::util::keyed_locks::held;
+use crate::util::keyed_locks::lock;
 
 /// Before a supervisor that could not be reached is tried again.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -147,7 +147,7 @@ impl Process {
 
 impl Host {
     pub(super) fn find(&self, id: AttemptId) -> Result<Process, RuntimeError> {
-        let container = held(&self.processes).get(&id).copied();
+        let container = lock(&self.processes).get(&id).copied();
         container.map(|container| Process::new(self, container, id)).ok_or(RuntimeError::ProcessNotFound(id))
     }
 
@@ -230,7 +230,7 @@ impl Host {
 
     /// Ends what a process left without a supervisor, and writes down how it ended.
     fn settle(&self, process: &Process, end: End) -> Result<End, RuntimeError> {
-        let _turn = held(&self.settling);
+        let _turn = lock(&self.settling);
         let path = process.file(paths::END);
         if let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? {
             // Somebody else came first.
@@ -343,14 +343,14 @@ impl Host {
         stop_after: Duration,
     ) -> Result<(), RuntimeError> {
         {
-            let mut contact = held(&self.contact);
+            let mut contact = lock(&self.contact);
             if contact.is_some_and(|(earlier, _)| earlier > sent) {
                 return Ok(());
             }
             *contact = Some((sent, stop_after));
         }
         let processes: Vec<_> =
-            held(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+            lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
         let request = Request::Contact { sent, stop_after };
         let told = processes.into_iter().map(|(id, container)| {
             let process = Process::new(self, container, id);
