@@ -18,7 +18,7 @@ case ${1:-} in
 --ranges)
     ports=(
         "scheduler:${SCHEDULER_PORTS:-7110-7119}" "artifacts:${ARTIFACT_STORE_PORTS:-7120-7129}"
-        "streamer:${STREAMER_PORTS:-7130-7139}" "door:${DOOR_PORTS:-7140-7149}"
+        "streamer:${STREAMER_PORTS:-7130-7139}" "proxy:${PROXY_PORTS:-7140-7149}"
     )
     for service in "${ports[@]}"; do
         servers+=${servers:+,}${service%%:*}=http://127.0.0.1:${service##*:}
@@ -26,14 +26,14 @@ case ${1:-} in
         projects=$($docker ps --filter "publish=${service##*:}" --format '{{.Label "com.docker.compose.project"}}' | sort -u)
         if [ "$(grep -c . <<<"$projects")" -gt 1 ]; then
             echo "at the ports ${service##*:} are containers of several clusters:" $projects >&2
-            echo "give one of them other ports: SCHEDULER_PORTS, ARTIFACT_STORE_PORTS, STREAMER_PORTS, DOOR_PORTS" >&2
+            echo "give one of them other ports: SCHEDULER_PORTS, ARTIFACT_STORE_PORTS, STREAMER_PORTS, PROXY_PORTS" >&2
             exit 1
         fi
     done
     ;;
 "")
     find_compose
-    for service in scheduler artifacts:artifact-store streamer door; do
+    for service in scheduler artifacts:artifact-store streamer proxy; do
         servers+=${servers:+,}${service%%:*}=http://$($COMPOSE port "${service##*:}" 7100)
     done
     ;;

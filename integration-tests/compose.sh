@@ -18,7 +18,7 @@ export COMPOSE
 export COMPOSE_PROJECT_NAME=gantry-it-$$
 export GANTRY_IMAGES=gantry-it
 # Where no cluster of somebody who works here is.
-export SCHEDULER_PORTS=7310-7319 ARTIFACT_STORE_PORTS=7320-7329 STREAMER_PORTS=7330-7339 DOOR_PORTS=7340-7349
+export SCHEDULER_PORTS=7310-7319 ARTIFACT_STORE_PORTS=7320-7329 STREAMER_PORTS=7330-7339 PROXY_PORTS=7340-7349
 # So that a second job goes to another worker.
 export WORKER_MAX_TASKS=1
 work=$(mktemp -d)
@@ -106,7 +106,7 @@ healthy() { # healthy SERVICE COUNT
 }
 all_healthy() { # all_healthy COUNT WORKERS
     local service
-    for service in scheduler artifact-store streamer door; do healthy $service "$1" || return 1; done
+    for service in scheduler artifact-store streamer proxy; do healthy $service "$1" || return 1; done
     [ -z "$garden" ] || healthy garden 1 || return 1
     healthy postgres 1 && healthy worker "$2"
 }
@@ -135,7 +135,7 @@ gantry() { "$root/target/debug/gantry" "$@"; }
     echo "others may read $GANTRY_TOKEN_FILE" >&2
     exit 1
 }
-for service in scheduler artifact-store streamer door; do
+for service in scheduler artifact-store streamer proxy; do
     address=$($COMPOSE port $service 7100)
     if env -i "XDG_STATE_HOME=$work/state" target/debug/scheduler health --service liveness --server "http://$address" 2>"$work/refused" ||
         ! grep -q 'present the token' "$work/refused"; then
@@ -237,7 +237,7 @@ fourth=$(placed_on "$work/fourth")
 say "what $first made was used on the Garden worker, and what that made on $fourth"
 
 # More of everything.
-$COMPOSE up -d --no-build --scale scheduler=2 --scale artifact-store=2 --scale streamer=2 --scale door=2 --scale worker=3 >"$work/up.log" 2>&1 || {
+$COMPOSE up -d --no-build --scale scheduler=2 --scale artifact-store=2 --scale streamer=2 --scale proxy=2 --scale worker=3 >"$work/up.log" 2>&1 || {
     cat "$work/up.log"
     exit 1
 }
@@ -246,7 +246,7 @@ until_true "four workers" 60 workers 4
 main_job "with two of each service and three host workers"
 
 # A container that is killed comes back, and the cluster goes on. (`docker kill` would count as a wish.)
-for service in scheduler artifact-store streamer door worker garden postgres; do
+for service in scheduler artifact-store streamer proxy worker garden postgres; do
     container=$($COMPOSE ps -q $service | sed -n 1p)
     before=$($docker inspect --format '{{.State.StartedAt}}' "$container")
     kill -9 "$($docker inspect --format '{{.State.Pid}}' "$container")"
@@ -258,7 +258,7 @@ main_job "after one container of each service was killed"
 
 # An orderly end is one, too.
 $COMPOSE stop --timeout 20 >/dev/null 2>&1
-for container in $($COMPOSE ps -q scheduler artifact-store streamer door worker garden); do
+for container in $($COMPOSE ps -q scheduler artifact-store streamer proxy worker garden); do
     code=$($docker inspect --format '{{.State.ExitCode}}' "$container")
     [ "$code" -eq 0 ] || {
         echo "$($docker inspect --format '{{.Name}}' "$container") ended with $code"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the clients of the languages that are named, or of all: run.sh [go|python|typescript|java|rust|grpcurl]…
-# Each meets two clusters: the four services as processes of their own with a door and two workers, at an address for each service, and
+# Each meets two clusters: the four services as processes of their own with a proxy and two workers, at an address for each service, and
 # `gantry up`, at one address for all.
 # What they download goes into the ordinary caches of their tools.
 set -uo pipefail
@@ -91,7 +91,7 @@ start() {
     fi
 }
 field() { python3 -c 'import json, sys; print(eval(sys.argv[1], {"cluster": json.loads(sys.argv[2])}))' "$1" "$announced"; }
-# Its workers are reached through the door only: who goes past it is turned away.
+# Its workers are reached through the proxy only: who goes past it is turned away.
 start services "$programs/suite" --walled
 services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_file"]')
 start one "$programs/gantry" --json up --listen 127.0.0.1:0

@@ -32,13 +32,13 @@ pub struct Shape {
     pub streamers: usize,
     /// `runtime-gateway-0`, …, each with a host worker of its own: `worker-0`, …
     pub gateways: usize,
-    /// `door-0`, …, through which callers go when there is one.
-    pub doors: usize,
+    /// `proxy-0`, …, through which callers go when there is one.
+    pub proxies: usize,
 }
 
 impl Shape {
-    /// One of each, and no door.
-    pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1, doors: 0 };
+    /// One of each, and no proxy.
+    pub const ONE: Self = Self { schedulers: 1, stores: 1, streamers: 1, gateways: 1, proxies: 0 };
     /// One of each, but for gateways: those are added with [`Suite::attend`].
     pub const NO_WORKER: Self = Self { gateways: 0, ..Self::ONE };
 }
@@ -106,14 +106,14 @@ enum Kind {
     Store,
     Streamer,
     Gateway,
-    Door,
+    Proxy,
 }
 
 impl Kind {
     /// What processes of this kind are called, but for their number.
     fn word(self) -> &'static str {
         match self {
-            Self::Door => "door",
+            Self::Proxy => "proxy",
             other => other.program(),
         }
     }
@@ -123,7 +123,7 @@ impl Kind {
             Self::Scheduler => "scheduler",
             Self::Store => "artifact-store",
             Self::Streamer => "streamer",
-            Self::Gateway | Self::Door => "runtime-gateway",
+            Self::Gateway | Self::Proxy => "runtime-gateway",
         }
     }
 
@@ -133,7 +133,7 @@ impl Kind {
         const STORE: (&str, Kind) = ("GANTRY_ARTIFACT_STORE", Kind::Store);
         match self {
             Self::Scheduler => &[STORE],
-            Self::Store | Self::Door => &[SCHEDULER],
+            Self::Store | Self::Proxy => &[SCHEDULER],
             Self::Streamer => &[SCHEDULER, STORE],
             Self::Gateway => &[SCHEDULER, STORE, ("GANTRY_STREAMER", Kind::Streamer)],
         }
@@ -166,7 +166,7 @@ impl Suite {
         Self::new(shape, settings, true).begin()
     }
 
-    /// The same, where the gateways have a token that callers do not know, so that a caller reaches a worker through a door only. The other
+    /// The same, where the gateways have a token that callers do not know, so that a caller reaches a worker through a proxy only. The other
     /// services ask for none, for a gateway has but one to present.
     #[must_use]
     pub fn start_walled(shape: Shape, settings: &[(&str, &str)]) -> Self {
@@ -193,7 +193,7 @@ impl Suite {
             (Kind::Scheduler, shape.schedulers),
             (Kind::Store, shape.stores),
             (Kind::Streamer, shape.streamers),
-            (Kind::Door, shape.doors),
+            (Kind::Proxy, shape.proxies),
         ] {
             for index in 0..count {
                 suite.add(
@@ -223,7 +223,7 @@ impl Suite {
             Kind::Scheduler => database("scheduler"),
             Kind::Store => database("store"),
             Kind::Streamer | Kind::Gateway => Vec::new(),
-            Kind::Door => owned(&[("GANTRY_GATEWAY_DOOR", "true")]),
+            Kind::Proxy => owned(&[("GANTRY_GATEWAY_PROXY", "true")]),
         }
     }
 
@@ -352,7 +352,7 @@ impl Suite {
         command.env("GANTRY_PROBE_INTERVAL", "200ms");
         command.envs(service.kind.peers().iter().map(|(name, kind)| (name, self.addresses(*kind))));
         let token = match service.kind {
-            Kind::Door => Some("token"),
+            Kind::Proxy => Some("token"),
             Kind::Gateway if self.walled => Some("inner-token"),
             _ => (!self.walled).then_some("token"),
         };
@@ -473,7 +473,7 @@ impl Suite {
             ("scheduler", Kind::Scheduler),
             ("artifacts", Kind::Store),
             ("streamer", Kind::Streamer),
-            ("door", Kind::Door),
+            ("proxy", Kind::Proxy),
         ];
         let words = words.into_iter().map(|(word, kind)| (word, self.addresses(kind)));
         let words = words.filter(|(_, addresses)| !addresses.is_empty());

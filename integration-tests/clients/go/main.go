@@ -46,11 +46,11 @@ type client struct {
 
 // docs:connect
 
-// addresses reads GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`.
+// addresses reads GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`.
 func addresses() map[string]string {
 	server := os.Getenv("GANTRY_SERVER")
 	if !strings.Contains(server, "=") {
-		return map[string]string{"scheduler": server, "artifacts": server, "streamer": server, "door": server}
+		return map[string]string{"scheduler": server, "artifacts": server, "streamer": server, "proxy": server}
 	}
 	found := map[string]string{}
 	for part := range strings.SplitSeq(server, ",") {
@@ -114,10 +114,10 @@ func newClient() (*client, error) {
 	return c, nil
 }
 
-// gateway connects to a worker: through the door if there is one.
+// gateway connects to a worker: through the proxy if there is one.
 func (c *client) gateway(endpoint string) (*grpc.ClientConn, error) {
-	if door, ok := c.addresses["door"]; ok {
-		endpoint = door
+	if proxy, ok := c.addresses["proxy"]; ok {
+		endpoint = proxy
 	}
 	return c.dial(endpoint)
 }

@@ -31,11 +31,11 @@ BREAK_AFTER = 100_000
 
 # docs:connect
 def addresses():
-    """GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`."""
+    """GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`."""
     server = os.environ["GANTRY_SERVER"]
     if "=" in server:
         return dict(part.split("=", 1) for part in server.split(","))
-    return dict.fromkeys(["scheduler", "artifacts", "streamer", "door"], server)
+    return dict.fromkeys(["scheduler", "artifacts", "streamer", "proxy"], server)
 
 
 def connect(address):
@@ -61,8 +61,8 @@ class Client:
         self.streamer = streamer_pb2_grpc.StreamerStub(connect(self.addresses["streamer"]))
 
     def gateway(self, endpoint):
-        """Where a worker is reached: through the door if there is one."""
-        return connect(self.addresses.get("door", endpoint))
+        """Where a worker is reached: through the proxy if there is one."""
+        return connect(self.addresses.get("proxy", endpoint))
 
     # docs:upload
     def upload(self, directory, build_id):

@@ -1,8 +1,8 @@
-//! Runs the four services as processes of their own, on PostgreSQL, with a door and two host workers, until its standard input ends or it is
+//! Runs the four services as processes of their own, on PostgreSQL, with a proxy and two host workers, until its standard input ends or it is
 //! told to end. Nothing of it is left then.
 //!
 //! Once all are ready it prints a line of JSON: `server`, as `gantry --server` takes it, and `token_file`. With `--walled` that token opens the
-//! door only: the workers' gateways want another one.
+//! proxy only: the workers' gateways want another one.
 
 use std::io::{self, Write};
 
@@ -10,7 +10,7 @@ use integration_tests::suite::{Shape, Suite};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-const SHAPE: Shape = Shape { gateways: 2, doors: 1, ..Shape::ONE };
+const SHAPE: Shape = Shape { gateways: 2, proxies: 1, ..Shape::ONE };
 
 fn main() -> io::Result<()> {
     let walled = match std::env::args().skip(1).collect::<Vec<_>>().as_slice() {

@@ -12,7 +12,7 @@ use integration_tests::{code, describe, may_run_containers, send, started, wait_
 use serde_json::Value;
 use testing::databases::Server;
 
-const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1, doors: 0 };
+const TWO: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 1, proxies: 0 };
 
 fn status(suite: &Suite) -> (i32, Value) {
     let output = suite.gantry(&["status", "--json"]).output().expect("gantry runs");
@@ -295,7 +295,7 @@ fn each_service_logs_what_others_can_reach() {
                 &run,
             ],
         ),
-        ("runtime-gateway", vec!["--door", "--scheduler", s]),
+        ("runtime-gateway", vec!["--proxy", "--scheduler", s]),
     ];
     let logged = |name: &str, own: &[&str], host: &str, who: &[&str], expected: &[[&str; 2]]| {
         let mut command = Command::new(integration_tests::gantry_binary().with_file_name(name));
@@ -344,7 +344,7 @@ fn services_without_token_file_share_a_generated_token() {
         ("scheduler", vec!["--database-url", &rows, "--artifact-store", a]),
         ("artifact-store", vec!["--database-url", &objects, "--scheduler", s]),
         ("streamer", vec!["--scheduler", s, "--artifact-store", a]),
-        ("runtime-gateway", vec!["--door", "--scheduler", s]),
+        ("runtime-gateway", vec!["--proxy", "--scheduler", s]),
     ];
     let command = |name: &str, state: &str| {
         let binary = integration_tests::gantry_binary();

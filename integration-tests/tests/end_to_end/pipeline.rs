@@ -1,11 +1,11 @@
-//! The whole of it: every service twice, three workers on machines of their own, and a door through which all callers go, while each process
+//! The whole of it: every service twice, three workers on machines of their own, and a proxy through which all callers go, while each process
 //! is killed and started again, one worker is rebooted and one goes for good.
 //!
 //! Each process tells the test that it has begun, over a connection that it opens before anything else, and then waits for the test: so the
 //! test decides what is under way when something dies, and sees a process that runs twice.
 //!
 //! What ran on the machine that is rebooted ends as `errored(WORKER_LOST)` and is not started again by itself; all else ends with its own exit
-//! code, its output in full and its bytes right. Who watches does so through the door, over every death.
+//! code, its output in full and its bytes right. Who watches does so through the proxy, over every death.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -21,7 +21,7 @@ use rpc::pb::artifacts::DeleteBuildRequest;
 use rpc::pb::artifacts::owners_client::OwnersClient;
 use serde_json::Value;
 
-const SHAPE: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 3, doors: 1 };
+const SHAPE: Shape = Shape { schedulers: 2, stores: 2, streamers: 2, gateways: 3, proxies: 1 };
 
 /// One task at a time on each worker, so that what is made at the same time is made on different workers.
 const SETTINGS: &[(&str, &str)] = &[
@@ -95,7 +95,7 @@ impl Gate {
     }
 }
 
-/// A workload of the pipeline and somebody who watches it through the door.
+/// A workload of the pipeline and somebody who watches it through the proxy.
 struct Watched {
     name: String,
     id: String,
@@ -289,12 +289,12 @@ fn a_pipeline_comes_out_right_while_every_process_dies_once() {
     main_job(&scene);
     let mut made = Vec::new();
 
-    // The first three run while one scheduler after the other dies, and the door.
+    // The first three run while one scheduler after the other dies, and the proxy.
     let first = scene.submit_all(0..3, &made);
     scene.all_wait(&first);
     let workers: BTreeSet<_> = first.iter().map(|one| scene.worker_of(one)).collect();
     assert_eq!(workers.len(), SHAPE.gateways, "each has one");
-    for name in ["scheduler-0", "scheduler-1", "door-0"] {
+    for name in ["scheduler-0", "scheduler-1", "proxy-0"] {
         scene.replace(name);
         scene.ready(&[name]);
     }

@@ -68,7 +68,7 @@ fn a_cluster_that_is_not_there_is_named() {
         refused(&output, "the cluster does not answer");
         refused(&output, &format!("see whether it runs and {address} is its address"));
     }
-    let apart = "scheduler=http://127.0.0.1:1,artifacts=http://127.0.0.1:2,streamer=http://127.0.0.1:3,door=http://127.0.0.1:4";
+    let apart = "scheduler=http://127.0.0.1:1,artifacts=http://127.0.0.1:2,streamer=http://127.0.0.1:3,proxy=http://127.0.0.1:4";
     let output = cluster.output(["--server", apart, "list", "artifacts"]);
     refused(&output, "the cluster does not answer: 127.0.0.1:2: Connection refused (UNAVAILABLE)");
     refused(

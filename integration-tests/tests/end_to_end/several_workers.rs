@@ -1,4 +1,4 @@
-//! A gateway in a process of its own that attends several Concourse workers, and one of which flags say what it is, behind a door.
+//! A gateway in a process of its own that attends several Concourse workers, and one of which flags say what it is, behind a proxy.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -34,7 +34,7 @@ async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<
     };
     let says = [Say::Resume(resume), Say::Signal(Signal { number })];
     let says = says.map(|message| AttachRequest { message: Some(message) });
-    let call = ContainersClient::new(connect(suite, "door-0")).attach(tokio_stream::iter(says)).await;
+    let call = ContainersClient::new(connect(suite, "proxy-0")).attach(tokio_stream::iter(says)).await;
     let mut heard = match call {
         Ok(heard) => heard.into_inner(),
         Err(status) => return Some(status.into()),
@@ -69,7 +69,7 @@ fn one_gateway_attends_the_workers_of_a_file_and_another_the_one_of_its_flags() 
     if !may_run_containers() {
         return;
     }
-    let mut suite = Suite::start(Shape { doors: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
+    let mut suite = Suite::start(Shape { proxies: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
     let pairs = [Manner::Containerd, Manner::Guardian, Manner::Guardian]
         .map(|manner| Pair::start(manner, Driver::Overlay));
     let [first, second, third] = &pairs;

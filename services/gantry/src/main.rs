@@ -75,8 +75,11 @@ fn main() -> ExitCode {
     not_set.iter().for_each(|not_set| ui.warn(&not_set.to_string()));
     let variables = std::env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    settings::misspelt(variables).iter().for_each(|what| ui.warn(what));
-    let result = runtime(&cli.command).and_then(|runtime| {
+    let variables: Vec<_> = variables.collect();
+    settings::misspelt(variables.clone()).iter().for_each(|what| ui.warn(what));
+    let renamed = settings::renamed_variable(variables);
+    let allowed = renamed.map_or(Ok(()), |renamed| Err(anyhow::Error::from(renamed)));
+    let result = allowed.and_then(|()| runtime(&cli.command)).and_then(|runtime| {
         let result = runtime.block_on(commands::execute(&cli.command, &cli.global, &ui));
         // What was interrupted tidies up. What reads our standard input is a thread of its own, and may never end.
         runtime.shutdown_timeout(TIDY_UP);

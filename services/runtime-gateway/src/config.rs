@@ -39,21 +39,43 @@ pub struct Config {
     /// How many containers are destroyed at a time. Volumes go one after the other, or as many at once as their worker destroys by one call,
     /// children before their parents.
     pub destroy_concurrency: usize,
-    /// How long another worker may take at least to send a volume here; more for a large one.
-    pub peer_patience: Duration,
-    /// How long a process that may wait for a caller waits while none is attached.
-    pub caller_term: Duration,
+    /// Terms and pauses, which tests shorten.
+    pub intervals: Intervals,
     /// Whether what is marked or unknown is left where it is, so that it can be looked at. The worker only fills up.
     pub hold_destruction: bool,
 }
 
+/// Terms and pauses of a gateway that no operator sets.
+#[derive(Debug, Clone, Copy)]
+pub struct Intervals {
+    /// Time that another worker may take at least to send a volume here; more for a large one. By default as
+    /// long as Concourse gives it.
+    pub peer_transfer: Duration,
+    /// Time after which no worker connects any more that was asked to send a volume: it gives up connecting
+    /// after half of it.
+    pub peer_quiet: Duration,
+    /// Pause between two tries to empty a volume.
+    pub clear_retry: Duration,
+    /// Time that a process which may wait for a caller waits while none is attached. The command line gives up
+    /// as late.
+    pub caller_term: Duration,
+    /// Pause between two reports to the artifact store that a caller is attached to a process.
+    pub touch: Duration,
+}
+
+impl Default for Intervals {
+    fn default() -> Self {
+        Self {
+            peer_transfer: Duration::from_secs(15 * 60),
+            peer_quiet: Duration::from_secs(60),
+            clear_retry: Duration::from_secs(1),
+            caller_term: Duration::from_secs(5 * 60),
+            touch: Duration::from_secs(60),
+        }
+    }
+}
+
 impl Config {
-    /// How long another worker may take at least, by default: as long as Concourse gives it.
-    pub const PEER_PATIENCE: Duration = Duration::from_secs(15 * 60);
-
-    /// How long a process waits for its caller, by default. The command line gives up as late.
-    pub const CALLER_TERM: Duration = Duration::from_secs(5 * 60);
-
     /// The defaults for a worker that every team may use.
     #[must_use]
     pub fn for_worker(
@@ -79,8 +101,7 @@ impl Config {
             manifest_dir,
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 8,
-            peer_patience: Self::PEER_PATIENCE,
-            caller_term: Self::CALLER_TERM,
+            intervals: Intervals::default(),
             hold_destruction: false,
         }
     }

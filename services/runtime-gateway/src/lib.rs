@@ -1,66 +1,48 @@
 //! The runtime gateway: containers, volumes and processes of the workers it attends.
 //!
-//! It speaks for a worker to the scheduler ([`synchronize`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
-//! worker's volumes ([`volumes`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sweeper`]), and makes
-//! artifacts of what the worker brings along ([`brought`]). It
+//! It speaks for a worker to the scheduler ([`sync::scheduler_stream`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
+//! worker's volumes ([`transfer`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sync::inventory_sync`]), and makes
+//! artifacts of what the worker brings along ([`sync::base_type_import`]). It
 //! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
 //! repeated.
 //!
 //! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
 //! see [`host::supervise_if_asked`].
 
-mod amounts;
-mod archives;
+mod api;
 mod attempt;
-mod attendance;
-mod blocking;
-mod brought;
-mod clock;
+mod attend;
+mod capacity;
+mod clients;
 mod config;
-mod contact;
-mod contents;
-mod door;
-mod end;
-mod far;
-mod fetch;
+mod metrics;
+mod proxy;
+mod runtimes;
+mod sync;
 #[cfg(test)]
-mod for_tests;
-pub mod garden;
-mod gateway;
-mod gauges;
-mod grpc;
-mod held;
-pub mod host;
-mod image;
-mod locks;
-mod peer;
-mod pipe;
-mod plan;
-mod rehash;
-mod retry;
-mod room;
-mod spool;
-mod standby;
-mod sweeper;
-mod synchronize;
-mod ticketed;
-mod trees;
-mod volumes;
+mod test_support;
+mod transfer;
+mod util;
 mod worker;
+mod worker_set;
 
 use std::future::Future;
 use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::Context;
+use api::auth::TicketAuth;
+use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use runtime::Runtime;
 use server::{Host, Listener};
 
-pub use amounts::Amounts;
-pub use config::Config;
-pub use door::{serve_door, start_door};
-pub use gateway::Gateway;
-pub use standby::attend_this_machine;
+pub use attend::concourse::attend_concourse_worker;
+pub use attend::machine::attend_this_machine;
+pub use capacity::Amounts;
+pub use config::{Config, Intervals};
+pub use proxy::{serve_proxy, start_proxy};
+pub use runtimes::{garden, host};
+pub use worker_set::WorkerSet;
 
 /// The domain of the errors that this service answers.
 pub(crate) const SERVICE: &str = "gantry.runtime";
@@ -78,6 +60,41 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
+/// A gateway that attends no worker yet. Its services are added to `host`.
+///
+/// # Errors
+///
+/// The address of the scheduler is malformed.
+pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
+    let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+    let containers = api::containers(gateway.clone());
+    host.add_ticketed_service(TicketAuth::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
+    let volumes = api::volumes(gateway.clone());
+    let tickets = &[PROXY_TICKET_HEADER, TICKET_HEADER];
+    host.add_ticketed_service(TicketAuth::new(volumes, gateway.clone()), tickets);
+    host.describe(server::Service {
+        name: "runtime-gateway",
+        version: env!("CARGO_PKG_VERSION"),
+        features: Vec::new(),
+        limits: Vec::new(),
+    });
+    // Whoever has not been let in speaks for no worker, and answers nothing but that.
+    let asked = gateway.clone();
+    host.add_check("scheduler", move || {
+        let workers = asked.workers();
+        let ready = if workers.iter().any(|attended| attended.worker.session.current().is_some()) {
+            Ok(())
+        } else if workers.is_empty() {
+            Err("this gateway attends no worker yet".to_owned())
+        } else {
+            Err("it has not let this gateway in".to_owned())
+        };
+        std::future::ready(ready)
+    });
+    metrics::add(gateway.clone(), host);
+    Ok(gateway)
+}
+
 /// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
 ///
 /// # Errors
@@ -86,10 +103,10 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
 pub async fn start(
     workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
     host: &mut Host,
-) -> anyhow::Result<Gateway> {
+) -> anyhow::Result<WorkerSet> {
     let mut workers = workers.into_iter().peekable();
     let (first, _) = workers.peek().context("a gateway attends at least one worker")?;
-    let gateway = Gateway::new(&first.scheduler, first.token.as_deref(), host)?;
+    let gateway = open(&first.scheduler, first.token.as_deref(), host)?;
     for (config, runtime) in workers {
         gateway.attend(config, runtime).await?;
     }

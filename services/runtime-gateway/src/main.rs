@@ -1,4 +1,4 @@
-//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers, or is a door.
+//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers, or is a proxy.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,11 +8,11 @@ use anyhow::Context;
 use clap::Parser;
 use runtime_gateway::garden::{GardenArgs, GardenWorker};
 use runtime_gateway::host::{HostConfig, Policy};
-use runtime_gateway::{Amounts, Config, Gateway};
+use runtime_gateway::{Amounts, Config};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
 
-/// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a door.
+/// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a proxy.
 ///
 /// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
 /// one dies or freezes. One that was taken over from ends, with an error. Gateways of one Concourse worker stand by for each other in the
@@ -23,8 +23,8 @@ struct Arguments {
     #[command(flatten)]
     listen: ListenArgs,
     /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only
-    #[arg(long, env = "GANTRY_GATEWAY_DOOR", value_parser = clap::builder::BoolishValueParser::new())]
-    door: bool,
+    #[arg(long, env = "GANTRY_GATEWAY_PROXY", value_parser = clap::builder::BoolishValueParser::new())]
+    proxy: bool,
     /// Where callers reach this gateway, if not at the address that it listens on: http://host:port or unix:///path
     #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS", value_parser = rpc::client::addresses)]
     endpoint: Option<String>,
@@ -37,7 +37,7 @@ struct Arguments {
         env = "GANTRY_ARTIFACT_STORE",
         value_name = "ADDRESSES",
         value_parser = rpc::client::addresses,
-        required_unless_present = "door"
+        required_unless_present = "proxy"
     )]
     artifact_store: Option<String>,
     /// Where the streamer listens: http://host:port or unix:///path, of each replica, with commas between them
@@ -46,7 +46,7 @@ struct Arguments {
         env = "GANTRY_STREAMER",
         value_name = "ADDRESSES",
         value_parser = rpc::client::addresses,
-        required_unless_present = "door"
+        required_unless_present = "proxy"
     )]
     streamer: Option<String>,
     #[command(flatten)]
@@ -130,8 +130,8 @@ impl server::Program for Arguments {
     async fn start(mut self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
         // A list that is empty in the environment has one empty tag.
         self.tags.retain(|tag| !tag.is_empty());
-        if self.door {
-            return runtime_gateway::start_door(&self.scheduler, starting.token.as_deref(), host);
+        if self.proxy {
+            return runtime_gateway::start_proxy(&self.scheduler, starting.token.as_deref(), host);
         }
         runtime_gateway::make_private_directory(&self.state_dir)
             .with_context(|| format!("cannot make the directory {}", self.state_dir.display()))?;
@@ -150,11 +150,10 @@ impl server::Program for Arguments {
             manifest_dir: self.state_dir.join("manifests"),
             report_interval: self.report_interval,
             destroy_concurrency: self.destroy_concurrency.into(),
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: runtime_gateway::Intervals::default(),
             hold_destruction: self.hold_destruction,
         };
-        let gateway = Gateway::new(&self.scheduler, starting.token.as_deref(), host)?;
+        let gateway = runtime_gateway::open(&self.scheduler, starting.token.as_deref(), host)?;
         if !self.concourse.any() {
             let machine = HostConfig {
                 policy: self.policy,
@@ -182,7 +181,7 @@ impl server::Program for Arguments {
         };
         for worker in self.concourse.workers(given)? {
             let (config, garden) = worker.config(&common, &self.state_dir);
-            host.spawn(runtime_gateway::garden::attend(gateway.clone(), config, garden));
+            host.spawn(runtime_gateway::attend_concourse_worker(gateway.clone(), config, garden));
         }
         Ok(())
     }

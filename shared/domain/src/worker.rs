@@ -193,9 +193,9 @@ pub struct TicketClaims {
     pub endpoint: String,
 }
 
-/// Claims of a door ticket: a short-lived permission to pass the calls of others on to one worker. Signed by the scheduler.
+/// Claims of a proxy ticket: a short-lived permission to pass the calls of others on to one worker. Signed by the scheduler.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DoorClaims {
+pub struct ProxyClaims {
     /// The worker.
     pub worker: WorkerId,
     /// Until when a call may be opened with it, by the scheduler's clock.

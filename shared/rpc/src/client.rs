@@ -26,8 +26,8 @@ use crate::trace;
 /// Marks calls that a service makes by itself, so that they do not count as somebody's use of the cluster.
 pub const INTERNAL_HEADER: &str = "gantry-internal";
 
-/// Carries the ticket with which a door passes somebody's call on to a worker's gateway.
-pub const DOOR_TICKET_HEADER: &str = "gantry-door-ticket";
+/// Carries the ticket with which a proxy passes somebody's call on to a worker's gateway.
+pub const PROXY_TICKET_HEADER: &str = "gantry-proxy-ticket";
 
 /// Carries the ticket of a transfer to a worker's gateway, which lets its holder in without the token of the cluster.
 pub const TICKET_HEADER: &str = "gantry-ticket";

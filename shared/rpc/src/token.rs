@@ -12,7 +12,7 @@ use std::time::Duration;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use domain::worker::{
-    DoorClaims, Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation,
+    Incarnation, LeaseClaims, ProxyClaims, Session, SessionClaims, TicketClaims, TicketOperation,
 };
 use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use ed25519_dalek::{Signature, Signer, SigningKey, Verifier, VerifyingKey};
@@ -357,8 +357,8 @@ impl Claims for TicketClaims {
     }
 }
 
-impl Claims for DoorClaims {
-    const KIND: &'static str = "door";
+impl Claims for ProxyClaims {
+    const KIND: &'static str = "proxy";
 
     fn encode(&self) -> Vec<u8> {
         let expires = u64::try_from(self.expires_at.0).unwrap_or(0);
@@ -396,8 +396,8 @@ mod tests {
         assert_eq!(signer.verify(&signer.sign(&claims)), Ok(claims));
         let driven = LeaseClaims { attempt: None, ..lease() };
         assert_eq!(signer.verify(&signer.sign(&driven)), Ok(driven));
-        let door = DoorClaims { worker: WorkerId::new(), expires_at: Timestamp::now() };
-        assert_eq!(signer.verify(&signer.sign(&door)), Ok(door));
+        let proxy = ProxyClaims { worker: WorkerId::new(), expires_at: Timestamp::now() };
+        assert_eq!(signer.verify(&signer.sign(&proxy)), Ok(proxy));
         let ticket = TicketClaims {
             worker: WorkerId::new(),
             volume: VolumeHandle::new(),

@@ -127,7 +127,7 @@ fn same(left: &[u8], right: &[u8]) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use rpc::client::{DOOR_TICKET_HEADER, TICKET_HEADER};
+    use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 
     use super::*;
     use crate::unauthenticated::{Limits, Probation, Unauthenticated};
@@ -140,8 +140,8 @@ mod tests {
 
     fn admitted(path: &str, headers: &[(&'static str, &str)], caller: Caller) -> bool {
         let ticketed = Ticketed::default();
-        ticketed.add("gantry.runtime.v1.Volumes", &[DOOR_TICKET_HEADER, TICKET_HEADER]);
-        ticketed.add("gantry.runtime.v1.Containers", &[DOOR_TICKET_HEADER]);
+        ticketed.add("gantry.runtime.v1.Volumes", &[PROXY_TICKET_HEADER, TICKET_HEADER]);
+        ticketed.add("gantry.runtime.v1.Containers", &[PROXY_TICKET_HEADER]);
         let rules = Rules { token: Some("secret".to_owned()), ticketed };
         let mut request = Request::builder().uri(path);
         for (name, value) in headers {
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_ticket_opens_only_services_that_verify_it() {
-        let ticket = [(DOOR_TICKET_HEADER, "anything")];
+        let ticket = [(PROXY_TICKET_HEADER, "anything")];
         assert!(over_tcp(VOLUMES, &ticket), "the service verifies it");
         for path in ["/gantry.scheduler.v1.Workers/GetWorker", "/gantry.runtime.v1.Volumes2/Read", "/"] {
             assert!(!over_tcp(path, &ticket), "{path}");

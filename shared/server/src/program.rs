@@ -110,6 +110,10 @@ pub fn run<P: Program>() -> ExitCode {
     let matches = match command.clone().try_get_matches() {
         // A variable that is misspelled is the better explanation for a setting that is missing.
         Err(error) if error.use_stderr() => {
+            if let Some(renamed) = settings::renamed_flag(&error) {
+                eprintln!("{}: {renamed}", P::NAME);
+                return ExitCode::FAILURE;
+            }
             if let Err(unknown) = settings::check_environment(&command, environment()) {
                 eprintln!("{}: {unknown}", P::NAME);
                 return ExitCode::FAILURE;

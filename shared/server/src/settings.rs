@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use clap::error::{ContextKind, ContextValue};
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command};
 use rpc::spec::MOST_CPU_MILLIS;
@@ -23,12 +24,11 @@ const KNOWN: &[&str] = &[
     "GANTRY_DEFAULT_KEEP",
     "GANTRY_DEFAULT_TERM",
     "GANTRY_DESTROY_CONCURRENCY",
-    "GANTRY_DOOR",
     "GANTRY_DRAIN_DELAY",
     "GANTRY_DRAIN_TIMEOUT",
     "GANTRY_ENDPOINT",
     "GANTRY_GARDEN",
-    "GANTRY_GATEWAY_DOOR",
+    "GANTRY_GATEWAY_PROXY",
     "GANTRY_GC_GRACE",
     "GANTRY_HEARTBEAT",
     "GANTRY_HOLD_DESTRUCTION",
@@ -53,6 +53,7 @@ const KNOWN: &[&str] = &[
     "GANTRY_PLACEMENT_STRATEGY_WITHOUT_INPUTS",
     "GANTRY_POLL_INTERVAL",
     "GANTRY_PROBE_INTERVAL",
+    "GANTRY_PROXY",
     "GANTRY_QUEUE_AGING",
     "GANTRY_RECONCILE_GRACE",
     "GANTRY_RECONCILE_INTERVAL",
@@ -98,6 +99,39 @@ const KNOWN: &[&str] = &[
     "GANTRY_WORKER_TTL",
 ];
 
+/// Flags and variables that were renamed: the old name, and the new one.
+const RENAMED: &[(&str, &str)] = &[
+    ("--door", "--proxy"),
+    ("GANTRY_DOOR", "GANTRY_PROXY"),
+    ("GANTRY_GATEWAY_DOOR", "GANTRY_GATEWAY_PROXY"),
+];
+
+/// A flag or variable has another name now.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{old} was renamed: use {new}")]
+pub struct Renamed {
+    old: &'static str,
+    new: &'static str,
+}
+
+fn renamed(name: &str) -> Option<Renamed> {
+    RENAMED.iter().find(|(old, _)| *old == name).map(|(old, new)| Renamed { old, new })
+}
+
+/// The new name of the flag because of which clap refused a command line, if it was renamed.
+#[must_use]
+pub fn renamed_flag(error: &clap::Error) -> Option<Renamed> {
+    match error.get(ContextKind::InvalidArg)? {
+        ContextValue::String(flag) => renamed(flag.split('=').next()?),
+        _ => None,
+    }
+}
+
+/// The first variable of the environment that was renamed.
+pub fn renamed_variable(variables: impl IntoIterator<Item = (String, String)>) -> Option<Renamed> {
+    variables.into_iter().find_map(|(name, _)| renamed(&name))
+}
+
 /// The variables of `command`'s settings that the other programs would take for a mistake. For tests: there are none.
 #[must_use]
 pub fn unlisted(command: &Command) -> Vec<String> {
@@ -111,10 +145,11 @@ fn own(command: &Command) -> Vec<String> {
 
 /// A variable of the environment looks like a setting and is none.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{name} is no setting of Gantry{}", hint.as_deref().map(|hint| format!("; did you mean {hint}?")).unwrap_or_default())]
-pub(crate) struct UnknownVariable {
-    name: String,
-    hint: Option<String>,
+pub(crate) enum UnknownVariable {
+    #[error(transparent)]
+    Renamed(#[from] Renamed),
+    #[error("{name} is no setting of Gantry{}", hint.as_deref().map(|hint| format!("; did you mean {hint}?")).unwrap_or_default())]
+    Unknown { name: String, hint: Option<String> },
 }
 
 /// Refuses variables that look like settings of ours and are none.
@@ -131,8 +166,11 @@ pub(crate) fn check_environment(
         {
             continue;
         }
+        if let Some(renamed) = renamed(&name) {
+            return Err(renamed.into());
+        }
         let hint = near(&name, &known, 3);
-        return Err(UnknownVariable { name, hint });
+        return Err(UnknownVariable::Unknown { name, hint });
     }
     Ok(())
 }
@@ -141,11 +179,13 @@ pub(crate) fn check_environment(
 /// whose environment is full of other things.
 #[must_use]
 pub fn misspelt(variables: impl IntoIterator<Item = (String, String)>) -> Vec<String> {
-    let ours = |name: &String| name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str());
+    let ours = |name: &String| {
+        name.starts_with("GANTRY_") && !KNOWN.contains(&name.as_str()) && renamed(name).is_none()
+    };
     let names = variables.into_iter().map(|(name, _)| name).filter(ours);
     let misspelt = names.filter_map(|name| {
         let hint = Some(near(&name, KNOWN, 2)?);
-        Some(UnknownVariable { name, hint }.to_string())
+        Some(UnknownVariable::Unknown { name, hint }.to_string())
     });
     misspelt.collect()
 }
@@ -363,6 +403,21 @@ mod tests {
             misspelt(variables),
             ["GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"]
         );
+    }
+
+    #[test]
+    fn renamed_settings_are_refused_with_their_new_name() {
+        assert_eq!(checked("GANTRY_DOOR", "1"), Err("GANTRY_DOOR was renamed: use GANTRY_PROXY".to_owned()));
+        let refused =
+            |arguments: &[&str]| Program::command().try_get_matches_from(arguments).expect_err("refused");
+        for arguments in [&["program", "--door"][..], &["program", "--door=http://a:1"]] {
+            let renamed = renamed_flag(&refused(arguments)).expect("it was renamed");
+            assert_eq!(renamed.to_string(), "--door was renamed: use --proxy");
+        }
+        assert_eq!(renamed_flag(&refused(&["program", "--dor"])), None);
+        for (old, new) in RENAMED {
+            assert!(!KNOWN.contains(old) && (old.starts_with("--") || KNOWN.contains(new)), "{old}");
+        }
     }
 
     #[test]

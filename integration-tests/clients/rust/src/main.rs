@@ -49,11 +49,11 @@ const ERRORS: usize = 40 << 20;
 const WORKLOADS: &str = "gantry.scheduler.v1.Workloads";
 
 // docs:connect
-/// GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`.
+/// GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`.
 fn addresses() -> anyhow::Result<HashMap<String, String>> {
     let server = std::env::var("GANTRY_SERVER").context("GANTRY_SERVER")?;
     if !server.contains('=') {
-        let services = ["scheduler", "artifacts", "streamer", "door"];
+        let services = ["scheduler", "artifacts", "streamer", "proxy"];
         return Ok(services.map(|service| (service.to_owned(), server.clone())).into());
     }
     let parts = server.split(',').filter_map(|part| part.split_once('='));
@@ -114,9 +114,9 @@ impl Client {
         })
     }
 
-    /// Where a worker is reached: through the door if there is one.
+    /// Where a worker is reached: through the proxy if there is one.
     fn gateway(&self, endpoint: &str) -> anyhow::Result<Service> {
-        connect(self.addresses.get("door").map_or(endpoint, String::as_str), &self.bearer)
+        connect(self.addresses.get("proxy").map_or(endpoint, String::as_str), &self.bearer)
     }
 
     // docs:upload

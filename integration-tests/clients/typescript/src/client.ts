@@ -41,12 +41,12 @@ const breakAfter = 100_000;
 const errors = 40 << 20;
 
 // docs:connect
-/** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`. */
+/** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`. */
 function addresses(): Map<string, string> {
   const server = process.env.GANTRY_SERVER ?? "";
   const parts = server.includes("=")
     ? server.split(",").map((part) => part.split("=", 2) as [string, string])
-    : ["scheduler", "artifacts", "streamer", "door"].map((service): [string, string] => [service, server]);
+    : ["scheduler", "artifacts", "streamer", "proxy"].map((service): [string, string] => [service, server]);
   return new Map(parts);
 }
 
@@ -78,9 +78,9 @@ const placements = createClient(Placements, scheduler.transport);
 const owners = createClient(Owners, artifacts.transport);
 const streamer = createClient(Streamer, streaming.transport);
 
-/** Where a worker is reached: through the door if there is one. */
+/** Where a worker is reached: through the proxy if there is one. */
 function gateway(endpoint: string) {
-  return connect(servers.get("door") ?? endpoint);
+  return connect(servers.get("proxy") ?? endpoint);
 }
 
 // docs:upload

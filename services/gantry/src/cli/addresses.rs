@@ -14,7 +14,7 @@ pub(crate) struct Addresses {
     pub(crate) artifacts: String,
     pub(crate) streamer: String,
     /// Where calls to containers and volumes go, instead of to the gateway that attends the worker. `None`: there.
-    pub(crate) door: Option<String>,
+    pub(crate) proxy: Option<String>,
     /// The ranges that were written, each with its addresses: one that does not answer is not missed while another of its range does.
     pub(crate) ranges: Vec<Range>,
 }
@@ -48,26 +48,26 @@ impl Addresses {
     /// All services at one address.
     pub(crate) fn one(address: &str) -> Self {
         let all = || address.to_owned();
-        Self { scheduler: all(), artifacts: all(), streamer: all(), door: None, ranges: Vec::new() }
+        Self { scheduler: all(), artifacts: all(), streamer: all(), proxy: None, ranges: Vec::new() }
     }
 
     /// Whether all services are at one address, and which.
     pub(crate) fn in_one_place(&self) -> Option<&str> {
-        let one = self.scheduler == self.artifacts && self.artifacts == self.streamer && self.door.is_none();
+        let one = self.scheduler == self.artifacts && self.artifacts == self.streamer && self.proxy.is_none();
         one.then_some(self.scheduler.as_str())
     }
 
     /// Whether every address is on the loopback of this machine.
     pub(crate) fn are_on_loopback(&self) -> bool {
-        let all = [&self.scheduler, &self.artifacts, &self.streamer].into_iter().chain(&self.door);
+        let all = [&self.scheduler, &self.artifacts, &self.streamer].into_iter().chain(&self.proxy);
         all.flat_map(|addresses| addresses.split(',')).all(|address| is_on_loopback(address.trim()))
     }
 
-    /// Parses `ADDRESS` or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`. An address without a name belongs to the
+    /// Parses `ADDRESS` or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`. An address without a name belongs to the
     /// name before it, as another replica; those before any name are the default of the services that are not named. `http://HOST:FIRST-LAST`
     /// stands for whichever replicas there are at these ports.
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        const NAMES: [&str; 4] = ["scheduler", "artifacts", "streamer", "door"];
+        const NAMES: [&str; 4] = ["scheduler", "artifacts", "streamer", "proxy"];
         let mut default = Vec::new();
         let mut named: [Vec<String>; 4] = Default::default();
         let mut ranges = Vec::new();
@@ -75,6 +75,9 @@ impl Addresses {
         for item in text.split(',').map(str::trim) {
             let address = match item.split_once('=').filter(|(name, _)| !name.contains(':')) {
                 Some((name, address)) => {
+                    if name == "proxy" {
+                        return Err("`proxy=` was renamed: use `proxy=`".to_owned());
+                    }
                     let known = NAMES.iter().position(|known| *known == name);
                     let known = known.ok_or_else(|| format!("{name:?} is none of {}", NAMES.join(", ")))?;
                     if !named[known].is_empty() {
@@ -100,7 +103,7 @@ impl Addresses {
             })?;
             present.map_or(&mut default, |at| &mut named[at]).push(replicas);
         }
-        let [scheduler, artifacts, streamer, door] = named.map(|addresses| addresses.join(","));
+        let [scheduler, artifacts, streamer, proxy] = named.map(|addresses| addresses.join(","));
         let default = default.join(",");
         let needed = [&scheduler, &artifacts, &streamer].into_iter().zip(NAMES);
         let missing: Vec<_> =
@@ -114,7 +117,7 @@ impl Addresses {
             scheduler: or_default(scheduler),
             artifacts: or_default(artifacts),
             streamer: or_default(streamer),
-            door: Some(door).filter(|door| !door.is_empty()),
+            proxy: Some(proxy).filter(|proxy| !proxy.is_empty()),
             ranges,
         })
     }
@@ -159,9 +162,9 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> [String; 4] {
-        let Addresses { scheduler, artifacts, streamer, door, ranges: _ } =
+        let Addresses { scheduler, artifacts, streamer, proxy, ranges: _ } =
             Addresses::parse(text).expect(text);
-        [scheduler, artifacts, streamer, door.unwrap_or_default()]
+        [scheduler, artifacts, streamer, proxy.unwrap_or_default()]
     }
 
     #[test]
@@ -169,7 +172,7 @@ mod tests {
         assert_eq!(parsed("http://a:1"), ["http://a:1", "http://a:1", "http://a:1", ""]);
         assert_eq!(Addresses::parse("unix:///x").expect("parsed").in_one_place(), Some("unix:///x"));
         assert_eq!(
-            parsed("scheduler=http://s:1,artifacts=http://a:1,streamer=http://t:1,door=http://d:1"),
+            parsed("scheduler=http://s:1,artifacts=http://a:1,streamer=http://t:1,proxy=http://d:1"),
             ["http://s:1", "http://a:1", "http://t:1", "http://d:1"]
         );
         assert_eq!(
@@ -177,7 +180,7 @@ mod tests {
             ["http://a:1", "http://a:1", "http://t:1,http://t:2", ""]
         );
         assert_eq!(parsed("http://a:1, http://b:1")[0], "http://a:1,http://b:1");
-        assert_eq!(Addresses::parse("http://a:1,door=http://d:1").expect("parsed").in_one_place(), None);
+        assert_eq!(Addresses::parse("http://a:1,proxy=http://d:1").expect("parsed").in_one_place(), None);
     }
 
     #[test]
@@ -206,7 +209,7 @@ mod tests {
             "http://localhost:1/",
             "http://[::1]:1",
             "http://[::1]",
-            "http://127.0.0.1:1-3,door=http://127.9.9.9:1",
+            "http://127.0.0.1:1-3,proxy=http://127.9.9.9:1",
         ] {
             assert!(are(text), "{text}");
         }
@@ -217,7 +220,7 @@ mod tests {
             "http://127.0.0.1@192.0.2.1:1",
             "unix:///x",
             "http://127.0.0.1:1,http://192.0.2.1:1",
-            "http://127.0.0.1:1,door=http://192.0.2.1:1",
+            "http://127.0.0.1:1,proxy=http://192.0.2.1:1",
         ] {
             assert!(!are(text), "{text}");
         }
@@ -228,7 +231,8 @@ mod tests {
         let refused = |text: &str| Addresses::parse(text).expect_err(text);
         assert!(refused("scheduler=http://s:1").contains("artifacts=ADDRESS"));
         assert!(refused("shceduler=http://s:1").contains("\"shceduler\" is none of scheduler"));
-        assert!(refused("door=http://a:1,door=http://b:1,http://c").contains("twice"));
+        assert!(refused("proxy=http://a:1,proxy=http://b:1,http://c").contains("twice"));
+        assert!(refused("http://a:1,proxy=http://b:1").contains("use `proxy=`"));
         assert!(refused("nowhere").contains("no address"));
         assert!(refused("").contains("no address"));
     }

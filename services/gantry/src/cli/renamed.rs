@@ -6,7 +6,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use crate::cli::args::Cli;
 
 /// Old and new names, as they are written.
-const RENAMED: [(&str, &str); 3] = [("land", "cordon"), ("unland", "uncordon"), ("--set-aside", "--orphans")];
+const RENAMED: [(&str, &str); 4] =
+    [("land", "cordon"), ("unland", "uncordon"), ("--set-aside", "--orphans"), ("--door", "--proxy")];
 
 /// The same error or, if it is about an old name, one that gives the new name.
 pub(crate) fn explain(error: clap::Error) -> clap::Error {

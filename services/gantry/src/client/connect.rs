@@ -49,7 +49,7 @@ pub(crate) struct Connection {
     artifacts: Peer,
     streamer: Peer,
     /// Where calls of containers and volumes go. `None`: to the gateway that attends the worker.
-    door: Option<Peer>,
+    proxy: Option<Peer>,
     /// Where the cluster is one of this machine that we may start.
     local: Option<Paths>,
     /// By which addresses the process is known that has all services in one place.
@@ -75,7 +75,7 @@ impl Connection {
                 (Addresses::one(&cluster::ensure(&paths, ui).await?), Some(paths))
             }
         };
-        let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+        let addresses = Addresses { proxy: global.proxy.clone().or(addresses.proxy), ..addresses };
         let token = match named {
             Some(named) => Some(named),
             None => default_token(&addresses)?.map(|(_, token)| token),
@@ -98,7 +98,7 @@ impl Connection {
         Ok(Self {
             artifacts: reach(&addresses.artifacts)?,
             streamer: reach(&addresses.streamer)?,
-            door: addresses.door.as_deref().map(reach).transpose()?,
+            proxy: addresses.proxy.as_deref().map(reach).transpose()?,
             scheduler,
             addresses,
             outgoing,
@@ -115,29 +115,29 @@ impl Connection {
         Self::new(Addresses::one(address), Outgoing::default(), "main".to_owned()).expect("an address")
     }
 
-    /// The same, with a door at `address`.
+    /// The same, with a proxy at `address`.
     #[cfg(test)]
     pub(crate) fn through(self, address: &str) -> Self {
-        Self { door: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
+        Self { proxy: Some(peer(address, self.outgoing.clone()).expect("an address")), ..self }
     }
 
     /// What may help who cannot reach a worker, to be said behind that.
-    pub(crate) fn hint_at_doors(&self) -> &'static str {
-        match (&self.door, &self.local) {
+    pub(crate) fn hint_at_proxies(&self) -> &'static str {
+        match (&self.proxy, &self.local) {
             (None, None) => {
-                "; where workers cannot be reached from here, name a door: --door, or door=… in --server"
+                "; where workers cannot be reached from here, name a proxy: --proxy, or proxy=… in --server"
             }
             _ => "",
         }
     }
 
-    /// The gateway at `endpoint`, or the door that stands before it.
+    /// The gateway at `endpoint`, or the proxy that stands before it.
     ///
     /// A cluster in one process is reached by its socket, by TCP, and through whatever leads there: its gateway is where the rest of it is,
     /// whichever of its addresses it names.
     pub(crate) async fn gateway(&self, endpoint: &str) -> anyhow::Result<Peer> {
-        if let Some(door) = &self.door {
-            return Ok(door.clone());
+        if let Some(proxy) = &self.proxy {
+            return Ok(proxy.clone());
         }
         if let Some(address) = self.addresses.in_one_place()
             && (endpoint == address || self.is_alias(endpoint).await)
@@ -315,8 +315,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn with_a_door_no_gateway_is_called_itself() {
-        let (_kept, door, _serving) = somebody("door").await;
+    async fn with_a_proxy_no_gateway_is_called_itself() {
+        let (_kept, proxy, _serving) = somebody("proxy").await;
         let connection = Connection::to("http://127.0.0.1:9");
         let attach = async |connection: &Connection| {
             let mut gateway = connection.containers_at("http://127.0.0.1:10").await.expect("an address");
@@ -325,9 +325,9 @@ mod tests {
         };
         assert_eq!(attach(&connection).await, tonic::Code::Unavailable, "nobody listens there");
         assert_eq!(
-            attach(&connection.through(&door)).await,
+            attach(&connection.through(&proxy)).await,
             tonic::Code::Unimplemented,
-            "the door was asked"
+            "the proxy was asked"
         );
     }
 }

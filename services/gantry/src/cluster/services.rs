@@ -80,7 +80,7 @@ pub(super) async fn start(
     let attending = runtime_gateway::start([(gateway, runtime.clone() as _)], host).await?;
     for worker in concourse {
         let (config, garden) = worker.config(&common, &paths.state.join("workers"));
-        host.spawn(runtime_gateway::garden::attend(attending.clone(), config, garden));
+        host.spawn(runtime_gateway::attend_concourse_worker(attending.clone(), config, garden));
     }
     Ok(runtime)
 }

@@ -160,7 +160,7 @@ pub(crate) async fn attach(
         }
         if outage.is_news() {
             let (worker, why, patience) = (&whereabouts.worker_name, refused.why(), duration(PATIENCE));
-            let hint = connection.hint_at_doors();
+            let hint = connection.hint_at_proxies();
             ui.note(&format!(
                 "worker {worker} does not answer ({why}); its output is asked for again, for {patience}{hint}"
             ));

@@ -1,27 +1,31 @@
-//! What a process left in the task caches that it found as directories.
+//! The task caches of an attempt, as its process left them.
 //!
-//! One that was changed becomes a volume of its own: the volume that the process wrote into where that started empty, and a copy of it where it is a
-//! child of the version before, which nothing is to be kept for. A cache that cannot be kept whole is no failure of the workload. The cache stays as
-//! it was before, and a note says so to the caller.
+//! A cache that was changed becomes a volume of its own. A cache that started empty is that volume itself; a child
+//! of the version before is copied, so that nothing has to be kept for it. A cache that cannot be kept whole does
+//! not fail the workload: it stays as it was before, and a note says so to the caller.
 //!
-//! A tree that is the version before but for the time of its root was not changed, for each child has a root of its own; of a worker's archives parts of
-//! seconds and extended attributes are not asked for, which they do not hold. A tree that is taken for another one is published in vain, and no harm is done.
+//! A tree counts as unchanged if only the time of its root differs, because each child has a root of its own.
+//! Archives of a worker have no parts of seconds and no extended attributes, so these are not compared there. A
+//! tree that is taken for a changed one is published in vain, which does no harm.
 
 use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, chain};
-use rpc::pb::artifacts as store;
 use runtime::{Contents, VolumeSource};
 use transfer::{Entry, Manifest};
 
+use super::context::AttemptContext;
+use super::error::AttemptError;
 use super::inputs::{self, Prepared};
-use super::{Stopped, Task, complete};
-use crate::plan::{Plan, PlannedCache, PlannedVolume};
-use crate::trees::Scanned;
+use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
+use crate::clients::scheduler_stream::AttemptTask;
+use crate::clients::store::VolumePurpose;
+use crate::transfer::completion::complete;
+use crate::transfer::manifests::ScanResult;
 use crate::worker::Worker;
 
 /// What became of the caches of an attempt.
 #[derive(Default)]
-pub(super) struct Left {
+pub(super) struct CacheResult {
     pub(super) published: Vec<PublishedCache>,
     /// What of them is not kept, for people.
     pub(super) notes: Vec<String>,
@@ -29,16 +33,16 @@ pub(super) struct Left {
 
 /// Makes candidates of this attempt of those caches that were changed.
 pub(super) async fn publish(
-    worker: &Worker,
-    task: &Task,
+    context: &AttemptContext,
+    task: &AttemptTask,
     plan: &Plan,
     prepared: &Prepared,
-) -> Result<Left, Stopped> {
-    let mut left = Left::default();
+) -> Result<CacheResult, AttemptError> {
+    let mut left = CacheResult::default();
     for cache in &plan.caches {
         let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
         let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
-        match publish_one(worker, task, cache, prepared).await {
+        match publish_one(context, task, cache, prepared).await {
             Ok(None) => {}
             Ok(Some((candidate, left_out))) => {
                 left.published.push(candidate);
@@ -62,21 +66,22 @@ pub(super) async fn publish(
 
 /// The candidate, and what was left out of it. `None`: the cache holds what it held.
 async fn publish_one(
-    worker: &Worker,
-    task: &Task,
+    context: &AttemptContext,
+    task: &AttemptTask,
     planned: &PlannedCache,
     prepared: &Prepared,
-) -> Result<Option<(PublishedCache, Option<String>)>, Stopped> {
+) -> Result<Option<(PublishedCache, Option<String>)>, AttemptError> {
     let PlannedCache { cache, artifact, volume } = *planned;
+    let AttemptContext { worker, transfers, .. } = context;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
-    let found = worker.trees.scan_all(runtime, mounted, team).await?;
-    let (volume, Scanned { manifest, left_out }) = match parent {
+    let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
+    let (volume, ScanResult { manifest, left_out }) = match parent {
         // Nothing but its root.
         None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
         Some((parent, digest)) => {
-            let before = super::verify(worker, parent, team, digest).await?;
+            let before = super::make::verify(transfers, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
             if is_same(&before, &found.manifest, exact) {
                 return Ok(None);
@@ -84,26 +89,26 @@ async fn publish_one(
             let copy = handle_of_copy(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
             // What is published is what was read of it, and not of what it was copied from.
-            (copy, worker.trees.scan_all(runtime, copy, team).await?)
+            (copy, transfers.manifests.scan_all(runtime, copy, team).await?)
         }
     };
-    complete(worker, volume, &manifest).await?;
+    complete(transfers, volume, &manifest).await?;
     Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
 }
 
 /// The volume for a copy of what was left in a cache. The same each time that it is asked for.
 async fn handle_of_copy(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     planned: &PlannedCache,
-) -> Result<VolumeHandle, Stopped> {
+) -> Result<VolumeHandle, AttemptError> {
     let copy = PlannedVolume {
         becomes: Some(planned.artifact),
-        ..PlannedVolume::new(name_of_copy(planned.cache), store::VolumePurpose::Output)
+        ..PlannedVolume::new(name_of_copy(planned.cache), VolumePurpose::Output)
     };
     let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);
-    handle.ok_or_else(|| Stopped::Nonsense("the artifact store answered no volume".to_owned()))
+    handle.ok_or_else(|| AttemptError::Nonsense("the artifact store answered no volume".to_owned()))
 }
 
 /// Whether nothing was changed in a child of the volume with the tree `before`.

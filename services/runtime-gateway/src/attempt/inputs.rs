@@ -1,23 +1,24 @@
-//! What an attempt needs on its worker: what the artifact store says of it, and how inputs that are elsewhere are brought here.
+//! The inputs of an attempt: rows in the artifact store, and copies of artifacts that are not on the worker.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use domain::workload::Image;
 use domain::{ArtifactId, ContainerHandle, Digest, VolumeHandle};
-use rpc::pb::artifacts as store;
-use rpc::pb::scheduler as pb;
-use rpc::pb::streamer;
-use rpc::pb::streamer::materialize_response::Message as Said;
 use rpc::{Reason, Refusal};
 use runtime::{Brought, RuntimeError};
-use tonic::Code;
 
-use super::{Plan, Stopped, Task};
-use crate::plan::{BroughtAlong, PlannedVolume};
-use crate::retry::until_answered;
+use super::context::AttemptContext;
+use super::error::AttemptError;
+use super::spec_plan::{BroughtAlong, Plan, PlannedVolume};
+use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask, InputProgress};
+use crate::clients::store::PrepareAttempt;
+use crate::clients::streamer::CopyEvent;
+use crate::util::keyed_locks::lock;
+use crate::util::retry::until_answered;
 use crate::worker::Worker;
+use crate::worker::base_types::BaseTypeImports;
 
 /// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
 const SOURCES_RETURN: Duration = Duration::from_secs(120);
@@ -47,18 +48,24 @@ pub(super) struct Missing {
 }
 
 /// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
-pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepared), Stopped> {
+pub(super) async fn prepare(
+    context: &AttemptContext,
+    task: &AttemptTask,
+) -> Result<(Plan, Prepared), AttemptError> {
+    let AttemptContext { worker, imports, .. } = context;
     let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
     for _ in 0..ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
-        let brought = brought_along(worker, task).await?;
+        let brought = base_types(worker, imports, task).await?;
         let plan = Plan::new(&task.spec, task.workload, replaceable, &brought);
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // Something else was put in the place of what the worker brings along.
-            Err(Stopped::Refused(refusal)) if is_about_brought(worker, &brought, &refusal) => continue,
+            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &brought, &refusal) => {
+                continue;
+            }
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
@@ -66,30 +73,34 @@ pub(super) async fn prepare(worker: &Worker, task: &Task) -> Result<(Plan, Prepa
         }
         // What the worker brings along it has itself, and nobody else.
         let (lost, missing): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|missing| is_brought(worker, &brought, missing.artifact));
+            missing.into_iter().partition(|missing| is_base_type(imports, &brought, missing.artifact));
         if lost.is_empty() {
             let (given_up, bytes) = bring(worker, task, missing).await?;
             unreachable.extend(given_up);
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
-    Err(Stopped::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+    Err(AttemptError::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
 }
 
 /// Whether the store refuses something that was imported, and that has to be looked at again.
-fn is_about_brought(worker: &Worker, brought: &BroughtAlong, refusal: &Refusal) -> bool {
+fn is_about_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
     refusal.is(Reason::InputUnavailable)
-        && artifact.is_some_and(|artifact| is_brought(worker, brought, artifact))
+        && artifact.is_some_and(|artifact| is_base_type(imports, brought, artifact))
 }
 
 /// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
-fn is_brought(worker: &Worker, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
-    worker.imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
+fn is_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
+    imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
 }
 
 /// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
-async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Stopped> {
+async fn base_types(
+    worker: &Worker,
+    imports: &BaseTypeImports,
+    task: &AttemptTask,
+) -> Result<BroughtAlong, AttemptError> {
     let brings =
         |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
     let image = match &task.spec.image {
@@ -101,19 +112,18 @@ async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Sto
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(Brought::Certs).filter(brings);
-    let known =
-        |what: &Option<Brought>| what.as_ref().is_none_or(|what| worker.imports.known(what).is_some());
+    let known = |what: &Option<Brought>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
     let is_there = known(&image) && known(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
     let artifact = async |what: Option<Brought>| match what {
-        Some(what) if is_there => Ok(worker.imports.known(&what)),
-        Some(what) => worker.imports.wanted(&what).await.map(Some),
+        Some(what) if is_there => Ok(imports.known(&what)),
+        Some(what) => imports.wanted(&what).await.map(Some),
         None => Ok(None),
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
     let image = image.map_err(|why| {
         let message = format!("the image that the worker brings along cannot be imported: {why}");
-        Stopped::Worker(RuntimeError::Other(message))
+        AttemptError::Worker(RuntimeError::Other(message))
     })?;
     let certs = certs.unwrap_or_else(|why| {
         tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
@@ -125,82 +135,52 @@ async fn brought_along(worker: &Worker, task: &Task) -> Result<BroughtAlong, Sto
 /// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
 pub(super) async fn ask(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     asked: &[PlannedVolume],
     unreachable: &[ArtifactId],
-) -> Result<(Prepared, Vec<Missing>), Stopped> {
-    let session = worker.wait_for_session().await;
-    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
-    let request = store::PrepareRequest {
-        session_credential: session.credential,
-        holder_id: task.workload.to_string(),
-        attempt_id: task.attempt.to_string(),
+) -> Result<(Prepared, Vec<Missing>), AttemptError> {
+    let session = worker.session.opened().await;
+    let request = PrepareAttempt {
+        workload: task.workload,
+        attempt: task.attempt,
         team: task.spec.team.clone(),
-        volumes: asked
-            .iter()
-            .map(|volume| store::PrepareVolume {
-                name: volume.name.clone(),
-                purpose: volume.purpose.into(),
-                from_artifact_id: id(volume.from),
-                output_artifact_id: id(volume.becomes),
-                from_task_cache_id: volume.from_cache.map(|cache| cache.to_string()).unwrap_or_default(),
-            })
-            .collect(),
-        unreachable_artifact_ids: unreachable.iter().map(ToString::to_string).collect(),
+        volumes: asked.iter().map(PlannedVolume::request).collect(),
+        unreachable: unreachable.to_vec(),
     };
-    let call = || {
-        let (mut inventory, request) = (worker.inventory.clone(), request.clone());
-        async move { inventory.prepare(request).await }
-    };
+    let store = &worker.clients.store;
+    let call = || store.prepare(&session.credential, &request);
     let answer = until_answered("prepare an attempt", call).await?;
 
-    let nonsense = |what: &str| Stopped::Nonsense(format!("the artifact store answered a malformed {what}"));
-    let mut volumes = Vec::with_capacity(answer.volumes.len());
-    if answer.volumes.len() != asked.len() {
-        return Err(nonsense("list of volumes"));
-    }
     let mut missing: Vec<Missing> = Vec::new();
-    for (volume, asked) in answer.volumes.into_iter().zip(asked) {
-        if !volume.missing_artifact_id.is_empty() {
-            let artifact = volume.missing_artifact_id.parse().map_err(|_| nonsense("artifact"))?;
-            let is_cache = asked.from_cache.is_some();
-            match missing.iter_mut().find(|known| known.artifact == artifact) {
-                Some(known) => known.is_cache &= is_cache,
-                None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
-            }
+    for (volume, asked) in answer.volumes.iter().zip(asked) {
+        let Some(artifact) = volume.missing else { continue };
+        let is_cache = asked.from_cache.is_some();
+        match missing.iter_mut().find(|known| known.artifact == artifact) {
+            Some(known) => known.is_cache &= is_cache,
+            None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
         }
-        let handle = volume.volume_handle.parse().map_err(|_| nonsense("volume handle"))?;
-        let parent = match volume.parent_handle.as_str() {
-            "" => None,
-            parent => {
-                let parent = parent.parse().map_err(|_| nonsense("parent handle"))?;
-                let digest = volume.parent_digest.as_ref().try_into();
-                Some((parent, digest.map_err(|_| nonsense("parent digest"))?))
-            }
-        };
-        volumes.push((handle, parent));
     }
-    let container = answer.container_handle.parse().map_err(|_| nonsense("container handle"))?;
-    Ok((Prepared { container, volumes, bytes_in: 0 }, missing))
+    let volumes = answer.volumes.into_iter().map(|volume| (volume.handle, volume.parent));
+    let prepared = Prepared { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
+    Ok((prepared, missing))
 }
 
 /// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought, and how many bytes
 /// were.
 async fn bring(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     missing: Vec<Missing>,
-) -> Result<(Vec<ArtifactId>, u64), Stopped> {
-    let unknown = missing.iter().map(|missing| (missing.name.clone(), pb::InputProgress::default()));
-    let known: Mutex<BTreeMap<String, pb::InputProgress>> = Mutex::new(unknown.collect());
-    let tell = |name: &str, news: News<'_>| {
-        let mut known = known.lock().unwrap_or_else(PoisonError::into_inner);
+) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
+    let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
+    let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
+    let tell = |name: &str, news: InputEvent<'_>| {
+        let mut known = lock(&known);
         if let Some(input) = known.get_mut(name) {
             take(input, news);
         }
-        let inputs =
-            known.iter().map(|(name, input)| pb::InputProgress { name: name.clone(), ..input.clone() });
-        worker.set_inputs(task.lease, inputs.collect());
+        let inputs = known.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
+        worker.attempts.set_inputs(task.lease, inputs.collect());
     };
     let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
         let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
@@ -211,18 +191,18 @@ async fn bring(
                 tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be brought, and is found empty");
                 Ok((Some(*artifact), 0))
             }
-            Err(refusal) => Err(Stopped::InputMissing(name.clone(), *artifact, refusal)),
+            Err(refusal) => Err(AttemptError::InputMissing(name.clone(), *artifact, refusal)),
         }
     });
     let (unreachable, bytes): (Vec<_>, Vec<u64>) =
         futures::future::try_join_all(copies).await?.into_iter().unzip();
-    worker.set_phase(task.lease, pb::LeasePhase::Preparing);
+    worker.attempts.set_phase(task.lease, AttemptPhase::Preparing);
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
 /// What is heard of an input that is brought.
 #[derive(Debug, Clone, Copy)]
-enum News<'n> {
+enum InputEvent<'n> {
     /// So many bytes of so many are there.
     Bytes(u64, u64),
     /// It cannot be brought just now.
@@ -230,11 +210,11 @@ enum News<'n> {
 }
 
 /// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
-fn take(input: &mut pb::InputProgress, news: News<'_>) {
+fn take(input: &mut InputProgress, news: InputEvent<'_>) {
     match news {
-        News::Waits(why) => why.clone_into(&mut input.waits_for),
-        News::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
-        News::Bytes(done, total) => {
+        InputEvent::Waits(why) => why.clone_into(&mut input.waits_for),
+        InputEvent::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
+        InputEvent::Bytes(done, total) => {
             (input.bytes_done, input.bytes_total) = (done, total);
             input.waits_for.clear();
         }
@@ -242,7 +222,7 @@ fn take(input: &mut pb::InputProgress, news: News<'_>) {
 }
 
 /// What the spec calls an artifact with which a volume starts.
-fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
+fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
     match (cache, input) {
@@ -255,10 +235,10 @@ fn name(task: &Task, artifact: ArtifactId, volume: &PlannedVolume) -> String {
 /// Brings one artifact to the worker, and answers how many bytes came from elsewhere. Sources that fail are given time to come back.
 async fn materialize(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     artifact: ArtifactId,
     patience: Duration,
-    tell: impl Fn(News<'_>),
+    tell: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
@@ -274,7 +254,7 @@ async fn materialize(
             if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
                 return Err(refusal);
             }
-            tell(News::Waits(&refusal.message));
+            tell(InputEvent::Waits(&refusal.message));
         }
         tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be brought just now");
         tokio::time::sleep(pause).await;
@@ -284,36 +264,19 @@ async fn materialize(
 
 async fn materialize_once(
     worker: &Worker,
-    task: &Task,
+    task: &AttemptTask,
     artifact: ArtifactId,
-    tell: impl Fn(News<'_>),
+    tell: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
-    let session = worker.wait_for_session().await;
-    let request = streamer::MaterializeRequest {
-        team: task.spec.team.clone(),
-        artifact_id: artifact.to_string(),
-        worker_id: session.worker.to_string(),
-        lease_token: task.token.clone(),
-    };
-    let mut answers = worker.streamer.clone().materialize(request).await?.into_inner();
-    while let Some(answer) = answers.message().await? {
-        match answer.message {
-            Some(Said::Progress(progress)) => tell(News::Bytes(progress.bytes_done, progress.bytes_total)),
-            Some(Said::Materialized(materialized)) => {
-                let moved = |progress: streamer::TransferProgress| {
-                    progress.bytes_done.saturating_sub(progress.bytes_saved)
-                };
-                return Ok(materialized.progress.map_or(0, moved));
-            }
-            None => break,
+    let session = worker.session.opened().await;
+    let streamer = &worker.clients.streamer;
+    let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
+    loop {
+        match copy.next().await? {
+            CopyEvent::Progress(done, total) => tell(InputEvent::Bytes(done, total)),
+            CopyEvent::Done(moved) => return Ok(moved),
         }
     }
-    Err(Refusal {
-        code: Code::Unavailable,
-        reason: None,
-        message: "the streamer broke off".to_owned(),
-        about: std::collections::HashMap::new(),
-    })
 }
 
 #[cfg(test)]

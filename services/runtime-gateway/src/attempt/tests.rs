@@ -1,34 +1,36 @@
 //! How attempts end that cannot be carried out.
 
+use super::result::tell;
 use super::*;
-use crate::for_tests::Attended;
-use crate::worker::Attempt;
+use crate::test_support::Attended;
+use crate::worker::attempts::AttemptEntry;
+use rpc::Refusal;
 use testing::fake::FakeWorker;
 
 #[test]
 fn whatever_is_refused_becomes_a_failure_that_is_documented() {
     for reason in Reason::ALL {
         let refusal = Refusal::from(reason.status("gantry.test", "no"));
-        let failure = failure(&Stopped::Refused(refusal));
+        let failure = failure(&AttemptError::Refused(refusal));
         assert!(FailureReason::ALL.contains(&failure.reason));
         assert!(failure.message.contains(reason.as_str()), "what was said is kept: {}", failure.message);
     }
     let lost = Refusal::from(Reason::LeaseLost.status("gantry.test", "no"));
-    assert_eq!(failure(&Stopped::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
+    assert_eq!(failure(&AttemptError::Refused(lost)).reason, FailureReason::StoppedBeforeStart);
 }
 
 #[test]
 fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let reason = |cut_short| ended_finish(ended(), None, cut_short).failure.map(|failure| failure.reason);
-    assert_eq!(reason(Some(CutShort::ContactLost)), Some(FailureReason::ContactLost));
-    assert_eq!(reason(Some(CutShort::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
+    let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
+    assert_eq!(reason(Some(StopCause::ContactLost)), Some(FailureReason::ContactLost));
+    assert_eq!(reason(Some(StopCause::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
 }
 
-fn entry() -> Attempt {
+fn entry() -> AttemptEntry {
     let (stop, _) = watch::channel(None);
-    Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop }
+    AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop }
 }
 
 #[tokio::test]
@@ -44,8 +46,8 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
         let told = std::cell::Cell::new(0);
         let call = || {
             let answer = reasons.get(told.replace(told.get() + 1));
-            let answer = answer.map(|reason| Err(reason.status("gantry.test", "no")));
-            async { answer.unwrap_or_else(|| Ok(tonic::Response::new(pb::FinishAttemptResponse {}))) }
+            let answer = answer.map(|reason| Err(Refusal::from(reason.status("gantry.test", "no"))));
+            async { answer.unwrap_or(Ok(())) }
         };
         tell(LeaseId::new(), (5, Duration::ZERO), call).await;
         assert_eq!(told.get(), expected, "{reasons:?}");
@@ -57,13 +59,13 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
 async fn a_task_that_dies_leaves_no_lease_behind() {
     let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
-    worker.attempts().insert(lease, entry());
+    worker.attempts.lock().insert(lease, entry());
     let dying = worker.clone();
     // What panics here is not the attempt, but what would have ended it.
     let died = tokio::spawn(async move {
-        let _entry = Entry { worker: &dying, lease };
+        let _entry = LeaseGuard { worker: &dying, lease };
         panic!("as the test asked for");
     });
     assert!(died.await.is_err_and(|error| error.is_panic()));
-    assert!(worker.attempts().is_empty());
+    assert!(worker.attempts.lock().is_empty());
 }

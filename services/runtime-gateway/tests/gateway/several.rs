@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::{AttemptId, VolumeHandle, WorkerId};
-use rpc::client::{DOOR_TICKET_HEADER, Outgoing, peer};
+use rpc::client::{Outgoing, PROXY_TICKET_HEADER, peer};
 use rpc::pb::artifacts;
 use rpc::pb::artifacts::replicas_server::{Replicas, ReplicasServer};
 use rpc::pb::runtime as pb;
@@ -97,8 +97,7 @@ impl Machine {
             manifest_dir: self.worker.gateway_directory().join("manifests"),
             report_interval: Duration::from_secs(60),
             destroy_concurrency: 1,
-            peer_patience: Config::PEER_PATIENCE,
-            caller_term: Config::CALLER_TERM,
+            intervals: runtime_gateway::Intervals::default(),
             hold_destruction: false,
         };
         (config, self.worker.runtime())
@@ -150,7 +149,7 @@ async fn output(gateway: &Served, worker: &str, process: AttemptId) -> Result<St
     passed_on(gateway, worker, process, None).await
 }
 
-/// The same, with the ticket of a door.
+/// The same, with the ticket of a proxy.
 async fn passed_on(
     gateway: &Served,
     worker: &str,
@@ -166,7 +165,7 @@ async fn passed_on(
     let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
     let mut said = Request::new(said);
     if let Some(ticket) = ticket {
-        said.metadata_mut().insert(DOOR_TICKET_HEADER, ticket.parse().expect("ASCII"));
+        said.metadata_mut().insert(PROXY_TICKET_HEADER, ticket.parse().expect("ASCII"));
     }
     let heard = async {
         let mut heard = ContainersClient::new(gateway.peer()).attach(said).await?.into_inner();
@@ -289,9 +288,9 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
     let refused = told(output(&other, &WorkerId::new().to_string(), one.process).await, Reason::NotAttended);
     assert_eq!(refused.about.get("gateway_endpoint"), None, "nobody knows it");
 
-    // What a door may pass on is for one worker, and has to be signed.
-    let request = scheduler_pb::IssueDoorTicketRequest { worker_id: ids[0].to_string() };
-    let issued = workers.clone().issue_door_ticket(request).await.expect("a ticket").into_inner();
+    // What a proxy may pass on is for one worker, and has to be signed.
+    let request = scheduler_pb::IssueProxyTicketRequest { worker_id: ids[0].to_string() };
+    let issued = workers.clone().issue_proxy_ticket(request).await.expect("a ticket").into_inner();
     assert_eq!(issued.gateway_endpoint, both.endpoint);
     let through =
         async |id: WorkerId, process, ticket| passed_on(&both, &id.to_string(), process, Some(ticket)).await;
@@ -306,8 +305,8 @@ async fn each_call_reaches_the_worker_that_it_names_or_is_told_where_to_go() {
     };
     let transfer = workers.clone().issue_ticket(request).await.expect("a ticket").into_inner().ticket;
     told(through(ids[0], one.process, &transfer).await, Reason::InvalidToken);
-    let nobody = scheduler_pb::IssueDoorTicketRequest { worker_id: WorkerId::new().to_string() };
-    let refused = workers.clone().issue_door_ticket(nobody).await.map_err(Refusal::from);
+    let nobody = scheduler_pb::IssueProxyTicketRequest { worker_id: WorkerId::new().to_string() };
+    let refused = workers.clone().issue_proxy_ticket(nobody).await.map_err(Refusal::from);
     told(refused.map(|_| ()), Reason::WorkerNotFound);
 
     both.end().await;

@@ -90,16 +90,16 @@ impl Workers for WorkersService {
         }))
     }
 
-    async fn issue_door_ticket(
+    async fn issue_proxy_ticket(
         &self,
-        request: Request<pb::IssueDoorTicketRequest>,
-    ) -> Result<Response<pb::IssueDoorTicketResponse>, Status> {
+        request: Request<pb::IssueProxyTicketRequest>,
+    ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
         let worker = parse_id("worker_id", &request.into_inner().worker_id)?;
 
         let ticket =
-            self.0.tickets.issue_door_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
+            self.0.tickets.issue_proxy_ticket(worker, Timestamp::now()).await.map_err(Reasoned::status)?;
 
-        Ok(Response::new(pb::IssueDoorTicketResponse {
+        Ok(Response::new(pb::IssueProxyTicketResponse {
             ticket: ticket.token,
             gateway_endpoint: ticket.gateway_endpoint,
             valid_for: Some(rpc::duration(self.0.context.config.ticket_validity)),

@@ -1,6 +1,6 @@
 //! Tickets: signed permissions for one transfer with a worker, or to pass calls on to it.
 
-use domain::worker::{DoorClaims, TicketClaims, TicketOperation};
+use domain::worker::{ProxyClaims, TicketClaims, TicketOperation};
 use domain::{Timestamp, VolumeHandle, WorkerId};
 use rpc::Refusal;
 use rpc::token::TokenSigner;
@@ -28,7 +28,7 @@ pub(crate) enum TicketError {
     Database(#[from] DbErr),
 }
 
-/// Permission for one transfer or for a door, and where to use it.
+/// Permission for one transfer or for a proxy, and where to use it.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) token: String,
@@ -70,7 +70,7 @@ impl Tickets {
     }
 
     /// Signs a permission to pass calls on to a worker.
-    pub(crate) async fn issue_door_ticket(
+    pub(crate) async fn issue_proxy_ticket(
         &self,
         worker: WorkerId,
         now: Timestamp,
@@ -78,7 +78,7 @@ impl Tickets {
         // Also of one that is out of contact: what it holds may be there for callers all the same.
         let (_, gateway_endpoint) =
             workers::reach(self.context.db.read(), worker).await?.ok_or(TicketError::NotFound(worker))?;
-        let claims = DoorClaims { worker, expires_at: now + self.context.config.ticket_validity };
+        let claims = ProxyClaims { worker, expires_at: now + self.context.config.ticket_validity };
         Ok(Ticket { token: self.signer.sign(&claims), gateway_endpoint })
     }
 }

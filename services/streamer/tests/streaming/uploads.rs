@@ -90,8 +90,7 @@ impl Suite {
                 manifest_dir: directory.path().join("manifests"),
                 report_interval: Duration::from_secs(60),
                 destroy_concurrency: 4,
-                peer_patience: runtime_gateway::Config::PEER_PATIENCE,
-                caller_term: runtime_gateway::Config::CALLER_TERM,
+                intervals: runtime_gateway::Intervals::default(),
                 hold_destruction: false,
             };
             runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");

@@ -6,7 +6,7 @@ use std::fmt::Debug;
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use domain::worker::{
-    DoorClaims, Incarnation, LeaseClaims, Session, SessionClaims, TicketClaims, TicketOperation,
+    Incarnation, LeaseClaims, ProxyClaims, Session, SessionClaims, TicketClaims, TicketOperation,
 };
 use domain::{AttemptId, GatewayInstance, LeaseId, Timestamp, VolumeHandle, WorkerId, WorkloadId};
 use gantry_rpc::page::{List, Page};
@@ -118,7 +118,7 @@ fn changed_signed_token_is_refused() {
         };
         runtime.block_on(async {
             check_claims(ticket, &signer, &keys, draws).await;
-            check_claims(DoorClaims { worker, expires_at }, &signer, &keys, draws).await;
+            check_claims(ProxyClaims { worker, expires_at }, &signer, &keys, draws).await;
             check_claims(session, &signer, &keys, draws).await;
             check_claims(lease, &signer, &keys, draws).await;
         });

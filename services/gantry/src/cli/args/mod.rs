@@ -47,7 +47,7 @@ Without --server, the cluster on this machine is used, and started when none run
 /// Options that every command has.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct Global {
-    /// The cluster: `unix:///path` or `http://host:port`; or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,door=ADDRESS`, each
+    /// The cluster: `unix:///path` or `http://host:port`; or `scheduler=ADDRESS,artifacts=ADDRESS,streamer=ADDRESS,proxy=ADDRESS`, each
     /// with its replicas behind it, and in front what stands for the services that are not named. `http://host:7110-7119` is whichever
     /// replicas there are at these ports. Default: the cluster on this machine
     #[arg(
@@ -62,9 +62,15 @@ pub(crate) struct Global {
     /// Whether that was said on the command line, rather than by the environment.
     #[arg(skip)]
     pub(crate) server_given: bool,
-    /// The door through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
-    #[arg(long, global = true, env = "GANTRY_DOOR", value_name = "ADDRESS", help_heading = "Global options")]
-    pub(crate) door: Option<String>,
+    /// The proxy through which containers and volumes are reached: `unix:///path` or `http://host:port`. Default: each worker's gateway itself
+    #[arg(
+        long,
+        global = true,
+        env = "GANTRY_PROXY",
+        value_name = "ADDRESS",
+        help_heading = "Global options"
+    )]
+    pub(crate) proxy: Option<String>,
     /// The file that holds the token to present, as `gantry up --listen` made it. Default, for a --server on the loopback: that of services
     /// on this machine without --token-file
     #[arg(

@@ -126,7 +126,7 @@ fn lasting(document: &Value) -> Value {
 async fn look(global: &Global) -> anyhow::Result<ClusterView> {
     let Some(server) = &global.server else { return local::status().await };
     let addresses = Addresses::parse(server).map_err(anyhow::Error::msg)?;
-    let addresses = Addresses { door: global.door.clone().or(addresses.door), ..addresses };
+    let addresses = Addresses { proxy: global.proxy.clone().or(addresses.proxy), ..addresses };
     let token = match named_token(global)? {
         Some(named) => Some(named),
         None => default_token(&addresses)?.map(|(_, token)| token),
@@ -404,12 +404,12 @@ mod tests {
             streamer   not ready  x        http://there:1\n\
             http://there:1: database: it does not answer\n";
         assert_eq!(text, expected);
-        let text = services_text(&[service("door", "", &["Connection refused"])]);
-        assert!(text.contains("door     no answer  http://there:1\n"), "{text}");
+        let text = services_text(&[service("proxy", "", &["Connection refused"])]);
+        assert!(text.contains("proxy     no answer  http://there:1\n"), "{text}");
         assert!(text.ends_with("http://there:1: Connection refused\n"), "{text}");
-        let refuses = Service { refuses: true, ..service("door", "", &["present the token"]) };
+        let refuses = Service { refuses: true, ..service("proxy", "", &["present the token"]) };
         let text = services_text(&[refuses]);
-        assert!(text.contains("door     refuses  http://there:1\n"), "{text}");
+        assert!(text.contains("proxy     refuses  http://there:1\n"), "{text}");
     }
 
     #[test]

@@ -82,9 +82,9 @@ pub(super) async fn services(addresses: &Addresses, workers: &[Worker], outgoing
             asked.entry(address.trim()).or_insert(name);
         }
     }
-    match &addresses.door {
-        // Who comes through a door may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
-        Some(door) => asked.extend(door.split(',').map(|address| (address.trim(), "door"))),
+    match &addresses.proxy {
+        // Who comes through a proxy may not reach the gateways behind it; that the scheduler hears of them is said of the workers.
+        Some(proxy) => asked.extend(proxy.split(',').map(|address| (address.trim(), "proxy"))),
         None => {
             // A cluster in one process is asked once, though its gateway may be named by another address of it.
             let aliases = match addresses.in_one_place().map(|address| peer(address, outgoing.clone())) {

@@ -13,10 +13,13 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::attempt::{carry_out, failure};
-use crate::for_tests::served::Served;
-use crate::for_tests::store::{Asked, Store, session};
-use crate::for_tests::{Attended, NOBODY, within};
-use crate::worker::Attempt;
+use crate::test_support::served::Served;
+use crate::test_support::store::{Asked, Store, session};
+use crate::test_support::{Attended, NOBODY, TestWorker, within};
+use crate::worker::attempts::AttemptEntry;
+use rpc::pb::artifacts as store;
+use rpc::pb::streamer;
+use rpc::pb::streamer::materialize_response::Message as Said;
 use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
@@ -87,8 +90,8 @@ impl Streamer for Script {
 
 /// A gateway with an attempt at a workload that has two inputs, and those whom it asks.
 struct Suite {
-    worker: Arc<Worker>,
-    task: Task,
+    worker: TestWorker,
+    task: AttemptTask,
     store: Store,
     brought: mpsc::Receiver<Bring>,
     streamer: Served,
@@ -99,16 +102,16 @@ impl Suite {
         Self::with(FakeWorker::near(), task()).await
     }
 
-    async fn with(machine: Arc<FakeWorker>, task: Task) -> Self {
+    async fn with(machine: Arc<FakeWorker>, task: AttemptTask) -> Self {
         let store = Store::start().await;
         let (bring, brought) = mpsc::channel(4);
         let streamer = Served::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
 
         let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer.endpoint);
-        worker.set_session(Some(session("credential")));
+        worker.session.set(Some(session("credential")));
         let (stop_wish, _) = watch::channel(None);
-        let attempt = Attempt { phase: pb::LeasePhase::Preparing, inputs: Vec::new(), stop: stop_wish };
-        worker.attempts().insert(task.lease, attempt);
+        let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop: stop_wish };
+        worker.attempts.lock().insert(task.lease, attempt);
         Self { worker, task, store, brought, streamer }
     }
 
@@ -142,7 +145,7 @@ impl Suite {
     }
 }
 
-fn task() -> Task {
+fn task() -> AttemptTask {
     let input = |name: &str| Input {
         name: name.to_owned(),
         artifact: ArtifactId::new(),
@@ -176,7 +179,7 @@ fn task() -> Task {
         retries: 0,
         capabilities: vec![],
     };
-    Task {
+    AttemptTask {
         lease: LeaseId::new(),
         attempt: AttemptId::new(),
         spec,
@@ -191,7 +194,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
     let mut suite = Suite::start().await;
     let far = suite.task.spec.inputs[0].artifact;
     let phase = |suite: &Worker, lease| {
-        let attempts = suite.attempts();
+        let attempts = suite.attempts.lock();
         let attempt = attempts.get(&lease).expect("it is attended");
         (attempt.phase, attempt.inputs.clone())
     };
@@ -199,7 +202,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
     let script = async {
         Suite::prepared(&mut suite.store, &[far]).await;
         let bring = within("a call to the streamer", suite.brought.recv()).await.expect("it is served");
-        let worker_id = worker.session().expect("a session").worker.to_string();
+        let worker_id = worker.session.current().expect("a session").worker.to_string();
         let expected = streamer::MaterializeRequest {
             team: "main".to_owned(),
             artifact_id: far.to_string(),
@@ -211,9 +214,9 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         bring.say(Said::Progress(progress)).await;
         let told = async |bytes_done, waits_for: &str| {
             let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
-            let input = pb::InputProgress { name, bytes_done, bytes_total: 9, waits_for };
+            let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for };
             within("what is told of it", async {
-                while phase(&worker, lease) != (pb::LeasePhase::Materializing, vec![input.clone()]) {
+                while phase(&worker, lease) != (AttemptPhase::Materializing, vec![input.clone()]) {
                     tokio::task::yield_now().await;
                 }
             })
@@ -233,11 +236,11 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         bring.say(Said::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
     let (_, prepared) = prepared.expect("everything is here");
     assert_eq!(prepared.volumes.len(), 2);
     assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
-    assert_eq!(phase(&worker, lease), (pb::LeasePhase::Preparing, Vec::new()));
+    assert_eq!(phase(&worker, lease), (AttemptPhase::Preparing, Vec::new()));
     drop(worker);
     suite.end().await;
 }
@@ -259,7 +262,7 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
                 bring.refuse(reason).await;
             }
         };
-        let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
+        let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
         let failure = failure(&prepared.map(|_| ()).expect_err("it cannot be had"));
         assert_eq!(failure.reason, expected);
         for part in ["\"far\"", &far.to_string(), "as the test asked for", last.as_str()] {
@@ -293,13 +296,13 @@ async fn a_cache_that_cannot_be_brought_is_found_empty() {
             if first {
                 let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
                 assert_eq!(bring.0.artifact_id, version.to_string());
-                let told = suite.worker.attempts()[&suite.task.lease].inputs.clone();
+                let told = suite.worker.attempts.lock()[&suite.task.lease].inputs.clone();
                 assert!(told.is_empty() || told[0].name == "cache /cache", "{told:?}");
                 bring.refuse(Reason::NoReplica).await;
             }
         }
     };
-    let (prepared, ()) = tokio::join!(prepare(&suite.worker, &suite.task), script);
+    let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
     let (_, prepared) = prepared.expect("it goes without");
     assert_eq!(prepared.volumes.iter().filter(|(_, parent)| parent.is_some()).count(), 0);
     suite.end().await;
@@ -316,7 +319,7 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
         answer.send(Ok(store::FailedResponse {})).expect("it waits");
         (planned, told)
     };
-    let both = async { tokio::join!(carry_out(&suite.worker, &suite.task, &mut stop), script) };
+    let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
     let (carried, (planned, told)) = within("the end", both).await;
     let Err(stopped) = carried else { panic!("it could not be made") };
     assert_eq!(told.session_credential, "credential");
@@ -332,7 +335,7 @@ async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
     let machine = FakeWorker::near();
     let [sound, damaged] = [machine.volume("contents").await, machine.volume("contents").await];
     let mut suite = Suite::with(machine, task()).await;
-    let digest = suite.worker.trees.proven(suite.worker.runtime.as_ref(), sound, "main").await;
+    let digest = suite.worker.transfers.manifests.proven(suite.worker.runtime.as_ref(), sound, "main").await;
     let digest = digest.expect("a manifest").tree_digest();
     let (_wish, mut stop) = watch::channel(None);
     let script = async {
@@ -352,11 +355,15 @@ async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
         let Asked::Failed(_, answer) = suite.store.asked().await else { panic!("something else") };
         answer.send(Ok(store::FailedResponse {})).expect("it waits");
     };
-    let both = async { tokio::join!(carry_out(&suite.worker, &suite.task, &mut stop), script) };
+    let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
     let failure = failure(&within("the end", both).await.0.map(drop).expect_err("it is not what it was"));
     assert_eq!(failure.reason, FailureReason::InputDamaged);
     assert!(failure.message.contains(&damaged.to_string()), "{}", failure.message);
-    assert_eq!(suite.worker.trees.damaged(), BTreeSet::from([damaged]), "it is not reported any more");
+    assert_eq!(
+        suite.worker.transfers.manifests.damaged(),
+        BTreeSet::from([damaged]),
+        "it is not reported any more"
+    );
     suite.end().await;
 }
 
@@ -369,7 +376,10 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();
     let mut suite = Suite::with(machine, git).await;
-    suite.worker.tasks.spawn(crate::brought::import_forever(suite.worker.clone()));
+    suite.worker.tasks.spawn(crate::sync::base_type_import::import_forever(
+        suite.worker.transfers.clone(),
+        suite.worker.imports.clone(),
+    ));
     let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
     let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
         let Asked::PrepareImport(asked, answer) = store.asked().await else { panic!("something else") };
@@ -398,17 +408,18 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
         imported(&mut suite.store, "git", first).await;
         Suite::prepared(&mut suite.store, &[]).await
     };
-    let both = async { tokio::join!(prepare(&suite.worker, &suite.task), script) };
+    let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task), script) };
     let (prepared, told) = within("the handles", both).await;
     let (plan, prepared) = prepared.expect("everything is here");
-    assert_eq!(plan.image, crate::plan::PlannedImage::Brought(0));
+    assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::Brought(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
     assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
     assert!(suite.brought.try_recv().is_err(), "the streamer was not asked");
 
     // What it does not bring along it says at once.
     suite.task.spec.image = Image::ResourceType("s3".to_owned());
-    let refused = failure(&prepare(&suite.worker, &suite.task).await.map(drop).expect_err("there is none"));
+    let refused =
+        failure(&prepare(&suite.worker.context, &suite.task).await.map(drop).expect_err("there is none"));
     assert_eq!(refused.reason, FailureReason::Unsupported);
     suite.worker.stopping.cancel();
     suite.end().await;

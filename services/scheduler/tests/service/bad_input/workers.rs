@@ -46,8 +46,8 @@ pub(super) async fn looks(world: &World<'_>) -> Vec<Call> {
             ],
         ),
         Call::new(
-            "Workers.IssueDoorTicket",
-            [pb::IssueDoorTicketRequest { worker_id: one.clone() }],
+            "Workers.IssueProxyTicket",
+            [pb::IssueProxyTicketRequest { worker_id: one.clone() }],
             [worker_id("worker_id", world)],
         ),
         Call::new(

@@ -102,11 +102,11 @@ public final class Client implements AutoCloseable {
   }
 
   // docs:connect
-  /** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,door=…`. */
+  /** GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`. */
   private static Map<String, String> addresses() {
     String server = System.getenv("GANTRY_SERVER");
     if (!server.contains("=")) {
-      return Map.of("scheduler", server, "artifacts", server, "streamer", server, "door", server);
+      return Map.of("scheduler", server, "artifacts", server, "streamer", server, "proxy", server);
     }
     return Arrays.stream(server.split(",")).map(part -> part.split("=", 2)).collect(Collectors.toMap(part -> part[0], part -> part[1]));
   }
@@ -129,9 +129,9 @@ public final class Client implements AutoCloseable {
   }
   // docs:end
 
-  /** Where a worker is reached: through the door if there is one. */
+  /** Where a worker is reached: through the proxy if there is one. */
   private ManagedChannel gateway(String endpoint) throws IOException {
-    return connect(addresses.getOrDefault("door", endpoint));
+    return connect(addresses.getOrDefault("proxy", endpoint));
   }
 
   // docs:upload

@@ -1,0 +1,153 @@
+//! The calls that fetch a volume.
+
+use rpc::client::Outgoing;
+use rpc::pb::runtime::fetch_response::Message as Answer;
+use rpc::pb::runtime::volumes_client::VolumesClient;
+use runtime::{Contents, Inlet};
+
+use std::time::Duration;
+
+use domain::worker::{TicketClaims, TicketOperation};
+use rpc::pb::runtime as pb;
+use rpc::{Reason, Refusal, invalid_field};
+use runtime::RuntimeError;
+use tonic::{Request, Status};
+
+use super::Answers;
+use super::errors::status;
+use super::volumes::send;
+use crate::SERVICE;
+use crate::clients::gateway::Source;
+use crate::transfer::error::ReadVolumeError;
+use crate::transfer::pull::{self, Destination, FetchError, Progress};
+use crate::worker_set::{AdmitError, WorkerSet};
+
+/// How many sources a call may name.
+const MOST_SOURCES: usize = 100;
+/// Time that the gateway of a destination has to say where its worker is reached.
+const CONFIRM: Duration = Duration::from_secs(5);
+
+pub(super) async fn fetch(
+    gateway: WorkerSet,
+    request: pb::FetchRequest,
+    answers: Answers<pb::FetchResponse>,
+) -> Result<(), Status> {
+    let digest = rpc::parse_digest("digest", &request.digest)?;
+    if !(1..=MOST_SOURCES).contains(&request.sources.len()) {
+        return Err(invalid_field("sources", format!("must be 1 to {MOST_SOURCES}")));
+    }
+    let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
+    let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
+    let mut sources = Vec::with_capacity(request.sources.len());
+    for (place, source) in request.sources.into_iter().enumerate() {
+        let pb::FetchSource { gateway_endpoint, ticket } = source;
+        sources.push(permitted_source(&gateway, place, gateway_endpoint, ticket).await?);
+    }
+    let to = Destination { ticket, signed: request.ticket };
+
+    // Progress is for people: when the caller does not read it, it is left out.
+    let tell = |Progress { done, total, saved, source, by_peer }| {
+        let progress = pb::FetchProgress {
+            bytes_done: done,
+            bytes_total: total,
+            bytes_saved: saved,
+            source: u32::try_from(source).unwrap_or(u32::MAX),
+            peer_to_peer: by_peer,
+        };
+        answers.try_send(Ok(pb::FetchResponse { message: Some(Answer::Progress(progress)) })).ok();
+    };
+    let manifest = pull::fetch(&attended.transfers, to, digest, sources, tell).await?;
+    let digest = manifest.tree_digest().as_bytes().to_vec().into();
+    let committed = pb::Committed { digest, size_bytes: manifest.size_bytes() };
+    send(&answers, pb::FetchResponse { message: Some(Answer::Committed(committed)) }).await
+}
+
+/// The source that `ticket` permits to read, at the gateway that the scheduler named when it signed the ticket.
+/// `named` is the address that the caller named.
+async fn permitted_source(
+    gateway: &WorkerSet,
+    place: usize,
+    named: String,
+    ticket: String,
+) -> Result<Source, Status> {
+    match gateway.permitted(&ticket, TicketOperation::Read).await {
+        Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
+            Ok(Source { endpoint: Some(named), ticket })
+        }
+        Ok(_) => Err(invalid_field(
+            "sources.gateway_endpoint",
+            format!(
+                "the gateway of source {place} does not listen at {named:?}: use the address that came with its ticket"
+            ),
+        )),
+        // Another source may do.
+        Err(AdmitError::Ticket) => Ok(Source { endpoint: None, ticket }),
+        Err(error) => Err(error.into()),
+    }
+}
+
+pub(super) async fn stream_to_peer(
+    gateway: WorkerSet,
+    request: pb::StreamToPeerRequest,
+) -> Result<pb::StreamToPeerResponse, Status> {
+    let (attended, from) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+    // Nobody sends to a volume by which nobody let them.
+    let into = gateway.permitted(&request.destination_ticket, TicketOperation::Write).await?;
+    let address = rpc::required("peer_url", Some(request.peer_url).filter(|url| !url.is_empty()))?;
+    let to = Inlet { address, volume: into.volume, encoding: request.encoding };
+    attended.transfers.manifest(&from).await.map_err(ReadVolumeError::from)?;
+    confirm(&to, &into, &request.destination_ticket).await?;
+    match attended.worker.runtime.contents(from.volume).await.map_err(status)? {
+        Contents::Remote(remote) => remote.send(&to).await.map_err(status)?,
+        Contents::Directory(_) => return Err(status(RuntimeError::NoPeers("it is no Concourse worker"))),
+    }
+    Ok(pb::StreamToPeerResponse {})
+}
+
+/// Makes sure that `to` is where the gateway of the destination says that its worker is reached. That gateway is asked at the address that the
+/// scheduler signed. So nobody has a worker of this gateway connect to an address of his choice.
+async fn confirm(to: &Inlet, into: &TicketClaims, signed: &str) -> Result<(), Status> {
+    let unknown = |why: String| {
+        Reason::NoPeers.status(SERVICE, format!("cannot confirm where the other worker is reached: {why}"))
+    };
+    let outgoing = Outgoing::internal().with_ticket(signed);
+    let peer = rpc::client::peer(&into.endpoint, outgoing).map_err(|error| unknown(error.to_string()))?;
+    let mut request = Request::new(pb::GetPeerAddressRequest { ticket: signed.to_owned() });
+    request.set_timeout(CONFIRM);
+    let answer = VolumesClient::new(peer).get_peer_address(request).await;
+    let answer = answer.map_err(|status| unknown(Refusal::from(status).to_string()))?.into_inner();
+    if answer.peer_url == to.address {
+        Ok(())
+    } else {
+        Err(invalid_field("peer_url", "is not where the gateway of the other worker says that it is reached"))
+    }
+}
+
+/// Answers where workers reach the worker of a volume that is to be filled.
+pub(super) async fn peer_address(
+    gateway: WorkerSet,
+    request: pb::GetPeerAddressRequest,
+) -> Result<pb::GetPeerAddressResponse, Status> {
+    let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
+    let inlet = match attended.worker.runtime.contents(ticket.volume).await.map_err(status)? {
+        Contents::Remote(remote) => remote.inlet().await.map_err(status)?,
+        Contents::Directory(_) => None,
+    };
+    let none = || status(RuntimeError::NoPeers("no worker reaches it"));
+    Ok(pb::GetPeerAddressResponse { peer_url: inlet.ok_or_else(none)?.address })
+}
+
+impl From<FetchError> for Status {
+    fn from(error: FetchError) -> Self {
+        let message = error.to_string();
+        match error {
+            FetchError::Here(error) => error.into(),
+            FetchError::Sources(errors) => {
+                let about = errors.iter().enumerate();
+                let about =
+                    about.map(|(place, error)| (format!("source_{place}"), error.reason().to_owned()));
+                Reason::SourceFailed.status_about(SERVICE, message, about)
+            }
+        }
+    }
+}

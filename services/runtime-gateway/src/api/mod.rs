@@ -1,0 +1,216 @@
+//! The calls that gateways serve: parse, call, answer.
+
+mod archives;
+mod attach;
+pub(crate) mod auth;
+mod errors;
+mod fetch;
+mod volumes;
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use domain::AttemptId;
+use domain::worker::TicketOperation;
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::containers_server::{Containers, ContainersServer};
+use rpc::pb::runtime::volumes_server::{Volumes, VolumesServer};
+use rpc::{Reason, invalid_field, parse_id, parse_optional_id, parse_team};
+use runtime::RuntimeError;
+use server::Caller;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+use tracing::Instrument;
+
+use crate::SERVICE;
+use crate::worker_set::{AttendedWorker, WorkerSet};
+use errors::status;
+
+/// Messages that wait for a caller.
+const ANSWERS: usize = 4;
+
+type Answers<T> = mpsc::Sender<Result<T, Status>>;
+
+pub(crate) fn containers(gateway: WorkerSet) -> ContainersServer<Handler> {
+    ContainersServer::new(Handler { gateway })
+}
+
+pub(crate) fn volumes(gateway: WorkerSet) -> VolumesServer<Handler> {
+    VolumesServer::new(Handler { gateway })
+}
+
+pub(crate) struct Handler {
+    gateway: WorkerSet,
+}
+
+impl Handler {
+    /// Runs a call in a task of its own, which answers through a bounded channel.
+    fn answer<T, F>(
+        &self,
+        extensions: &http::Extensions,
+        call: impl FnOnce(WorkerSet, Answers<T>) -> F,
+    ) -> Response<ReceiverStream<Result<T, Status>>>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<(), Status>> + Send + 'static,
+    {
+        let (answers, stream) = mpsc::channel(ANSWERS);
+        let call = call(self.gateway.for_call(extensions), answers.clone());
+        let stopping = self.gateway.stopping().clone();
+        let task = async move {
+            let result = tokio::select! {
+                result = call => result,
+                () = answers.closed() => return,
+                () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+            };
+            if let Err(status) = result {
+                // Failing to answer means that nobody listens any more.
+                answers.send(Err(status)).await.ok();
+            }
+        };
+        self.gateway.tasks().spawn(task.in_current_span());
+        Response::new(ReceiverStream::new(stream))
+    }
+}
+
+#[tonic::async_trait]
+impl Containers for Handler {
+    type AttachStream = ReceiverStream<Result<pb::AttachResponse, Status>>;
+
+    async fn attach(
+        &self,
+        request: Request<Streaming<pb::AttachRequest>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        let (_, extensions, said) = request.into_parts();
+        let caller = extensions.get::<Caller>().cloned();
+        Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, said, answers)))
+    }
+
+    async fn get_attendance(
+        &self,
+        request: Request<pb::GetAttendanceRequest>,
+    ) -> Result<Response<pb::GetAttendanceResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let team = parse_team("team", request.team)?;
+        let process: AttemptId = parse_id("process_id", &request.process_id)?;
+        let AttendedWorker { worker, attendance, .. } =
+            &*worker_of(&gateway, "worker_id", &request.worker_id).await?;
+        if worker.runtime.team(process).await.map_err(status)? != team {
+            return Err(status(RuntimeError::ProcessNotFound(process)));
+        }
+        let standing = attendance.of(process);
+        let unattended = standing.and_then(|standing| standing.unattended());
+        Ok(Response::new(pb::GetAttendanceResponse {
+            attached: standing.map_or(0, |standing| standing.attached),
+            unattended_since: unattended.map(|(since, _)| rpc::timestamp(since)),
+            left_at: unattended.map(|(_, left_at)| rpc::timestamp(left_at)),
+            is_left: standing.is_some_and(|standing| standing.is_left),
+        }))
+    }
+}
+
+/// The worker that a call names. It need not name the only one.
+async fn worker_of(gateway: &WorkerSet, field: &str, id: &str) -> Result<Arc<AttendedWorker>, Status> {
+    match parse_optional_id(field, id)? {
+        Some(worker) => Ok(gateway.worker(worker).await?),
+        None => gateway
+            .only_worker()
+            .ok_or_else(|| invalid_field(field, "is required: this gateway does not attend just one worker")),
+    }
+}
+
+#[tonic::async_trait]
+impl Volumes for Handler {
+    type WriteStream = ReceiverStream<Result<pb::WriteResponse, Status>>;
+    type ReadStream = ReceiverStream<Result<pb::ReadResponse, Status>>;
+    type ReadFileStream = ReceiverStream<Result<pb::ReadFileResponse, Status>>;
+    type FetchStream = ReceiverStream<Result<pb::FetchResponse, Status>>;
+
+    async fn fetch(&self, request: Request<pb::FetchRequest>) -> Result<Response<Self::FetchStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| fetch::fetch(gateway, request, answers)))
+    }
+
+    async fn get_peer_address(
+        &self,
+        request: Request<pb::GetPeerAddressRequest>,
+    ) -> Result<Response<pb::GetPeerAddressResponse>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        fetch::peer_address(gateway, request).await.map(Response::new)
+    }
+
+    async fn stream_to_peer(
+        &self,
+        request: Request<pb::StreamToPeerRequest>,
+    ) -> Result<Response<pb::StreamToPeerResponse>, Status> {
+        let stopping = self.gateway.stopping().clone();
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        tokio::select! {
+            sent = fetch::stream_to_peer(gateway, request) => sent.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
+    }
+
+    async fn write(
+        &self,
+        request: Request<Streaming<pb::WriteRequest>>,
+    ) -> Result<Response<Self::WriteStream>, Status> {
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, said, answers)))
+    }
+
+    async fn read(
+        &self,
+        request: Request<Streaming<pb::ReadRequest>>,
+    ) -> Result<Response<Self::ReadStream>, Status> {
+        let (_, extensions, said) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::read(gateway, said, answers)))
+    }
+
+    type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
+
+    async fn write_archive(
+        &self,
+        request: Request<Streaming<pb::WriteArchiveRequest>>,
+    ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
+        let stopping = self.gateway.stopping().clone();
+        let (_, extensions, said) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        tokio::select! {
+            written = archives::write(gateway, said) => written.map(Response::new),
+            () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
+        }
+    }
+
+    async fn read_archive(
+        &self,
+        request: Request<pb::ReadArchiveRequest>,
+    ) -> Result<Response<Self::ReadArchiveStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| archives::read(gateway, request, answers)))
+    }
+
+    async fn read_file(
+        &self,
+        request: Request<pb::ReadFileRequest>,
+    ) -> Result<Response<Self::ReadFileStream>, Status> {
+        let (_, extensions, request) = request.into_parts();
+        let gateway = self.gateway.for_call(&extensions);
+        let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
+        let path = PathBuf::from(OsString::from_vec(request.path.to_vec()));
+        let transfers = attended.transfers.clone();
+        Ok(self.answer(&extensions, async |gateway, answers| {
+            let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
+            volumes::read_file(transfers, ticket, path, answers).await
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,188 @@
+//! Images that are artifacts: the directory `rootfs`, and beside it `metadata.json`, which says how processes of it run by default.
+
+use std::collections::{HashSet, VecDeque};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+use domain::workload::EnvironmentVariable;
+use domain::{Digest, VolumeHandle, chain};
+use runtime::RuntimeError;
+use serde::Deserialize;
+use tokio::sync::mpsc;
+use transfer::{EntryKind, Manifest};
+
+use crate::transfer::error::ReadVolumeError;
+use crate::transfer::{Transfers, read as volume_read};
+use crate::util::keyed_locks::lock;
+
+/// The root file system.
+const ROOT: &[u8] = b"rootfs";
+const METADATA: &str = "metadata.json";
+/// Most bytes of metadata.
+const MAX_METADATA: u64 = 1 << 20;
+
+/// What processes of an image get unless their spec says otherwise.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Defaults {
+    pub(crate) environment: Vec<EnvironmentVariable>,
+    pub(crate) user: Option<String>,
+}
+
+/// What images say, by the digest of their tree: an image of this digest says nothing else anywhere.
+#[derive(Debug, Default)]
+pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, Defaults)>>);
+
+/// How many images are remembered.
+const MOST_IMAGES: usize = 64;
+
+impl ImageDefaults {
+    /// The defaults of the image in `volume`, which has the tree of `manifest`.
+    pub(crate) async fn of(
+        &self,
+        transfers: &Transfers,
+        volume: VolumeHandle,
+        manifest: Arc<Manifest>,
+    ) -> Result<Defaults, RuntimeError> {
+        let digest = manifest.tree_digest();
+        if let Some(defaults) = self.get(digest) {
+            return Ok(defaults);
+        }
+        let defaults = read(transfers, volume, manifest).await?;
+        self.insert(digest, defaults.clone());
+        Ok(defaults)
+    }
+
+    fn get(&self, digest: Digest) -> Option<Defaults> {
+        lock(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
+    }
+
+    fn insert(&self, digest: Digest, defaults: Defaults) {
+        let mut known = lock(&self.0);
+        known.retain(|(other, _)| *other != digest);
+        known.push_front((digest, defaults));
+        known.truncate(MOST_IMAGES);
+    }
+}
+
+async fn read(
+    transfers: &Transfers,
+    volume: VolumeHandle,
+    manifest: Arc<Manifest>,
+) -> Result<Defaults, RuntimeError> {
+    let kind = |path| manifest.find(path).map(|index| &manifest.entries()[index].kind);
+    let invalid = |what: String| Err(RuntimeError::InvalidImage(what));
+    match kind(ROOT) {
+        Some(EntryKind::Directory) => {}
+        Some(_) => return invalid("`rootfs` is no directory".to_owned()),
+        None => return invalid("it has no directory `rootfs`".to_owned()),
+    }
+    match kind(METADATA.as_bytes()) {
+        None => return Ok(Defaults::default()),
+        Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA => {}
+        Some(EntryKind::File { size_bytes, .. }) => {
+            return invalid(format!("`{METADATA}` has {size_bytes} bytes, {MAX_METADATA} are the most"));
+        }
+        Some(_) => return invalid(format!("`{METADATA}` is no regular file")),
+    }
+    let (chunks, mut ready) = mpsc::channel(1);
+    let reading =
+        volume_read::read_file(transfers, volume, manifest.clone(), PathBuf::from(METADATA), chunks);
+    let receiving = async {
+        let mut text = Vec::new();
+        while let Some((_, data)) = ready.recv().await {
+            text.extend_from_slice(&data);
+        }
+        text
+    };
+    let (read, text) = tokio::join!(reading, receiving);
+    read.map_err(|error| match error {
+        ReadVolumeError::Worker(error) => error,
+        error => RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", chain(&error))),
+    })?;
+    parse(&text)
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    env: Option<Vec<String>>,
+    user: Option<String>,
+}
+
+fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
+    let invalid = |what: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {what}"));
+    let metadata: Metadata = serde_json::from_slice(text).map_err(|error| invalid(error.to_string()))?;
+    let mut environment: Vec<EnvironmentVariable> = Vec::new();
+    let mut named = HashSet::new();
+    // The last one of a name counts.
+    for variable in metadata.env.unwrap_or_default().into_iter().rev() {
+        let split = variable.split_once('=').filter(|(name, _)| !name.is_empty() && !variable.contains('\0'));
+        let (name, value) = split.ok_or_else(|| invalid(format!("{variable:?} in `env` is not `K=V`")))?;
+        if named.insert(name.to_owned()) {
+            environment.push(EnvironmentVariable { name: name.into(), value: value.into() });
+        }
+    }
+    environment.reverse();
+    Ok(Defaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn metadata_of_the_largest_size_takes_linear_time() {
+        let variables: Vec<_> = (0..60_000).map(|number| format!("\"{number}=\"")).collect();
+        let text = format!("{{\"env\":[{}]}}", variables.join(","));
+        assert!(text.len() as u64 <= MAX_METADATA);
+        let began = std::time::Instant::now();
+        assert_eq!(parse(text.as_bytes()).expect("understood").environment.len(), variables.len());
+        assert!(began.elapsed() < std::time::Duration::from_secs(5), "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn hostile_metadata_is_refused_or_no_larger_than_its_text() {
+        testing::hostile::each(5000, |draws| {
+            let mut names = HashSet::new();
+            let mut variable = |at: usize| {
+                let name = format!("{at}{}", draws.text(8).replace('=', ""));
+                names.insert(name.clone()).then(|| (name, draws.text(20)))
+            };
+            let variables: Vec<_> = (0..7).filter_map(&mut variable).collect();
+            let user = Some(draws.text(9)).filter(|user| !user.is_empty());
+            let env: Vec<_> = variables.iter().map(|(name, value)| format!("{name}={value}")).collect();
+            let valid = serde_json::json!({ "env": env, "user": user }).to_string().into_bytes();
+            let environment = variables
+                .into_iter()
+                .map(|(name, value)| EnvironmentVariable { name: name.into(), value: value.into() });
+            let expected = Defaults { environment: environment.collect(), user };
+            assert_eq!(parse(&valid).expect("it is valid"), expected);
+
+            let text = draws.changed(&valid);
+            if let Ok(parsed) = parse(&text) {
+                let sizes = parsed.environment.iter().map(|it| it.name.len() + it.value.len());
+                let bytes = sizes.sum::<usize>() + parsed.user.map_or(0, |user| user.len());
+                assert!(bytes <= text.len(), "{bytes} of {}", text.len());
+            }
+        });
+    }
+
+    #[test]
+    fn metadata_is_understood_or_refused() {
+        let variable =
+            |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };
+        let text = br#"{"env": ["A=1", "B=x=y", "A=2", "C="], "user": "ann", "other": [1]}"#;
+        let expected = vec![variable("B", "x=y"), variable("A", "2"), variable("C", "")];
+        let parsed = parse(text).expect("it makes sense");
+        assert_eq!(parsed, Defaults { environment: expected, user: Some("ann".to_owned()) });
+        for nothing in ["{}", r#"{"env": null, "user": ""}"#, r#"{"env": []}"#] {
+            assert_eq!(parse(nothing.as_bytes()).expect("it makes sense"), Defaults::default(), "{nothing}");
+        }
+        for malformed in
+            ["", "[]", "{", r#"{"env": "A=1"}"#, r#"{"env": ["A"]}"#, r#"{"env": ["=1"]}"#, r#"{"user": 7}"#]
+        {
+            let refused = parse(malformed.as_bytes());
+            assert!(matches!(refused, Err(RuntimeError::InvalidImage(_))), "{malformed}: {refused:?}");
+        }
+        assert!(parse(br#"{"env": ["A=\u0000"]}"#).is_err());
+    }
+}

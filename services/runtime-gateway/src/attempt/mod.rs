@@ -1,0 +1,300 @@
+//! One attempt at a workload, from its lease to its end.
+//!
+//! ```text
+//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! ```
+//!
+//! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
+//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's. So does one
+//! that was refused because another session had begun, once it is let in again.
+//!
+//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
+//! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
+
+mod caches;
+pub(crate) mod context;
+mod error;
+pub(crate) mod image;
+mod inputs;
+mod make;
+mod outputs;
+mod process;
+mod result;
+pub(crate) mod spec_plan;
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use domain::workload::{Exit, Failure, FailureReason};
+use domain::{AttemptId, LeaseId, chain};
+use futures::FutureExt;
+use rpc::Reason;
+use runtime::{Ended, RuntimeError};
+use tokio::sync::watch;
+use tracing::Instrument;
+
+use crate::clients::scheduler::AttemptResult;
+use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask};
+use crate::util::retry::is_superseded;
+use crate::worker::Worker;
+use crate::worker::attempts::StopRequest;
+use crate::worker::attendance;
+use context::AttemptContext;
+use error::{AttemptError, failure};
+use make::{could_not_make, make};
+use process::{announce_start, give_up, process_spec, report_running, used, wait, wished};
+use result::{StopCause, ended_result, finish_attempt, is_interrupted};
+
+/// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
+pub(crate) async fn attended(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: Option<AttemptId>,
+    token: String,
+    work: impl Future<Output = ()>,
+) {
+    let _entry = LeaseGuard { worker: &worker, lease };
+    let Err(panic) = AssertUnwindSafe(work).catch_unwind().await else { return };
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it did not say why");
+    tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
+    if let Some(attempt) = attempt
+        && !give_up(&worker, attempt).await
+    {
+        return;
+    }
+    let message = format!("the gateway broke off: {text}");
+    let failure = Failure { reason: FailureReason::WorkerFailed, message };
+    finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
+}
+
+/// A lease that a task attends to. When the task dies, the lease is forgotten, and so the scheduler told that nobody attends to it.
+struct LeaseGuard<'w> {
+    worker: &'w Worker,
+    lease: LeaseId,
+}
+
+impl Drop for LeaseGuard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
+            self.worker.attempts.remove(self.lease);
+        }
+    }
+}
+
+/// Ends an attempt that cannot be understood, after whatever an earlier gateway may have started of it.
+pub(crate) async fn refuse(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: Option<AttemptId>,
+    token: String,
+    why: String,
+) {
+    if let Some(attempt) = attempt
+        && !give_up(&worker, attempt).await
+    {
+        return;
+    }
+    let message = format!("this gateway cannot understand what it shall do: {why}");
+    let failure = Failure { reason: FailureReason::Unsupported, message };
+    finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
+}
+
+/// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
+pub(crate) async fn run(
+    context: Arc<AttemptContext>,
+    task: AttemptTask,
+    mut stop: watch::Receiver<Option<StopRequest>>,
+) {
+    let worker = &*context.worker;
+    let span = tracing::info_span!(
+        target: "gantry",
+        "attempt",
+        service = "runtime-gateway",
+        workload.id = %task.workload,
+        attempt.id = %task.attempt,
+        worker.name = worker.config.worker_name,
+    );
+    rpc::trace::continue_from(&span, &task.traceparent);
+    async {
+        let result = loop {
+            match carry_out(&context, &task, &mut stop).await {
+                Ok(result) => break result,
+                Err(AttemptError::GatewayStopping) => return,
+                Err(stopped) if stopped.is_superseded() => {
+                    tracing::info!(lease.id = %task.lease, error = chain(&stopped), "this attempt waits until this gateway is let in again");
+                    if !let_in_again(worker).await {
+                        return;
+                    }
+                }
+                // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
+                Err(AttemptError::NotAlone) => tokio::select! {
+                    () = worker.session.wait_until_exclusive() => {}
+                    () = worker.stopping.cancelled() => return,
+                },
+                Err(stopped) => {
+                    // Whatever went wrong: the slot is free only once nothing runs.
+                    if !give_up(worker, task.attempt).await {
+                        return;
+                    }
+                    let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
+                    // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
+                    let wish = stop.borrow().clone().filter(|_| lost);
+                    break AttemptResult::failed(failure(&wish.map_or(stopped, AttemptError::Wished)));
+                }
+            }
+        };
+        finish_attempt(worker, task.lease, &task.token, result).await;
+    }
+    .instrument(span)
+    .await;
+}
+
+/// Ends an attempt that shall stop and that this gateway did not start: an earlier one may have.
+pub(crate) async fn stop_unknown(
+    worker: Arc<Worker>,
+    lease: LeaseId,
+    attempt: AttemptId,
+    token: String,
+    mut stop: watch::Receiver<Option<StopRequest>>,
+) {
+    let waited = wait(&worker, attempt, &mut stop).await;
+    let result = match waited {
+        Ok(ended) => {
+            let interrupted = is_interrupted(&stop, &ended).then_some(StopCause::Interrupted);
+            let usage = used(&worker, attempt).await;
+            AttemptResult { usage, ..ended_result(ended, None, interrupted) }
+        }
+        Err(AttemptError::GatewayStopping) => return,
+        Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => {
+            let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
+            AttemptResult::failed(Failure {
+                reason,
+                message: "stopped before its process was started".to_owned(),
+            })
+        }
+        Err(stopped) => {
+            // The slot is free only once nothing runs.
+            if !give_up(&worker, attempt).await {
+                return;
+            }
+            AttemptResult::failed(failure(&stopped))
+        }
+    };
+    finish_attempt(&worker, lease, &token, result).await;
+}
+
+/// Waits until an attempt may be begun again at the top after a call was refused as of an old session: what runs, and what is to be said
+/// of it, is that gateway's which speaks for the worker now, and that may come to be this one again. Answers whether it has.
+async fn let_in_again(worker: &Worker) -> bool {
+    let let_in = async {
+        // The session may be an old one, and this gateway not have heard.
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        worker.session.opened().await;
+    };
+    tokio::select! {
+        () = let_in => true,
+        () = worker.stopping.cancelled() => false,
+    }
+}
+
+async fn carry_out(
+    context: &AttemptContext,
+    task: &AttemptTask,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
+) -> Result<AttemptResult, AttemptError> {
+    let worker = &*context.worker;
+    // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
+    // the worker does not start it again.
+    let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
+    let (prepared, known) = tokio::select! {
+        asked = asked => asked,
+        wish = wished(stop) => return Err(AttemptError::Wished(wish)),
+        () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
+    };
+    let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
+    let mut since = None;
+    if let Err(RuntimeError::ProcessNotFound(_)) = known {
+        let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
+        let defaults = match made {
+            Ok(defaults) => defaults,
+            Err(stopped) => {
+                could_not_make(worker, &prepared, &stopped).await;
+                return Err(stopped);
+            }
+        };
+        if let Some(wish) = stop.borrow_and_update().clone() {
+            return Err(AttemptError::Wished(wish));
+        }
+        announce_start(worker, task).await?;
+        if !worker.session.is_exclusive() {
+            return Err(AttemptError::NotAlone);
+        }
+        worker
+            .runtime
+            .start(prepared.container, task.attempt, process_spec(task, defaults.environment))
+            .await
+            .map_err(|error| AttemptError::from(error).before_start())?;
+        since = Some(Instant::now());
+    } else {
+        known?;
+    }
+    let started = domain::Timestamp::now();
+    let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
+    let ended = tokio::select! {
+        ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
+        never = report_running(worker, task) => match never {},
+        never = attendance::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+    };
+    let mut usage = used(worker, task.attempt).await;
+    if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
+        usage.running.get_or_insert(since.elapsed());
+        usage.bytes_in = Some(prepared.bytes_in);
+    }
+
+    let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
+    // What a signal ended was in the midst of something: no state for the next run.
+    let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
+    let cut_short = match ended {
+        Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
+            let destroyed = worker.was_destroyed(task.attempt).await?;
+            Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
+        }
+        _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),
+    };
+    let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), cut_short) };
+    if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
+        worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
+        let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
+        let published = outputs::publish(context, task, &plan, &prepared, &mut result)
+            .instrument(publishing.clone())
+            .await;
+        match published {
+            Ok(()) => {}
+            // How the process ended is known all the same.
+            Err(AttemptError::Worker(error)) => result.add_failure(error.failure()),
+            Err(AttemptError::Refused(refusal)) if !is_superseded(&refusal) => {
+                let message = format!("the artifact store does not take an output: {refusal}");
+                result.add_failure(Failure { reason: FailureReason::PublishFailed, message });
+            }
+            Err(stopped) => return Err(stopped),
+        }
+        if keeps_caches {
+            let left = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
+            result.caches = left.published;
+            result.notes.extend(left.notes);
+        } else if !plan.caches.is_empty() {
+            result.notes.push("caches stay as they were: a signal ended the process".to_owned());
+        }
+    }
+    if publishable {
+        let sizes = result.outputs.iter().map(|output| output.size_bytes);
+        result.usage.bytes_out = Some(sizes.fold(0, u64::saturating_add));
+    }
+    Ok(result)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,65 @@
+//! The outputs of an attempt, as they become candidates in the artifact store.
+
+use std::path::Path;
+
+use domain::workload::{Failure, PublishedOutput};
+use runtime::RuntimeError;
+
+use super::context::AttemptContext;
+use super::error::AttemptError;
+use super::inputs::Prepared;
+use super::spec_plan::Plan;
+use crate::clients::scheduler::AttemptResult;
+use crate::clients::scheduler_stream::AttemptTask;
+use crate::transfer::completion::complete;
+use crate::transfer::manifests::ScanResult;
+
+/// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
+pub(super) async fn publish(
+    context: &AttemptContext,
+    task: &AttemptTask,
+    plan: &Plan,
+    prepared: &Prepared,
+    result: &mut AttemptResult,
+) -> Result<(), AttemptError> {
+    let AttemptContext { worker, transfers, .. } = context;
+    for output in &plan.outputs {
+        let (handle, _) = prepared.volumes[output.volume];
+        if let Some((scratch, directory)) = &output.taken_from {
+            let from = prepared.volumes[*scratch].0;
+            match worker.runtime.take_directory(from, directory, handle).await {
+                Ok(()) => {}
+                Err(error @ RuntimeError::OutputMissing(_)) => {
+                    let message = if directory == Path::new(&output.name) {
+                        format!("output {error}")
+                    } else {
+                        format!("output {:?}: {error}", output.name)
+                    };
+                    result.add_failure(Failure { reason: error.reason(), message });
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let scanned = transfers.manifests.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
+        let ScanResult { manifest, left_out } = match scanned {
+            Ok(scanned) => scanned,
+            Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
+                let message = format!("output {:?}: {error}", output.name);
+                result.add_failure(Failure { reason: error.reason(), message });
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        result.notes.extend(left_out.map(|what| format!("output {:?}: left out: {what}", output.name)));
+        complete(transfers, handle, &manifest).await?;
+        result.outputs.push(PublishedOutput {
+            name: output.name.clone(),
+            artifact: output.artifact,
+            size_bytes: manifest.size_bytes(),
+            digest: manifest.tree_digest(),
+            entries: u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX).saturating_sub(1),
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,151 @@
+//! The process of an attempt: its start, the wait for its end, and its stop.
+
+use std::convert::Infallible;
+use std::time::Duration;
+
+use domain::workload::{EnvironmentVariable, Usage};
+use domain::{AttemptId, chain};
+use runtime::{Ended, ProcessSpec, ProcessState, RuntimeError};
+use tokio::sync::watch;
+
+use super::error::AttemptError;
+use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask};
+use crate::util::retry::until_answered;
+use crate::worker::Worker;
+use crate::worker::attempts::StopRequest;
+
+/// Pause before a process is looked at again if no file could be opened for that.
+const OUT_OF_FILES: Duration = Duration::from_millis(200);
+
+/// Pause between two looks at a process that is being started: at first, and at last.
+const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
+
+/// How often it is looked at with the first pause: most processes start within this time.
+const STARTING_LOOKS: usize = 25;
+
+/// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
+pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Result<(), AttemptError> {
+    let session = worker.session.opened().await;
+    let (scheduler, store) = (&worker.clients.scheduler, &worker.clients.store);
+    let start = || scheduler.start_attempt(&task.token);
+    let prepared = || store.mark_prepared(&session.credential, task.attempt);
+    tokio::try_join!(
+        until_answered("announce the start of a process", start),
+        until_answered("say that an attempt is prepared", prepared),
+    )?;
+    Ok(())
+}
+
+/// What a spec says of a variable goes before what its image says.
+pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable>) -> ProcessSpec {
+    let mut environment = defaults;
+    let said = |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
+    environment.retain(|variable| !said(variable));
+    environment.extend(task.spec.environment.iter().cloned());
+    let traceparent =
+        rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
+    if let Some(traceparent) = traceparent
+        && !environment.iter().any(|variable| variable.name == b"TRACEPARENT")
+    {
+        let value = traceparent.into_bytes();
+        environment.push(EnvironmentVariable { name: b"TRACEPARENT".to_vec(), value });
+    }
+    ProcessSpec {
+        command: task.spec.command.clone(),
+        environment,
+        stdin: task.spec.stdin,
+        output: task.spec.output,
+        terminal: None,
+    }
+}
+
+/// Says that the attempt runs, once its command does. An attempt whose process never comes to run does not run.
+pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infallible {
+    let mut pause = STARTING.0;
+    for look in 0.. {
+        match worker.runtime.process(task.attempt).await {
+            Ok(ProcessState::Started) => {
+                worker.attempts.set_phase(task.lease, AttemptPhase::Running);
+                return std::future::pending().await;
+            }
+            Ok(ProcessState::Ended(_)) => return std::future::pending().await,
+            Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
+                tokio::time::sleep(pause).await;
+                if look >= STARTING_LOOKS {
+                    pause = (pause * 2).min(STARTING.1);
+                }
+            }
+        }
+    }
+    std::future::pending().await
+}
+
+/// Waits until the process has ended, and asks it to stop when that is wished.
+pub(super) async fn wait(
+    worker: &Worker,
+    attempt: AttemptId,
+    stop: &mut watch::Receiver<Option<StopRequest>>,
+) -> Result<Ended, AttemptError> {
+    loop {
+        let wish = stop.borrow_and_update().clone();
+        if let Some(wish) = wish {
+            match worker.runtime.stop(attempt, wish.grace).await {
+                Err(error) if error.is_out_of_files() => {
+                    stop.mark_changed();
+                    tokio::time::sleep(OUT_OF_FILES).await;
+                    continue;
+                }
+                stopped => stopped?,
+            }
+        }
+        tokio::select! {
+            ended = worker.runtime.wait(attempt) => match ended {
+                // The process goes on, and so does the wait.
+                Err(error) if error.is_out_of_files() => tokio::time::sleep(OUT_OF_FILES).await,
+                ended => return Ok(ended?),
+            },
+            changed = stop.changed() => if changed.is_err() {
+                return Err(AttemptError::GatewayStopping);
+            },
+            () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
+        }
+    }
+}
+
+/// Resolves when the attempt shall stop.
+pub(super) async fn wished(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
+    match stop.wait_for(Option::is_some).await.ok().and_then(|wish| wish.clone()) {
+        Some(wish) => wish,
+        None => std::future::pending().await,
+    }
+}
+
+/// What a process that has ended has used. That it is not known is no failure.
+pub(super) async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
+    worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
+        tracing::debug!(attempt.id = %attempt, error = chain(&error), "cannot say what a process has used");
+        Usage::default()
+    })
+}
+
+/// Ends whatever runs of an attempt that goes no further. Answers whether nothing of it runs; not so only when the gateway stops before
+/// that is sure.
+pub(super) async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
+    loop {
+        let stopped = async {
+            // What another gateway attends to is not ours to stop.
+            worker.session.wait_until_exclusive().await;
+            worker.runtime.stop(attempt, Duration::ZERO).await?;
+            worker.runtime.wait(attempt).await
+        };
+        let stopped = tokio::select! {
+            stopped = stopped => stopped,
+            () = worker.stopping.cancelled() => return false,
+        };
+        match stopped {
+            Ok(_) | Err(RuntimeError::ProcessNotFound(_)) => return true,
+            Err(error) => tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process yet"),
+        }
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+}

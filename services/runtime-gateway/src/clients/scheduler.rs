@@ -1,0 +1,97 @@
+//! The scheduler, as gateways call it outside of the stream of a worker.
+
+use domain::WorkerId;
+use domain::workload::{Exit, Failure, PublishedCache, PublishedOutput, Usage};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::pb::scheduler::workloads_client::WorkloadsClient;
+use rpc::{Peer, Refusal};
+
+/// Most bytes of a desired state: it names all leases of the worker.
+const DESIRED_BYTES: usize = 256 << 20;
+
+/// How an attempt ended, as the scheduler is told.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct AttemptResult {
+    pub(crate) exit: Option<Exit>,
+    pub(crate) failure: Option<Failure>,
+    pub(crate) outputs: Vec<PublishedOutput>,
+    pub(crate) caches: Vec<PublishedCache>,
+    /// Parts of outputs and caches that were not kept, for people.
+    pub(crate) notes: Vec<String>,
+    pub(crate) started: Option<domain::Timestamp>,
+    pub(crate) usage: Usage,
+}
+
+impl AttemptResult {
+    pub(crate) fn failed(failure: Failure) -> Self {
+        Self { failure: Some(failure), ..Self::default() }
+    }
+
+    /// Adds a failure. The reason of the first one counts.
+    pub(crate) fn add_failure(&mut self, failure: Failure) {
+        match &mut self.failure {
+            Some(first) => first.message += &format!("; {}", failure.message),
+            none => *none = Some(failure),
+        }
+    }
+}
+
+/// Calls to the scheduler.
+#[derive(Clone)]
+pub(crate) struct SchedulerClient {
+    pub(super) workers: WorkersClient<Peer>,
+    workloads: WorkloadsClient<Peer>,
+}
+
+impl SchedulerClient {
+    pub(crate) fn new(peer: Peer) -> Self {
+        Self {
+            workers: WorkersClient::new(peer.clone()).max_decoding_message_size(DESIRED_BYTES),
+            workloads: WorkloadsClient::new(peer),
+        }
+    }
+
+    /// Announces that the process of an attempt is about to start.
+    pub(crate) async fn start_attempt(&self, lease_token: &str) -> Result<(), Refusal> {
+        let request = pb::StartAttemptRequest { lease_token: lease_token.to_owned() };
+        self.workloads.clone().start_attempt(request).await?;
+        Ok(())
+    }
+
+    /// Reports how an attempt ended, which frees its slot.
+    pub(crate) async fn finish_attempt(
+        &self,
+        lease_token: &str,
+        result: &AttemptResult,
+    ) -> Result<(), Refusal> {
+        let request = pb::FinishAttemptRequest {
+            lease_token: lease_token.to_owned(),
+            exit: result.exit.map(rpc::exit),
+            failure: result.failure.as_ref().map(rpc::failure),
+            outputs: result.outputs.iter().map(rpc::published_output).collect(),
+            started_at: result.started.map(rpc::timestamp),
+            caches: result.caches.iter().map(rpc::published_cache).collect(),
+            notes: result.notes.clone(),
+            usage: Some(rpc::usage(&result.usage)),
+        };
+        self.workloads.clone().finish_attempt(request).await?;
+        Ok(())
+    }
+
+    /// The address of the gateway that attends a worker. `None`: no gateway does.
+    pub(crate) async fn gateway_of(&self, worker: WorkerId) -> Result<Option<String>, Refusal> {
+        let request = pb::GetWorkerRequest { worker: worker.to_string() };
+        let answer = self.workers.clone().get_worker(request).await?.into_inner();
+        Ok(answer.worker.map(|worker| worker.gateway_endpoint))
+    }
+
+    /// Whether the scheduler knows the worker with this name, and no gateway speaks for it.
+    pub(crate) async fn is_silent(&self, name: &str) -> Result<bool, Refusal> {
+        let request = pb::GetWorkerRequest { worker: name.to_owned() };
+        let answer = self.workers.clone().get_worker(request).await?.into_inner();
+        Ok(answer
+            .worker
+            .is_some_and(|worker| worker.name == name && worker.state() != pb::WorkerState::Running))
+    }
+}

@@ -1,0 +1,428 @@
+//! The inventory of the artifact store, as gateways call it.
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+use std::time::Duration;
+
+use domain::worker::{Receipt, StoreMark};
+use domain::{ArtifactId, AttemptId, CacheId, ContainerHandle, Digest, VolumeHandle, WorkerId, WorkloadId};
+use rpc::pb::artifacts as pb;
+use rpc::pb::artifacts::inventory_client::InventoryClient;
+use rpc::pb::artifacts::report_request::Message as Part;
+use rpc::{Peer, Refusal};
+use runtime::{Brought, BroughtAlong, Holdings};
+use tonic::{Code, Streaming};
+
+use super::malformed;
+
+const STORE: &str = "artifact store";
+
+/// Handles in one message of a report.
+const REPORT_BATCH: usize = 5_000;
+
+/// The use of a volume of an attempt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum VolumePurpose {
+    Input,
+    Output,
+    Scratch,
+}
+
+impl From<VolumePurpose> for pb::VolumePurpose {
+    fn from(purpose: VolumePurpose) -> Self {
+        match purpose {
+            VolumePurpose::Input => Self::Input,
+            VolumePurpose::Output => Self::Output,
+            VolumePurpose::Scratch => Self::Scratch,
+        }
+    }
+}
+
+/// A volume that an attempt needs.
+pub(crate) struct VolumeRequest {
+    pub(crate) name: String,
+    pub(crate) purpose: VolumePurpose,
+    pub(crate) from: Option<ArtifactId>,
+    pub(crate) from_cache: Option<CacheId>,
+    pub(crate) becomes: Option<ArtifactId>,
+}
+
+/// The container and the volumes that an attempt needs.
+pub(crate) struct PrepareAttempt {
+    pub(crate) workload: WorkloadId,
+    pub(crate) attempt: AttemptId,
+    pub(crate) team: String,
+    pub(crate) volumes: Vec<VolumeRequest>,
+    /// Versions of caches that cannot be copied to the worker.
+    pub(crate) unreachable: Vec<ArtifactId>,
+}
+
+/// A volume of an attempt, of which the store has a row.
+pub(crate) struct PreparedVolume {
+    pub(crate) handle: VolumeHandle,
+    /// The replica of which it is a child, and the digest of that tree.
+    pub(crate) parent: Option<(VolumeHandle, Digest)>,
+    /// The artifact that it starts with and that is not on the worker.
+    pub(crate) missing: Option<ArtifactId>,
+}
+
+/// The rows that the store has written for an attempt.
+pub(crate) struct PreparedAttempt {
+    pub(crate) container: ContainerHandle,
+    /// In the order of the request.
+    pub(crate) volumes: Vec<PreparedVolume>,
+}
+
+/// An answer about a base type that is to be imported.
+pub(crate) struct PreparedImport {
+    pub(crate) artifact: ArtifactId,
+    pub(crate) volume: VolumeHandle,
+    /// Term of the claim on the import. `None`: it is imported already.
+    pub(crate) term: Option<Duration>,
+}
+
+/// Containers and volumes that must be destroyed, in this order.
+pub(crate) struct DestroyOrder {
+    pub(crate) containers: Vec<ContainerHandle>,
+    pub(crate) volumes: Vec<VolumeHandle>,
+}
+
+/// The answer to a report.
+pub(crate) struct ReportAnswer {
+    /// Containers and volumes that the store expected and the worker did not report.
+    pub(crate) lost: u64,
+    /// Orphans that the store counts since this report.
+    pub(crate) orphans: u64,
+    pub(crate) unknown_containers: Vec<ContainerHandle>,
+    pub(crate) unknown_volumes: Vec<VolumeHandle>,
+    /// Orphans of which the store wants a description.
+    pub(crate) undescribed_volumes: Vec<VolumeHandle>,
+    pub(crate) receipt: Option<Receipt>,
+}
+
+/// A description of a volume that the store does not know.
+pub(crate) struct VolumeDescription {
+    pub(crate) volume: VolumeHandle,
+    pub(crate) parent: Option<VolumeHandle>,
+    pub(crate) team: String,
+    pub(crate) artifact: Option<ArtifactId>,
+    pub(crate) digest: Option<Digest>,
+    pub(crate) size_bytes: u64,
+}
+
+impl VolumeDescription {
+    /// The description of a volume of which the worker can tell nothing.
+    pub(crate) fn unknown(volume: VolumeHandle) -> Self {
+        Self { volume, parent: None, team: String::new(), artifact: None, digest: None, size_bytes: 0 }
+    }
+}
+
+/// The orders to destroy containers and volumes, as they come.
+pub(crate) struct DestroyOrders(Streaming<pb::WatchDestroyingResponse>);
+
+impl DestroyOrders {
+    /// The next order.
+    pub(crate) async fn next(&mut self) -> Result<DestroyOrder, Refusal> {
+        let message = self.0.message().await?.ok_or_else(|| Refusal {
+            code: Code::Unavailable,
+            reason: None,
+            message: "the artifact store ended the stream".to_owned(),
+            about: std::collections::HashMap::new(),
+        })?;
+        Ok(DestroyOrder {
+            containers: parse_all(&message.container_handles)?,
+            volumes: parse_all(&message.volume_handles)?,
+        })
+    }
+}
+
+/// Calls to the inventory of the artifact store. `credential` is that of the worker's session.
+#[derive(Clone)]
+pub(crate) struct StoreClient(InventoryClient<Peer>);
+
+impl StoreClient {
+    pub(crate) fn new(peer: Peer) -> Self {
+        Self(InventoryClient::new(peer))
+    }
+
+    /// Writes the rows of a container and its volumes, before they exist.
+    pub(crate) async fn prepare(
+        &self,
+        credential: &str,
+        attempt: &PrepareAttempt,
+    ) -> Result<PreparedAttempt, Refusal> {
+        let request = pb::PrepareRequest {
+            session_credential: credential.to_owned(),
+            holder_id: attempt.workload.to_string(),
+            attempt_id: attempt.attempt.to_string(),
+            team: attempt.team.clone(),
+            volumes: attempt.volumes.iter().map(prepare_volume).collect(),
+            unreachable_artifact_ids: attempt.unreachable.iter().map(ToString::to_string).collect(),
+        };
+        let answer = self.0.clone().prepare(request).await?.into_inner();
+        if answer.volumes.len() != attempt.volumes.len() {
+            return Err(malformed(STORE, "list of volumes"));
+        }
+        let volumes = answer.volumes.iter().map(prepared_volume).collect::<Result<_, _>>()?;
+        Ok(PreparedAttempt { container: parse(&answer.container_handle, "container handle")?, volumes })
+    }
+
+    /// Reports that everything that an attempt needs is there.
+    pub(crate) async fn mark_prepared(&self, credential: &str, attempt: AttemptId) -> Result<(), Refusal> {
+        let request = pb::PreparedRequest {
+            session_credential: credential.to_owned(),
+            attempt_id: attempt.to_string(),
+        };
+        self.0.clone().prepared(request).await?;
+        Ok(())
+    }
+
+    /// Reports that a container and its volumes could not be made.
+    pub(crate) async fn mark_failed(
+        &self,
+        credential: &str,
+        container: ContainerHandle,
+        volumes: &[VolumeHandle],
+        why: String,
+    ) -> Result<(), Refusal> {
+        let request = pb::FailedRequest {
+            session_credential: credential.to_owned(),
+            container_handle: container.to_string(),
+            volume_handles: volumes.iter().map(ToString::to_string).collect(),
+            why,
+        };
+        self.0.clone().failed(request).await?;
+        Ok(())
+    }
+
+    /// Reports that the container of an attempt is in use.
+    pub(crate) async fn touch(&self, credential: &str, attempt: AttemptId) -> Result<(), Refusal> {
+        let request =
+            pb::TouchRequest { session_credential: credential.to_owned(), attempt_id: attempt.to_string() };
+        self.0.clone().touch(request).await?;
+        Ok(())
+    }
+
+    /// Reports that a volume has its final bytes. Returns the artifact whose bytes they are, if it has one.
+    pub(crate) async fn complete_volume(
+        &self,
+        credential: &str,
+        volume: VolumeHandle,
+        size_bytes: u64,
+        digest: Digest,
+    ) -> Result<Option<ArtifactId>, Refusal> {
+        let request = pb::VolumeCompleteRequest {
+            session_credential: credential.to_owned(),
+            volume_handle: volume.to_string(),
+            size_bytes,
+            digest: digest.as_bytes().to_vec().into(),
+            verification: pb::Verification::Verified.into(),
+        };
+        let answer = self.0.clone().volume_complete(request).await?.into_inner();
+        Ok(answer.artifact_id.parse().ok())
+    }
+
+    /// Asks for an import of a base type, or renews the claim on one.
+    pub(crate) async fn prepare_import(
+        &self,
+        credential: &str,
+        base_type: &BroughtAlong,
+    ) -> Result<PreparedImport, Refusal> {
+        let request = pb::PrepareImportRequest {
+            session_credential: credential.to_owned(),
+            brought: Some(pb::Brought {
+                resource_type: match &base_type.what {
+                    Brought::ResourceType(name) => name.clone(),
+                    Brought::Certs => String::new(),
+                },
+                version: base_type.version.clone(),
+                path: base_type.path.clone(),
+            }),
+        };
+        let answer = self.0.clone().prepare_import(request).await?.into_inner();
+        Ok(PreparedImport {
+            artifact: parse(&answer.artifact_id, "artifact")?,
+            volume: parse(&answer.volume_handle, "volume handle")?,
+            term: rpc::parse_duration("term", answer.term).map_err(|_| malformed(STORE, "term"))?,
+        })
+    }
+
+    /// Reports that a base type is imported.
+    pub(crate) async fn complete_import(
+        &self,
+        credential: &str,
+        volume: VolumeHandle,
+        size_bytes: u64,
+        digest: Digest,
+    ) -> Result<(), Refusal> {
+        let request = pb::CompleteImportRequest {
+            session_credential: credential.to_owned(),
+            volume_handle: volume.to_string(),
+            size_bytes,
+            digest: digest.as_bytes().to_vec().into(),
+        };
+        self.0.clone().complete_import(request).await?;
+        Ok(())
+    }
+
+    /// Reports that a base type could not be imported.
+    pub(crate) async fn fail_import(
+        &self,
+        credential: &str,
+        volume: VolumeHandle,
+        why: String,
+    ) -> Result<(), Refusal> {
+        let request = pb::FailImportRequest {
+            session_credential: credential.to_owned(),
+            volume_handle: volume.to_string(),
+            why,
+        };
+        self.0.clone().fail_import(request).await?;
+        Ok(())
+    }
+
+    /// Watches what must be destroyed on the worker.
+    pub(crate) async fn watch_destroying(&self, credential: &str) -> Result<DestroyOrders, Refusal> {
+        let request = pb::WatchDestroyingRequest { session_credential: credential.to_owned() };
+        Ok(DestroyOrders(self.0.clone().watch_destroying(request).await?.into_inner()))
+    }
+
+    /// Begins a report. `last` is the mark of the last one. Returns the mark of this one.
+    pub(crate) async fn begin_report(
+        &self,
+        credential: &str,
+        last: Option<StoreMark>,
+    ) -> Result<StoreMark, Refusal> {
+        let receipt = last.and_then(|mark| mark.receipt).map(|receipt| receipt.0.to_vec().into());
+        let request = pb::BeginReportRequest {
+            session_credential: credential.to_owned(),
+            last: last.map(report_token),
+            receipt: receipt.unwrap_or_default(),
+        };
+        let token = self.0.clone().begin_report(request).await?.into_inner().token.unwrap_or_default();
+        let life = parse(&token.store_life, "life of the store")?;
+        Ok(StoreMark { life, sequence: token.sequence, receipt: None })
+    }
+
+    /// Reports everything that the worker has. `last` is the mark of the last report, `now` that of this one.
+    pub(crate) async fn report(
+        &self,
+        credential: &str,
+        last: Option<StoreMark>,
+        now: StoreMark,
+        holdings: &Holdings,
+    ) -> Result<ReportAnswer, Refusal> {
+        let parts = report_parts(credential, last, now, holdings);
+        let answer = self.0.clone().report(tokio_stream::iter(parts)).await?.into_inner();
+        Ok(ReportAnswer {
+            lost: answer.lost,
+            orphans: answer.orphans,
+            unknown_containers: parse_all(&answer.unknown_container_handles)?,
+            unknown_volumes: parse_all(&answer.unknown_volume_handles)?,
+            undescribed_volumes: parse_all(&answer.undescribed_volume_handles)?,
+            receipt: <[u8; 32]>::try_from(&answer.receipt[..]).ok().map(Receipt),
+        })
+    }
+
+    /// Describes orphans, so that an operator can decide about them.
+    pub(crate) async fn describe_orphans(
+        &self,
+        credential: &str,
+        volumes: Vec<VolumeDescription>,
+    ) -> Result<(), Refusal> {
+        let volumes = volumes.into_iter().map(|volume| pb::VolumeDescription {
+            volume_handle: volume.volume.to_string(),
+            parent_handle: volume.parent.map(|parent| parent.to_string()).unwrap_or_default(),
+            team: volume.team,
+            artifact_id: volume.artifact.map(|artifact| artifact.to_string()).unwrap_or_default(),
+            digest: volume.digest.map(|digest| digest.as_bytes().to_vec()).unwrap_or_default().into(),
+            size_bytes: volume.size_bytes,
+        });
+        let request = pb::DescribeOrphansRequest {
+            session_credential: credential.to_owned(),
+            volumes: volumes.collect(),
+        };
+        self.0.clone().describe_orphans(request).await?;
+        Ok(())
+    }
+
+    /// Which of `volumes`, of which there is at most one page, the store knows to be on the worker.
+    pub(crate) async fn list_volumes(
+        &self,
+        worker: WorkerId,
+        volumes: &[VolumeHandle],
+    ) -> Result<BTreeSet<VolumeHandle>, Refusal> {
+        let request = pb::ListVolumesRequest {
+            worker_id: worker.to_string(),
+            volume_handles: volumes.iter().map(ToString::to_string).collect(),
+            page_size: 1_000,
+            ..pb::ListVolumesRequest::default()
+        };
+        let page = self.0.clone().list_volumes(request).await?.into_inner();
+        page.volumes.iter().map(|volume| parse(&volume.volume_handle, "volume handle")).collect()
+    }
+}
+
+fn parse<T: FromStr>(text: &str, what: &str) -> Result<T, Refusal> {
+    text.parse().map_err(|_| malformed(STORE, what))
+}
+
+fn parse_all<T: FromStr>(handles: &[String]) -> Result<Vec<T>, Refusal> {
+    handles.iter().map(|handle| parse(handle, "handle")).collect()
+}
+
+fn prepare_volume(volume: &VolumeRequest) -> pb::PrepareVolume {
+    let id = |artifact: Option<ArtifactId>| artifact.map(|artifact| artifact.to_string()).unwrap_or_default();
+    pb::PrepareVolume {
+        name: volume.name.clone(),
+        purpose: pb::VolumePurpose::from(volume.purpose).into(),
+        from_artifact_id: id(volume.from),
+        output_artifact_id: id(volume.becomes),
+        from_task_cache_id: volume.from_cache.map(|cache| cache.to_string()).unwrap_or_default(),
+    }
+}
+
+fn prepared_volume(volume: &pb::PreparedVolume) -> Result<PreparedVolume, Refusal> {
+    let missing = match volume.missing_artifact_id.as_str() {
+        "" => None,
+        missing => Some(parse(missing, "artifact")?),
+    };
+    let parent = match volume.parent_handle.as_str() {
+        "" => None,
+        parent => {
+            let digest = volume.parent_digest.as_ref().try_into();
+            let digest = digest.map_err(|_| malformed(STORE, "parent digest"))?;
+            Some((parse(parent, "parent handle")?, digest))
+        }
+    };
+    Ok(PreparedVolume { handle: parse(&volume.volume_handle, "volume handle")?, parent, missing })
+}
+
+fn report_token(mark: StoreMark) -> pb::ReportToken {
+    pb::ReportToken { sequence: mark.sequence, store_life: mark.life.to_string() }
+}
+
+fn report_parts(
+    credential: &str,
+    last: Option<StoreMark>,
+    now: StoreMark,
+    holdings: &Holdings,
+) -> Vec<pb::ReportRequest> {
+    let open = pb::ReportOpen {
+        session_credential: credential.to_owned(),
+        token: Some(report_token(now)),
+        worker_life: last.map(|mark| mark.life.to_string()).unwrap_or_default(),
+    };
+    let mut parts = vec![Part::Open(open)];
+    for batch in holdings.volumes.chunks(REPORT_BATCH) {
+        let volume_handles = batch.iter().map(ToString::to_string).collect();
+        parts.push(Part::Holdings(pb::Holdings { volume_handles, container_handles: Vec::new() }));
+    }
+    for batch in holdings.containers.chunks(REPORT_BATCH) {
+        let container_handles = batch.iter().map(ToString::to_string).collect();
+        parts.push(Part::Holdings(pb::Holdings { volume_handles: Vec::new(), container_handles }));
+    }
+    let count = holdings.volumes.len().saturating_add(holdings.containers.len());
+    parts.push(Part::Commit(pb::ReportCommit { count: u64::try_from(count).unwrap_or(u64::MAX) }));
+    parts.into_iter().map(|part| pb::ReportRequest { message: Some(part) }).collect()
+}

@@ -1,0 +1,68 @@
+//! What operators see of a gateway.
+
+use crate::clients::scheduler_stream::AttemptPhase;
+use crate::worker::Worker;
+use crate::worker::usage::Usage;
+use crate::worker_set::WorkerSet;
+
+/// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
+pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
+    metrics::describe_gauge!("gantry_gateway_attempts", "Attempts under way, by worker.");
+    metrics::describe_gauge!("gantry_gateway_processes", "Attempts whose process runs, by worker.");
+    metrics::describe_gauge!(
+        "gantry_gateway_attends",
+        "1: the gateway speaks for the worker. 0: it has not been let in."
+    );
+    metrics::describe_gauge!(
+        "gantry_gateway_containers",
+        "Containers on the worker, when they were last listed."
+    );
+    metrics::describe_gauge!("gantry_gateway_volumes", "Volumes on the worker, when they were last listed.");
+    metrics::describe_counter!("gantry_gateway_destroyed_total", "What was destroyed, by kind.");
+    metrics::describe_counter!(
+        "gantry_gateway_transferred_bytes_total",
+        "Content of volumes that came in or went out."
+    );
+    metrics::describe_counter!(
+        "gantry_gateway_peer_transfers_total",
+        "Volumes that another worker was asked to send straight to this one, by outcome."
+    );
+    metrics::describe_counter!(
+        "gantry_gateway_imports_total",
+        "What the worker brings along and was to be imported, by outcome."
+    );
+    // What has not happened yet is 0, and not missing.
+    for kind in ["container", "volume"] {
+        metrics::counter!("gantry_gateway_destroyed_total", "kind" => kind).absolute(0);
+    }
+    for outcome in crate::transfer::peer_copy::OUTCOMES {
+        metrics::counter!("gantry_gateway_peer_transfers_total", "outcome" => outcome).absolute(0);
+    }
+    for outcome in ["imported", "failed"] {
+        metrics::counter!("gantry_gateway_imports_total", "outcome" => outcome).absolute(0);
+    }
+    for direction in ["in", "out"] {
+        metrics::counter!("gantry_gateway_transferred_bytes_total", "direction" => direction).absolute(0);
+    }
+    host.add_gauges(move || {
+        workers.workers().iter().for_each(|attended| set(&attended.worker));
+        std::future::ready(())
+    });
+}
+
+fn set(worker: &Worker) {
+    let name = worker.config.worker_name.clone();
+    let (attempts, processes) = {
+        let attempts = worker.attempts.lock();
+        let count =
+            |wanted: fn(AttemptPhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
+        (count(|phase| phase != AttemptPhase::Ended), count(|phase| phase == AttemptPhase::Running))
+    };
+    metrics::gauge!("gantry_gateway_attempts", "worker" => name.clone()).set(attempts as f64);
+    metrics::gauge!("gantry_gateway_processes", "worker" => name.clone()).set(processes as f64);
+    let attends = if worker.session.current().is_some() { 1.0 } else { 0.0 };
+    metrics::gauge!("gantry_gateway_attends", "worker" => name.clone()).set(attends);
+    let Usage { containers, volumes } = worker.usage.now();
+    metrics::gauge!("gantry_gateway_containers", "worker" => name.clone()).set(containers as f64);
+    metrics::gauge!("gantry_gateway_volumes", "worker" => name).set(volumes as f64);
+}

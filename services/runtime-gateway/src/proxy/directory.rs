@@ -1,0 +1,84 @@
+//! The gateway of each worker, as the scheduler names it, with the ticket for calls to that gateway.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use domain::WorkerId;
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_client::WorkersClient;
+use rpc::{Peer, Reason, Refusal};
+
+use crate::util::keyed_locks::lock;
+
+/// How long an answer of the scheduler is used without asking again.
+const FRESH: Duration = Duration::from_secs(10);
+/// How long the scheduler may take to answer.
+const ASK: Duration = Duration::from_secs(5);
+
+/// Where a worker is attended, and the permission to pass calls on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Destination {
+    pub(super) endpoint: String,
+    pub(super) ticket: String,
+}
+
+struct CachedDestination {
+    destination: Destination,
+    asked: Instant,
+    /// Until when the ticket is surely good.
+    good_until: Instant,
+}
+
+pub(super) struct Directory {
+    scheduler: WorkersClient<Peer>,
+    known: Mutex<HashMap<WorkerId, CachedDestination>>,
+}
+
+impl Directory {
+    pub(super) fn new(scheduler: WorkersClient<Peer>) -> Self {
+        Self { scheduler, known: Mutex::default() }
+    }
+
+    /// Where `worker` is attended. Asks the scheduler anew when what is known is not `fresh` enough, or turned out to be wrong.
+    pub(super) async fn find(&self, worker: WorkerId, anew: bool) -> Result<Destination, Refusal> {
+        let now = Instant::now();
+        if !anew && let Some(known) = self.known(worker, |known| now < known.asked + FRESH) {
+            return Ok(known);
+        }
+        match self.ask(worker, now).await {
+            // The scheduler is away. Whoever attended the worker may still be there.
+            Err(refusal) if refusal.is_transient() => {
+                self.known(worker, |known| now < known.good_until).ok_or(refusal)
+            }
+            answer => answer,
+        }
+    }
+
+    fn known(
+        &self,
+        worker: WorkerId,
+        usable: impl FnOnce(&CachedDestination) -> bool,
+    ) -> Option<Destination> {
+        let known = lock(&self.known);
+        known.get(&worker).filter(|known| usable(known)).map(|known| known.destination.clone())
+    }
+
+    async fn ask(&self, worker: WorkerId, now: Instant) -> Result<Destination, Refusal> {
+        let mut scheduler = self.scheduler.clone();
+        let request = pb::IssueProxyTicketRequest { worker_id: worker.to_string() };
+        let asked = tokio::time::timeout(ASK, scheduler.issue_proxy_ticket(request)).await;
+        let slow =
+            || Refusal::from(Reason::Unavailable.status(crate::SERVICE, "the scheduler does not answer"));
+        let answer = asked.map_err(|_| slow())??.into_inner();
+        let destination = Destination { endpoint: answer.gateway_endpoint, ticket: answer.ticket };
+        let valid_for = answer.valid_for.and_then(|term| Duration::try_from(term).ok()).unwrap_or(FRESH);
+        // Halved: clocks disagree, and a call takes time to arrive.
+        let good_until = now + valid_for / 2;
+        let known = CachedDestination { destination: destination.clone(), asked: now, good_until };
+        let mut all = lock(&self.known);
+        all.retain(|_, known| now < known.good_until);
+        all.insert(worker, known);
+        Ok(destination)
+    }
+}

@@ -1,0 +1,72 @@
+//! The worker that a call is for, as the first message of the call says.
+
+use bytes::Bytes;
+use domain::WorkerId;
+use domain::worker::TicketClaims;
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::attach_request::Message as Attach;
+use rpc::pb::runtime::read_request::Message as Read;
+use rpc::pb::runtime::write_archive_request::Message as WriteArchive;
+use rpc::pb::runtime::write_request::Message as Write;
+use rpc::token::{Keys, VerifyError};
+use rpc::{Reason, invalid_field, parse_id};
+use tonic::Status;
+
+use crate::SERVICE;
+
+/// The call at `path` with this first message.
+pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
+    match path {
+        "/gantry.runtime.v1.Containers/Attach" => match decode::<pb::AttachRequest>(first)?.message {
+            Some(Attach::Resume(resume)) => parse_id("resume.worker_id", &resume.worker_id),
+            _ => Err(not_first("resume")),
+        },
+        "/gantry.runtime.v1.Containers/GetAttendance" => {
+            parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)
+        }
+        "/gantry.runtime.v1.Volumes/Write" => match decode::<pb::WriteRequest>(first)?.message {
+            Some(Write::Open(open)) => of_ticket(&open.ticket, keys).await,
+            _ => Err(not_first("open")),
+        },
+        "/gantry.runtime.v1.Volumes/Read" => match decode::<pb::ReadRequest>(first)?.message {
+            Some(Read::Open(open)) => of_ticket(&open.ticket, keys).await,
+            _ => Err(not_first("open")),
+        },
+        "/gantry.runtime.v1.Volumes/WriteArchive" => {
+            match decode::<pb::WriteArchiveRequest>(first)?.message {
+                Some(WriteArchive::Open(open)) => of_ticket(&open.ticket, keys).await,
+                _ => Err(not_first("open")),
+            }
+        }
+        "/gantry.runtime.v1.Volumes/ReadArchive" => {
+            of_ticket(&decode::<pb::ReadArchiveRequest>(first)?.ticket, keys).await
+        }
+        "/gantry.runtime.v1.Volumes/ReadFile" => {
+            of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
+        }
+        _ => Err(Status::unimplemented(
+            "a proxy passes on what callers from outside need, and this is not among it",
+        )),
+    }
+}
+
+fn not_first(message: &str) -> Status {
+    invalid_field("message", format!("the first message must be `{message}`"))
+}
+
+fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
+    M::decode(message).map_err(|error| invalid_field("message", error.to_string()))
+}
+
+/// Whether it is good for what is asked is for the worker's gateway to say; a forged one leads nowhere.
+async fn of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
+    match keys.verify::<TicketClaims>(ticket).await {
+        Ok(claims) => Ok(claims.worker),
+        Err(VerifyError::Invalid(_)) => {
+            Err(Reason::InvalidToken.status(SERVICE, "the ticket is not good for this"))
+        }
+        Err(VerifyError::KeysUnavailable(refusal)) => {
+            Err(rpc::unavailable(SERVICE, "verify a ticket", &refusal))
+        }
+    }
+}

@@ -1,0 +1,551 @@
+//! A proxy between a caller and gateways that do what each test says.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use domain::worker::ProxyClaims;
+use domain::{Timestamp, WorkerId};
+use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
+use rpc::pb::runtime as pb;
+use rpc::pb::runtime::attach_request::Message as Say;
+use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::containers_client::ContainersClient;
+use rpc::pb::runtime::containers_server::ContainersServer;
+use rpc::pb::scheduler;
+use rpc::token::TokenSigner;
+use rpc::{Reason, Refusal};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio_stream::StreamExt;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::metadata::MetadataMap;
+use tonic::{Response, Status, Streaming};
+
+use super::*;
+use crate::test_support::served::Served;
+use crate::test_support::within;
+
+const TOKEN: &str = "of-the-cluster";
+
+/// A server that asks for the cluster's token.
+async fn serve(services: impl FnOnce(&mut Host)) -> Served {
+    Served::on(Host::new().with_token(Some(TOKEN.to_owned())), services).await
+}
+
+/// A scheduler that knows where one worker is.
+#[derive(Clone)]
+struct Schedule {
+    signer: TokenSigner,
+    endpoint: watch::Sender<String>,
+    asked: Arc<AtomicUsize>,
+}
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+#[tonic::async_trait]
+impl scheduler::workers_server::Workers for Schedule {
+    type SynchronizeStream = ReceiverStream<Result<scheduler::SynchronizeResponse, Status>>;
+
+    async fn synchronize(
+        &self,
+        _: tonic::Request<Streaming<scheduler::SynchronizeRequest>>,
+    ) -> Result<Response<Self::SynchronizeStream>, Status> {
+        no_part()
+    }
+
+    async fn issue_ticket(
+        &self,
+        _: tonic::Request<scheduler::IssueTicketRequest>,
+    ) -> Result<Response<scheduler::IssueTicketResponse>, Status> {
+        no_part()
+    }
+
+    async fn list_workers(
+        &self,
+        _: tonic::Request<scheduler::ListWorkersRequest>,
+    ) -> Result<Response<scheduler::ListWorkersResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_worker(
+        &self,
+        _: tonic::Request<scheduler::GetWorkerRequest>,
+    ) -> Result<Response<scheduler::GetWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn keys(
+        &self,
+        _: tonic::Request<scheduler::KeysRequest>,
+    ) -> Result<Response<scheduler::KeysResponse>, Status> {
+        Ok(Response::new(scheduler::KeysResponse { keys: vec![self.signer.public()] }))
+    }
+
+    async fn issue_proxy_ticket(
+        &self,
+        request: tonic::Request<scheduler::IssueProxyTicketRequest>,
+    ) -> Result<Response<scheduler::IssueProxyTicketResponse>, Status> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let worker = request.into_inner().worker_id.parse().expect("a worker");
+        let claims = ProxyClaims { worker, expires_at: Timestamp::now() + Duration::from_secs(60) };
+        Ok(Response::new(scheduler::IssueProxyTicketResponse {
+            ticket: self.signer.sign(&claims),
+            gateway_endpoint: self.endpoint.borrow().clone(),
+            valid_for: Some(rpc::duration(Duration::from_secs(60))),
+        }))
+    }
+
+    type WatchWorkersStream = ReceiverStream<Result<scheduler::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        _: tonic::Request<scheduler::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        no_part()
+    }
+
+    async fn cordon_worker(
+        &self,
+        _: tonic::Request<scheduler::CordonWorkerRequest>,
+    ) -> Result<Response<scheduler::CordonWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn run_worker(
+        &self,
+        _: tonic::Request<scheduler::RunWorkerRequest>,
+    ) -> Result<Response<scheduler::RunWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn retire_worker(
+        &self,
+        _: tonic::Request<scheduler::RetireWorkerRequest>,
+    ) -> Result<Response<scheduler::RetireWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn prune_worker(
+        &self,
+        _: tonic::Request<scheduler::PruneWorkerRequest>,
+    ) -> Result<Response<scheduler::PruneWorkerResponse>, Status> {
+        no_part()
+    }
+}
+
+/// What a gateway does with a call.
+#[derive(Clone, Copy)]
+enum Does {
+    /// Says that it is somebody else's, when it has heard so many messages.
+    Refuses(usize),
+    /// Answers with the output of `yes`, for ever.
+    Floods,
+    /// Answers each input with its offset.
+    Echoes,
+    /// Answers nothing.
+    Waits,
+}
+
+/// A gateway that does as it is told.
+#[derive(Clone)]
+struct Gateway {
+    does: Does,
+    calls: Arc<Mutex<Vec<MetadataMap>>>,
+    /// Bytes of output that were taken from it.
+    sent: watch::Sender<u64>,
+    /// Calls that have ended.
+    ended: watch::Sender<usize>,
+}
+
+impl Gateway {
+    fn new(does: Does) -> Self {
+        let (sent, ended) = (watch::Sender::new(0), watch::Sender::new(0));
+        Self { does, calls: Arc::default(), sent, ended }
+    }
+
+    async fn serve(&self) -> Served {
+        let service = ContainersServer::new(self.clone());
+        serve(|host| host.add_ticketed_service(service, &[PROXY_TICKET_HEADER])).await
+    }
+
+    fn calls(&self) -> Vec<MetadataMap> {
+        self.calls.lock().expect("held").clone()
+    }
+
+    async fn attended(
+        self,
+        mut said: Streaming<pb::AttachRequest>,
+        answers: mpsc::Sender<Result<pb::AttachResponse, Status>>,
+    ) {
+        let answer = |message| answers.send(Ok(pb::AttachResponse { message: Some(message) }));
+        let ack = |offset| Heard::StdinAck(pb::StdinAck { offset });
+        let work = async {
+            match self.does {
+                Does::Refuses(after) => {
+                    for _ in 0..after {
+                        said.message().await.ok();
+                    }
+                    let about = [("worker_id", "it".to_owned())];
+                    let status = Reason::NotAttended.status_about("gantry.runtime", "not mine", about);
+                    answers.send(Err(status)).await.ok();
+                }
+                Does::Floods => loop {
+                    let data = bytes::Bytes::from(vec![b'y'; 256 << 10]);
+                    let output = pb::Output { stream: 1, offset: *self.sent.borrow(), data };
+                    if answer(Heard::Output(output)).await.is_err() {
+                        return;
+                    }
+                    self.sent.send_modify(|sent| *sent += 256 << 10);
+                },
+                Does::Echoes => {
+                    while let Ok(Some(request)) = said.message().await {
+                        let sent = match request.message {
+                            Some(Say::Resume(_)) => answer(ack(u64::MAX)).await,
+                            Some(Say::Stdin(stdin)) => answer(ack(stdin.offset)).await,
+                            _ => break,
+                        };
+                        if sent.is_err() {
+                            return;
+                        }
+                    }
+                    answers
+                        .send(Err(Reason::OffsetOutOfRange.status("gantry.runtime", "that was all")))
+                        .await
+                        .ok();
+                }
+                Does::Waits => {
+                    // A caller who leaves looks like one who says no more.
+                    while let Ok(Some(_)) = said.message().await {}
+                    std::future::pending::<()>().await;
+                }
+            }
+        };
+        tokio::select! {
+            () = work => {}
+            () = answers.closed() => {}
+        }
+        self.ended.send_modify(|ended| *ended += 1);
+    }
+}
+
+#[tonic::async_trait]
+impl pb::containers_server::Containers for Gateway {
+    type AttachStream = ReceiverStream<Result<pb::AttachResponse, Status>>;
+
+    async fn get_attendance(
+        &self,
+        _: tonic::Request<pb::GetAttendanceRequest>,
+    ) -> Result<Response<pb::GetAttendanceResponse>, Status> {
+        Ok(Response::new(pb::GetAttendanceResponse { attached: 1, ..Default::default() }))
+    }
+
+    #[expect(clippy::disallowed_methods, reason = "it ends with the call")]
+    async fn attach(
+        &self,
+        request: tonic::Request<Streaming<pb::AttachRequest>>,
+    ) -> Result<Response<Self::AttachStream>, Status> {
+        self.calls.lock().expect("held").push(request.metadata().clone());
+        let (answers, stream) = mpsc::channel(1);
+        tokio::spawn(self.clone().attended(request.into_inner(), answers));
+        Ok(Response::new(ReceiverStream::new(stream)))
+    }
+}
+
+/// A proxy before a worker whose gateway is where the scheduler says.
+struct Scene {
+    worker: WorkerId,
+    schedule: Schedule,
+    scheduler: Served,
+    proxy: Served,
+}
+
+impl Scene {
+    async fn start(gateway: &str) -> Self {
+        let schedule = Schedule {
+            signer: TokenSigner::from_seed(&[7; 32]),
+            endpoint: watch::Sender::new(gateway.to_owned()),
+            asked: Arc::default(),
+        };
+        let service = scheduler::workers_server::WorkersServer::new(schedule.clone());
+        let scheduler = serve(|host| host.add_service(service)).await;
+        let proxy = serve(|host| {
+            start_proxy(&scheduler.endpoint, Some(TOKEN), host).expect("an address");
+        })
+        .await;
+        Self { worker: WorkerId::new(), schedule, scheduler, proxy }
+    }
+
+    fn client(&self) -> ContainersClient<rpc::Peer> {
+        let outgoing = Outgoing::default().with_token(Some(TOKEN));
+        ContainersClient::new(rpc::client::peer(&self.proxy.endpoint, outgoing).expect("an address"))
+    }
+
+    fn resume(&self) -> pb::AttachRequest {
+        let resume = pb::Resume {
+            worker_id: self.worker.to_string(),
+            process_id: domain::AttemptId::new().to_string(),
+            team: "main".to_owned(),
+            ..pb::Resume::default()
+        };
+        pb::AttachRequest { message: Some(Say::Resume(resume)) }
+    }
+
+    /// A call, and the end to say more with.
+    async fn attach(&self) -> (mpsc::Sender<pb::AttachRequest>, Streaming<pb::AttachResponse>) {
+        let (say, said) = mpsc::channel(4);
+        say.send(self.resume()).await.expect("there is room");
+        let heard = within("an answer", self.client().attach(ReceiverStream::new(said))).await;
+        (say, heard.expect("it is let in").into_inner())
+    }
+
+    async fn end(self) {
+        self.proxy.end().await;
+        self.scheduler.end().await;
+    }
+}
+
+async fn next(heard: &mut Streaming<pb::AttachResponse>) -> Result<Option<Heard>, Refusal> {
+    let message = within("a message", heard.message()).await?;
+    Ok(message.and_then(|response| response.message))
+}
+
+fn stdin(offset: u64) -> pb::AttachRequest {
+    let data = bytes::Bytes::from_static(b"input");
+    pb::AttachRequest { message: Some(Say::Stdin(pb::StdinData { offset, data })) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_said_arrives_in_order_and_what_is_answered_comes_back_with_its_details() {
+    let gateway = Gateway::new(Does::Echoes);
+    let served = gateway.serve().await;
+    let scene = Scene::start(&served.endpoint).await;
+    let (say, mut heard) = scene.attach().await;
+    assert_eq!(
+        next(&mut heard).await.expect("heard"),
+        Some(Heard::StdinAck(pb::StdinAck { offset: u64::MAX }))
+    );
+    for offset in 0..300 {
+        say.send(stdin(offset)).await.expect("it is heard");
+        assert_eq!(next(&mut heard).await.expect("heard"), Some(Heard::StdinAck(pb::StdinAck { offset })));
+    }
+    let close = pb::AttachRequest { message: Some(Say::CloseStdin(pb::CloseStdin {})) };
+    say.send(close).await.expect("it is heard");
+    let refusal = next(&mut heard).await.expect_err("it says why it ends");
+    assert!(refusal.is(Reason::OffsetOutOfRange), "{refusal}");
+    assert_eq!(refusal.message, "that was all");
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further() {
+    let gateway = Gateway::new(Does::Echoes);
+    let served = gateway.serve().await;
+    let scene = Scene::start(&served.endpoint).await;
+    let peer = rpc::client::peer(&scene.proxy.endpoint, Outgoing::default()).expect("an address");
+    let said = tokio_stream::iter([scene.resume()]);
+    let refused = ContainersClient::new(peer).attach(said).await.expect_err("it has no token");
+    assert!(Refusal::from(refused).is(Reason::Unauthenticated));
+
+    let traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
+    let mut request = tonic::Request::new(tokio_stream::iter([scene.resume()]));
+    let metadata = request.metadata_mut();
+    metadata.insert("traceparent", traceparent.parse().expect("ASCII"));
+    metadata.insert("tracestate", "a=b".parse().expect("ASCII"));
+    metadata.insert("cookie", "secret".parse().expect("ASCII"));
+    metadata.insert(PROXY_TICKET_HEADER, "the caller's own".parse().expect("ASCII"));
+    metadata.insert(TICKET_HEADER, "of a transfer".parse().expect("ASCII"));
+    let mut heard = scene.client().attach(request).await.expect("let in").into_inner();
+    while within("a message", heard.message()).await.is_ok_and(|message| message.is_some()) {}
+    let calls = gateway.calls();
+    let [call] = calls.as_slice() else { panic!("{calls:?}") };
+    for ours in ["authorization", "cookie", TICKET_HEADER] {
+        assert!(call.get(ours).is_none(), "{ours}: {call:?}");
+    }
+    assert_eq!(call.get("traceparent").and_then(|value| value.to_str().ok()), Some(traceparent));
+    assert_eq!(call.get("tracestate").and_then(|value| value.to_str().ok()), Some("a=b"));
+    let tickets: Vec<_> = call.get_all(PROXY_TICKET_HEADER).iter().collect();
+    let [ticket] = tickets.as_slice() else { panic!("{tickets:?}") };
+    let claims: ProxyClaims =
+        scene.schedule.signer.verify(ticket.to_str().expect("ASCII")).expect("the scheduler's");
+    assert_eq!(claims.worker, scene.worker);
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_beginning() {
+    let (old, new) = (Gateway::new(Does::Refuses(3)), Gateway::new(Does::Echoes));
+    let (old_served, new_served) = (old.serve().await, new.serve().await);
+    let scene = Scene::start(&old_served.endpoint).await;
+    // The proxy has just heard that the old one attends it.
+    let (say, said) = mpsc::channel(4);
+    say.send(scene.resume()).await.expect("there is room");
+    let heard = within("an answer", scene.client().attach(ReceiverStream::new(said))).await;
+    let mut heard = heard.expect("it is let in").into_inner();
+    scene.schedule.endpoint.send_replace(new_served.endpoint.clone());
+    for offset in [1, 2] {
+        say.send(stdin(offset)).await.expect("it is heard");
+    }
+    for offset in [u64::MAX, 1, 2] {
+        assert_eq!(next(&mut heard).await.expect("heard"), Some(Heard::StdinAck(pb::StdinAck { offset })));
+    }
+    assert_eq!((old.calls().len(), new.calls().len()), (1, 1));
+    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
+    // What was learned is kept.
+    let (_say, mut again) = scene.attach().await;
+    next(&mut again).await.expect("heard");
+    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
+    drop((heard, again));
+    scene.end().await;
+    old_served.end().await;
+    new_served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_is_tried_twice_and_no_more() {
+    let gateway = Gateway::new(Does::Refuses(1));
+    let served = gateway.serve().await;
+    let scene = Scene::start(&served.endpoint).await;
+    let (_say, mut heard) = scene.attach().await;
+    let refusal = next(&mut heard).await.expect_err("nobody attends it");
+    assert!(refusal.is(Reason::NotAttended), "{refusal}");
+    assert_eq!(refusal.about.get("worker_id").map(String::as_str), Some("it"), "details are kept");
+    assert_eq!(gateway.calls().len(), 2);
+    served.end().await;
+    scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_that_is_gone_is_looked_for_once_more() {
+    let gateway = Gateway::new(Does::Echoes);
+    let served = gateway.serve().await;
+    let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let gone = format!("http://{}", nobody.local_addr().expect("its address"));
+    drop(nobody);
+    let scene = Scene::start(&gone).await;
+    let refused =
+        scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("nobody there");
+    assert!(Refusal::from(refused).is(Reason::Unavailable));
+    // What the proxy knows is wrong now.
+    scene.schedule.endpoint.send_replace(served.endpoint.clone());
+    let (_say, mut heard) = scene.attach().await;
+    next(&mut heard).await.expect("heard");
+    drop(heard);
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reader_who_stalls_holds_the_gateway_back() {
+    let gateway = Gateway::new(Does::Floods);
+    let served = gateway.serve().await;
+    let scene = Scene::start(&served.endpoint).await;
+    let (_say, mut heard) = scene.attach().await;
+    // Two windows of 8 MiB, and what lies in sockets and queues.
+    let most = 40 << 20;
+    let mut sent = gateway.sent.subscribe();
+    loop {
+        let before = *sent.borrow_and_update();
+        assert!(before < most, "{before} bytes were taken from the gateway though nobody reads");
+        if tokio::time::timeout(Duration::from_secs(2), sent.changed()).await.is_err() {
+            break;
+        }
+    }
+    let stalled = *sent.borrow();
+    let mut read = 0;
+    while read < stalled + (8 << 20) {
+        match next(&mut heard).await.expect("heard") {
+            Some(Heard::Output(output)) => {
+                assert_eq!(output.offset, read);
+                read += output.data.len() as u64;
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    drop(heard);
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_who_leaves_is_gone_for_the_gateway_too() {
+    for does in [Does::Waits, Does::Floods] {
+        let gateway = Gateway::new(does);
+        let served = gateway.serve().await;
+        let scene = Scene::start(&served.endpoint).await;
+        let call = scene.attach().await;
+        assert_eq!(*gateway.ended.borrow(), 0);
+        drop(call);
+        let mut ended = gateway.ended.subscribe();
+        within("the end of the call", ended.wait_for(|ended| *ended == 1)).await.expect("it lives");
+        scene.end().await;
+        served.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gateway_that_breaks_off_is_no_clean_end() {
+    let gateway = Gateway::new(Does::Echoes);
+    let served = gateway.serve().await;
+    let wire = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let scene = Scene::start(&format!("http://{}", wire.local_addr().expect("its address"))).await;
+    let address = served.endpoint.strip_prefix("http://").expect("a port").to_owned();
+    let mut relaying = tokio::task::JoinSet::new();
+    relaying.spawn(async move {
+        let (mut proxy, _) = wire.accept().await.expect("the proxy");
+        let mut gateway = tokio::net::TcpStream::connect(address).await.expect("the gateway");
+        tokio::io::copy_bidirectional(&mut proxy, &mut gateway).await.ok();
+    });
+    let (_say, mut heard) = scene.attach().await;
+    next(&mut heard).await.expect("heard");
+    relaying.shutdown().await;
+    let refusal = next(&mut heard).await.expect_err("it broke");
+    assert!(refusal.is(Reason::Unavailable), "{refusal}");
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
+    let gateway = Gateway::new(Does::Waits);
+    let served = gateway.serve().await;
+    let scene = Scene::start(&served.endpoint).await;
+    let mut request =
+        tonic::Request::new(tokio_stream::iter([scene.resume()]).chain(tokio_stream::pending()));
+    request.set_timeout(Duration::from_secs(2));
+    let mut heard = scene.client().attach(request).await.expect("it is let in").into_inner();
+    let status = within("the end", heard.message()).await.expect_err("the deadline has passed");
+    assert_eq!(status.code(), tonic::Code::DeadlineExceeded, "{status}");
+    let calls = gateway.calls();
+    let left = calls[0].get("grpc-timeout").and_then(|value| value.to_str().ok()).expect("a deadline");
+    let micros: u64 = left.strip_suffix('u').and_then(|number| number.parse().ok()).expect("microseconds");
+    assert!((1..2_000_000).contains(&micros), "{left}");
+    let mut ended = gateway.ended.subscribe();
+    within("the end of the call", ended.wait_for(|ended| *ended == 1)).await.expect("it lives");
+    scene.end().await;
+    served.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_call_that_names_no_worker_goes_nowhere() {
+    let scene = Scene::start("http://127.0.0.1:9").await;
+    let unnamed = pb::AttachRequest { message: Some(Say::Resume(pb::Resume::default())) };
+    for said in [vec![unnamed], vec![stdin(0)], Vec::new()] {
+        let refused = scene.client().attach(tokio_stream::iter(said)).await.expect_err("it names no worker");
+        assert!(Refusal::from(refused).is(Reason::InvalidField));
+    }
+    let mut volumes = {
+        let outgoing = Outgoing::default().with_token(Some(TOKEN));
+        let peer = rpc::client::peer(&scene.proxy.endpoint, outgoing).expect("an address");
+        pb::volumes_client::VolumesClient::new(peer)
+    };
+    let forged = pb::ReadFileRequest { ticket: "forged".to_owned(), ..pb::ReadFileRequest::default() };
+    let refused = volumes.read_file(forged).await.expect_err("it is forged");
+    assert!(Refusal::from(refused).is(Reason::InvalidToken));
+    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 0);
+    scene.end().await;
+}

@@ -1,0 +1,350 @@
+//! Containers.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::{Duration, Instant};
+
+use concourse::garden::{self, BindMount, Error, IpRange, Limits, NetOutRule};
+use domain::workload::Network;
+use domain::{AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{ContainerSpec, Root, RuntimeError};
+
+use crate::util::keyed_locks::lock;
+
+use super::{Backend, Worker, errors, properties, volumes};
+
+/// How often a creation is tried again over what an earlier one left.
+const CREATIONS: usize = 5;
+const PAUSE: Duration = Duration::from_millis(50);
+/// How often a creation is tried on a worker that is full.
+const FULL_PAUSE: Duration = Duration::from_millis(500);
+/// How long one call for the destruction of a container is followed by others.
+const DESTRUCTIONS: usize = 600;
+
+/// What is needed of a container after it was made: its properties, as far as they are ours.
+#[derive(Debug, Clone)]
+pub(super) struct Made {
+    pub(super) team: String,
+    pub(super) directory: String,
+    pub(super) user: Option<String>,
+    pub(super) root: Option<VolumeHandle>,
+    /// Whether all of that volume is its root.
+    pub(super) whole: bool,
+    pub(super) process: Option<AttemptId>,
+}
+
+impl Made {
+    /// `None`: it is not ours, or not this one.
+    pub(super) fn read(handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Self> {
+        if properties.get(properties::HANDLE) != Some(&handle.to_string()) {
+            return None;
+        }
+        let property = |name: &str| properties.get(name).cloned();
+        Some(Self {
+            team: property(properties::TEAM).unwrap_or_default(),
+            directory: property(properties::DIRECTORY).unwrap_or_else(|| "/".to_owned()),
+            user: property(properties::USER),
+            root: property(properties::ROOT).and_then(|root| root.parse().ok()),
+            whole: properties.contains_key(properties::WHOLE),
+            process: property(properties::PROCESS).and_then(|process| process.parse().ok()),
+        })
+    }
+}
+
+/// Absolute, without `.`, `..` and doubled slashes, in UTF-8.
+fn path(path: &[u8]) -> Result<String, &'static str> {
+    let text = std::str::from_utf8(path).map_err(|_| "a Garden worker takes only paths in UTF-8")?;
+    let plain = |part: &str| !matches!(part, "" | "." | "..") && !part.contains('\0');
+    match text.strip_prefix('/') {
+        Some("") => Ok(text.to_owned()),
+        Some(rest) if rest.split('/').all(plain) => Ok(text.to_owned()),
+        Some(_) => Err("it is not plain"),
+        None => Err("it is not absolute"),
+    }
+}
+
+/// As Garden takes it: a name, or numbers.
+fn user(user: &str) -> Result<String, RuntimeError> {
+    match user.split_once(':') {
+        Some((uid, gid)) if [uid, gid].iter().any(|id| id.parse::<u32>().is_err()) => {
+            let message = format!("the user {user:?}: a Garden worker takes a name, or `uid:gid`");
+            Err(RuntimeError::Unsupported(message))
+        }
+        _ => Ok(user.to_owned()),
+    }
+}
+
+/// What stands in a spec, checked.
+struct Checked {
+    root: VolumeHandle,
+    whole: bool,
+    mounts: Vec<(VolumeHandle, String, bool)>,
+    directory: String,
+    user: Option<String>,
+}
+
+fn check(spec: &ContainerSpec, backend: Backend) -> Result<Checked, RuntimeError> {
+    let unsupported = |why: &str| RuntimeError::Unsupported(why.to_owned());
+    let (root, whole) = match spec.root {
+        Root::Volume(root) => (root, false),
+        Root::Whole(root) => (root, true),
+        Root::Host => {
+            return Err(unsupported("the root file system of a Garden worker is not for containers"));
+        }
+    };
+    match (spec.network, backend) {
+        // Houdini isolates nothing.
+        (Network::Host, Backend::Houdini) => {}
+        (Network::Private, Backend::Containerd | Backend::Guardian) => {}
+        (Network::None, _) => return Err(unsupported("a network of its own with loopback only")),
+        (Network::Host, _) => return Err(unsupported("the worker's own network")),
+        (Network::Private, _) => return Err(unsupported("a network of its own")),
+    }
+    let mut mounts: Vec<(VolumeHandle, String, bool)> = Vec::new();
+    for mount in &spec.mounts {
+        let invalid = |why: &str| RuntimeError::InvalidMount {
+            path: String::from_utf8_lossy(&mount.path).into_owned(),
+            why: why.to_owned(),
+        };
+        let at = path(&mount.path).map_err(invalid)?;
+        if at == "/" {
+            return Err(invalid("it is the root"));
+        }
+        if mounts.iter().any(|(_, other, _)| *other == at) {
+            return Err(invalid("another volume is there"));
+        }
+        mounts.push((mount.volume, at, mount.read_only));
+    }
+    // Outer ones first: they are mounted in this order.
+    mounts.sort_by(|one, other| one.1.cmp(&other.1));
+    let missing = |_| RuntimeError::DirectoryMissing(String::from_utf8_lossy(&spec.directory).into_owned());
+    let directory = path(&spec.directory).map_err(missing)?;
+    Ok(Checked { root, whole, mounts, directory, user: spec.user.as_deref().map(user).transpose()? })
+}
+
+fn limits(limits: domain::workload::Limits) -> Limits {
+    let mut on_the_wire = Limits::default();
+    // 1024 shares are what one processor counts.
+    on_the_wire.cpu_limits.limit_in_shares =
+        limits.cpu_millis.map_or(0, |millis| (millis.saturating_mul(1024) / 1000).max(2));
+    on_the_wire.memory_limits.limit_in_bytes = limits.memory_bytes.unwrap_or(0);
+    on_the_wire.pid_limits.max = limits.pids.unwrap_or(0);
+    on_the_wire
+}
+
+impl Worker {
+    /// Volumes of a container, by handle: where they are on the worker. Those it may write to, and its root, get its privilege.
+    async fn directories(
+        &self,
+        checked: &Checked,
+        privileged: bool,
+    ) -> Result<HashMap<VolumeHandle, String>, RuntimeError> {
+        let writable: BTreeSet<_> = checked
+            .mounts
+            .iter()
+            .filter(|(_, _, read_only)| !read_only)
+            .map(|(volume, _, _)| *volume)
+            .chain([checked.root])
+            .collect();
+        let all: BTreeSet<_> =
+            checked.mounts.iter().map(|(volume, _, _)| *volume).chain(writable.clone()).collect();
+        let found = all.into_iter().map(async |handle| {
+            let fresh = lock(&self.fresh).remove(&handle);
+            let volume = match fresh {
+                Some(volume) => volume,
+                None => self.volume(handle).await?,
+            };
+            if writable.contains(&handle) && volume.privileged != privileged {
+                let changed =
+                    self.volumes.set_privileged(&volumes::name(handle.to_string())?, privileged).await;
+                changed.map_err(|error| errors::volume("change the owners of a volume", handle, error))?;
+            }
+            Ok::<_, RuntimeError>((handle, volume.path))
+        });
+        Ok(futures::future::try_join_all(found).await?.into_iter().collect())
+    }
+
+    pub(super) async fn create_container(
+        &self,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        if lock(&self.containers).contains_key(&handle) {
+            return Ok(());
+        }
+        let checked = check(&spec, self.backend)?;
+        let directories = self.directories(&checked, spec.privileged).await?;
+        let directory = |volume: &VolumeHandle| directories.get(volume).cloned().unwrap_or_default();
+        let bind_mounts = checked.mounts.iter().map(|(volume, path, read_only)| BindMount {
+            src_path: directory(volume),
+            dst_path: path.clone(),
+            mode: u8::from(!read_only),
+            origin: 0,
+        });
+        let mut properties = BTreeMap::from([
+            (properties::KIND.to_owned(), properties::CONTAINER.to_owned()),
+            (properties::HANDLE.to_owned(), handle.to_string()),
+            (properties::TEAM.to_owned(), spec.team.clone()),
+            (properties::DIRECTORY.to_owned(), checked.directory.clone()),
+            (properties::ROOT.to_owned(), checked.root.to_string()),
+        ]);
+        if let Some(user) = &checked.user {
+            properties.insert(properties::USER.to_owned(), user.clone());
+        }
+        if checked.whole {
+            properties.insert(properties::WHOLE.to_owned(), properties::YES.to_owned());
+        }
+        let below = if checked.whole { "" } else { "/rootfs" };
+        // Any rule is a network on a containerd worker.
+        let everywhere = IpRange { start: "0.0.0.0".to_owned(), end: "255.255.255.255".to_owned() };
+        let request = garden::ContainerSpec {
+            handle: handle.to_string(),
+            rootfs: format!("raw://{}{below}", directory(&checked.root)),
+            bind_mounts: bind_mounts.collect(),
+            properties,
+            privileged: spec.privileged,
+            limits: limits(spec.limits),
+            netout_rules: vec![NetOutRule { networks: vec![everywhere], ..NetOutRule::default() }],
+            ..garden::ContainerSpec::default()
+        };
+        let process = self.make(handle, &request).await?;
+        let made = Made {
+            team: spec.team,
+            directory: checked.directory,
+            user: checked.user,
+            root: Some(checked.root),
+            whole: checked.whole,
+            process,
+        };
+        lock(&self.containers).insert(handle, made);
+        Ok(())
+    }
+
+    /// Makes a container. One of this handle in which a process was started, or may have been, stays as it is; another is made anew, for its
+    /// creation may have failed half-way. Answers the process.
+    async fn make(
+        &self,
+        handle: ContainerHandle,
+        request: &garden::ContainerSpec,
+    ) -> Result<Option<AttemptId>, RuntimeError> {
+        // Houdini would replace it without a word.
+        let mut exists = self.backend == Backend::Houdini && self.exists(handle).await?;
+        let begun = Instant::now();
+        let mut left = CREATIONS;
+        while left > 0 {
+            left -= 1;
+            if exists {
+                if let Some(process) = self.properties(handle).await?.and_then(|made| made.process) {
+                    return Ok(Some(process));
+                }
+                self.destroy_on_worker(handle).await?;
+            }
+            match self.garden.create(request).await {
+                Ok(_) => return Ok(None),
+                Err(Error::Exists(_)) => exists = true,
+                // Half-made, or made and the answer lost.
+                Err(Error::Connection { sent: true, .. }) => {
+                    tokio::time::sleep(PAUSE).await;
+                    exists = true;
+                }
+                // One of them may be about to go.
+                Err(Error::Full(_)) if begun.elapsed() < self.config.full_patience => {
+                    tokio::time::sleep(FULL_PAUSE).await;
+                    left += 1;
+                }
+                Err(error) => {
+                    // Some workers leave what they could not start.
+                    self.destroy_on_worker(handle).await?;
+                    return Err(errors::garden("make a container", error));
+                }
+            }
+        }
+        Err(RuntimeError::Other(
+            "the worker could not make a container: it always finds one there".to_owned(),
+        ))
+    }
+
+    /// Whether the worker has such a container. Only a list tells, on every kind of worker.
+    pub(super) async fn exists(&self, handle: ContainerHandle) -> Result<bool, RuntimeError> {
+        let own = BTreeMap::from([(properties::HANDLE.to_owned(), handle.to_string())]);
+        let listed = self.garden.list(&own).await;
+        let listed = listed.map_err(|error| errors::garden("list containers", error))?;
+        Ok(listed.contains(&handle.to_string()))
+    }
+
+    /// What the worker says of a container. `None`: there is none, or it is not ours.
+    pub(super) async fn properties(&self, handle: ContainerHandle) -> Result<Option<Made>, RuntimeError> {
+        Ok(self.raw_properties(handle).await?.and_then(|properties| Made::read(handle, &properties)))
+    }
+
+    pub(super) async fn raw_properties(
+        &self,
+        handle: ContainerHandle,
+    ) -> Result<Option<BTreeMap<String, String>>, RuntimeError> {
+        match self.garden.properties(&handle.to_string()).await {
+            Ok(properties) => Ok(Some(properties)),
+            Err(Error::ContainerNotFound(_)) => Ok(None),
+            Err(error) => Err(errors::garden("read what is known of a container", error)),
+        }
+    }
+
+    pub(super) async fn list_containers(&self) -> Result<Vec<ContainerHandle>, RuntimeError> {
+        // One property only: a containerd worker lists what has any of several.
+        let ours = BTreeMap::from([(properties::KIND.to_owned(), properties::CONTAINER.to_owned())]);
+        let listed = self.garden.list(&ours).await;
+        let listed = listed.map_err(|error| errors::garden("list containers", error))?;
+        let mut handles: Vec<_> = listed.iter().filter_map(|handle| handle.parse().ok()).collect();
+        handles.sort_unstable();
+        Ok(handles)
+    }
+
+    pub(super) async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
+        let known = lock(&self.containers).get(&handle).cloned();
+        let known = match known {
+            Some(known) => Some(known),
+            None => self.properties(handle).await?,
+        };
+        self.destroy_on_worker(handle).await?;
+        // Only now: as long as the intent is found, nobody begins again.
+        if let Some(root) = known.and_then(|made| made.process.and(made.root)) {
+            let volume = volumes::name(root.to_string())?;
+            match self.volumes.set_property(&volume, properties::PROCESS, properties::NO_PROCESS).await {
+                Ok(()) | Err(concourse::baggageclaim::Error::NotFound) => {}
+                Err(error) => return Err(errors::volume("take back an intent", root, error)),
+            }
+        }
+        lock(&self.containers).remove(&handle);
+        self.forget_found(handle).await;
+        let gone: Vec<_> = {
+            let mut processes = lock(&self.processes);
+            let ids: Vec<_> = processes
+                .iter()
+                .filter(|(_, process)| process.container == handle)
+                .map(|(id, _)| *id)
+                .collect();
+            ids.iter().filter_map(|id| processes.remove(id)).collect()
+        };
+        for process in gone {
+            process.gone();
+            crate::util::blocking::blocking(move || process.remove_spools()).await?;
+        }
+        Ok(())
+    }
+
+    /// Returns when the worker does not list it any more.
+    pub(super) async fn destroy_on_worker(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
+        for _ in 0..DESTRUCTIONS {
+            match self.garden.destroy(&handle.to_string()).await {
+                Ok(()) | Err(Error::ContainerNotFound(_)) => return Ok(()),
+                // Somebody else is at it, or our own call that was lost.
+                Err(Error::BeingDestroyed(_) | Error::Connection { sent: true, .. }) => {
+                    if !self.exists(handle).await? {
+                        return Ok(());
+                    }
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(error) => return Err(errors::garden("destroy a container", error)),
+            }
+        }
+        Err(RuntimeError::Other("the worker does not finish destroying a container".to_owned()))
+    }
+}

@@ -1,0 +1,754 @@
+//! Processes from their start to their end.
+//!
+//! ```text
+//! start:  intent → Run ──────────────────▶ attached → end known → survivors killed, end written down → told
+//! found:  intent, no end → Attach ───────▶    │  ▲
+//!                            ▲                └──┘ the connection broke: Attach, and a gap
+//!                            └ not there: never started? ended and forgotten? see `Lost`
+//! ```
+
+use std::collections::BTreeMap;
+use std::convert::Infallible;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use concourse::garden::{self, Error, Exit, Output, Tty, WaitError, WindowSize};
+use domain::workload::{EnvironmentVariable, FailureReason, OutputMode, Stdin};
+use domain::{AttemptId, ContainerHandle};
+use runtime::{ProcessSpec, RuntimeError};
+use tokio::io::AsyncReadExt;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::runtimes::exit_record::End;
+use crate::util::blocking::blocking;
+use crate::util::keyed_locks::lock;
+
+use super::containers::Made;
+use super::output_offsets::{self, Whose};
+use super::process::{Known, Line, Phase, Process};
+use super::{Backend, Worker, errors, process, properties, volumes};
+
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// How long a look at a process of an earlier gateway may take.
+const LOOK: Duration = Duration::from_secs(30);
+/// How long a worker may fail to say how a process is before its end counts as unknown.
+const EXPLAIN: Duration = Duration::from_secs(120);
+/// How much more is kept of an output that somebody is meant to read: nothing holds the process back meanwhile.
+const ATTACHED: u64 = 16;
+/// Where the offsets of a process begin that was lost with its container, and that another gateway has read: beyond all others.
+const LOST: u64 = 1 << 62;
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// How it begins.
+enum Begin {
+    Run(Box<garden::ProcessSpec>, Stdin),
+    /// With whether a start is proven.
+    Attach {
+        proven: bool,
+    },
+}
+
+/// What an attachment found.
+enum Found {
+    Process(Box<garden::Process>),
+    End(End),
+}
+
+fn text(bytes: Vec<u8>) -> Result<String, RuntimeError> {
+    let no_text = |_| RuntimeError::Unsupported("a Garden worker takes only text in UTF-8".to_owned());
+    String::from_utf8(bytes).map_err(no_text)
+}
+
+/// The process as it stands on the wire.
+fn on_the_wire(
+    id: AttemptId,
+    made: &Made,
+    home: &str,
+    spec: ProcessSpec,
+) -> Result<garden::ProcessSpec, RuntimeError> {
+    let mut command = spec.command.into_iter().map(text);
+    let path =
+        command.next().ok_or_else(|| RuntimeError::Other("a process without a program".to_owned()))??;
+    let args = command.collect::<Result<Vec<_>, _>>()?;
+    let mut env = Vec::new();
+    for EnvironmentVariable { name, value } in spec.environment {
+        env.push(format!("{}={}", text(name)?, text(value)?));
+    }
+    for (name, value) in [("PATH", PATH), ("HOME", home)] {
+        if !env.iter().any(|pair| pair.split('=').next() == Some(name)) {
+            env.push(format!("{name}={value}"));
+        }
+    }
+    let window = |window: runtime::Window| WindowSize { columns: window.columns, rows: window.rows };
+    Ok(garden::ProcessSpec {
+        id: id.to_string(),
+        path,
+        args,
+        env,
+        dir: made.directory.clone(),
+        user: made.user.clone().unwrap_or_default(),
+        tty: spec.terminal.map(|size| Tty { window_size: Some(window(size)) }),
+        ..garden::ProcessSpec::default()
+    })
+}
+
+impl Worker {
+    /// What is known of a container, from here or from the worker.
+    async fn made(&self, container: ContainerHandle) -> Result<Made, RuntimeError> {
+        let known = lock(&self.containers).get(&container).cloned();
+        if let Some(known) = known {
+            return Ok(known);
+        }
+        let found = self.properties(container).await?;
+        let found = found.ok_or(RuntimeError::ContainerNotFound(container))?;
+        lock(&self.containers).insert(container, found.clone());
+        Ok(found)
+    }
+
+    pub(super) async fn start(
+        self: &Arc<Self>,
+        container: ContainerHandle,
+        id: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        if self.known(id).is_some() {
+            return Ok(());
+        }
+        let term = self.term();
+        let made = self.made(container).await?;
+        match made.process {
+            Some(process) if process == id => return self.find(id).await.map(|_| ()),
+            Some(_) => {
+                let message = format!("container {container} had its process");
+                return Err(RuntimeError::Other(message));
+            }
+            None => {}
+        }
+        let terminal = spec.terminal.is_some();
+        let (stdin, output) = (spec.stdin, spec.output);
+        let home = self.home(&made).await?;
+        let spec = match on_the_wire(id, &made, &home, spec) {
+            Ok(mut spec) => {
+                // The last of a name counts.
+                let own = self.config.environment.iter().map(|(name, value)| format!("{name}={value}"));
+                spec.env.extend(own);
+                Ok(spec)
+            }
+            Err(RuntimeError::Unsupported(message)) => {
+                Err(End::not_started(FailureReason::Unsupported, message))
+            }
+            Err(error) => return Err(error),
+        };
+        let input = match (terminal, stdin) {
+            (true, _) => Some(properties::TERMINAL),
+            (false, Stdin::Attached) => Some(properties::STREAM),
+            (false, Stdin::None) => None,
+        };
+        self.intend(container, &made, id, input).await?;
+
+        let spool_bytes = match output {
+            OutputMode::Attached => self.config.spool_bytes.saturating_mul(ATTACHED),
+            OutputMode::Spooled => self.config.spool_bytes,
+        };
+        let (phase, stopped) = (Phase::Intended, false);
+        let team = made.team.clone();
+        let closed = false;
+        let known =
+            Known { id, container, team, terminal, closed, stopped, phase, spool_bytes, base: 0, term };
+        let process = self.take_on(known).await?;
+        match spec {
+            Ok(spec) => self.follow(process, Begin::Run(Box::new(spec), stdin)),
+            Err(end) => self.finish(&process, end).await,
+        }
+        Ok(())
+    }
+
+    /// Writes the intent down, on the container and beside it.
+    async fn intend(
+        &self,
+        container: ContainerHandle,
+        made: &Made,
+        id: AttemptId,
+        input: Option<&str>,
+    ) -> Result<(), RuntimeError> {
+        let name = container.to_string();
+        let (id_text, failed) = (id.to_string(), |error| errors::garden("write an intent down", error));
+        // Only after all of it is there is anything sent that could start the process.
+        let how_fed = async {
+            match input {
+                Some(input) => {
+                    self.garden.set_property(&name, properties::INPUT, input).await.map_err(failed)
+                }
+                None => Ok(()),
+            }
+        };
+        let on_container = async {
+            match self.garden.set_property(&name, properties::PROCESS, &id_text).await {
+                Err(Error::ContainerNotFound(_)) => Err(RuntimeError::ContainerNotFound(container)),
+                set => set.map_err(failed),
+            }
+        };
+        let beside = async {
+            let Some(root) = made.root else { return Ok(()) };
+            let volume = volumes::name(root.to_string())?;
+            let set = self.volumes.set_property(&volume, properties::PROCESS, &id_text).await;
+            set.map_err(|error| errors::volume("write an intent down", root, error))
+        };
+        // A container that is gone is that, whatever its volume says.
+        let (on_container, beside, how_fed) = tokio::join!(on_container, beside, how_fed);
+        on_container.and(beside).and(how_fed)?;
+        if let Some(made) = lock(&self.containers).get_mut(&container) {
+            made.process = Some(id);
+        }
+        Ok(())
+    }
+
+    /// The home of a container's user, as its image has it.
+    async fn home(&self, made: &Made) -> Result<String, RuntimeError> {
+        let user = made.user.as_deref().unwrap_or("root").split(':').next().unwrap_or_default().to_owned();
+        if matches!(user.as_str(), "root" | "0") {
+            return Ok("/root".to_owned());
+        }
+        let Some(root) = made.root else { return Ok("/".to_owned()) };
+        let name = volumes::name(root.to_string())?;
+        let passwd = if made.whole { "etc/passwd" } else { "rootfs/etc/passwd" };
+        let passwd = match self.volumes.stream_out(&name, passwd, self.encoding).await {
+            Ok(archive) => super::tar_util::file(Box::pin(archive), 16 << 20).await,
+            Err(concourse::baggageclaim::Error::NoSuchPath) => return Ok("/".to_owned()),
+            Err(error) => return Err(errors::volume("read the users of an image", root, error)),
+        };
+        let passwd = passwd.map_err(|error| RuntimeError::io("read the users of an image", error))?;
+        let passwd = String::from_utf8_lossy(&passwd.unwrap_or_default()).into_owned();
+        let lines = passwd.lines().map(|line| line.split(':').collect::<Vec<_>>());
+        let mut homes = lines.filter_map(|line| match line[..] {
+            [name, _, uid, _, _, home, ..] if name == user || uid == user => Some(home.to_owned()),
+            _ => None,
+        });
+        Ok(homes.next().unwrap_or_else(|| "/".to_owned()))
+    }
+
+    async fn take_on(self: &Arc<Self>, known: Known) -> Result<Arc<Process>, RuntimeError> {
+        let state_dir = self.config.state_dir.clone();
+        let process = blocking(move || Process::open(&state_dir, known)).await?;
+        lock(&self.processes).insert(process.id, Arc::clone(&process));
+        Ok(process)
+    }
+
+    /// The process of this id. One that an earlier gateway started is asked about, and followed from now on.
+    pub(super) async fn find(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+        let process = match self.known(id) {
+            Some(process) => process,
+            None => {
+                let _turn = self.looking.lock(id.uuid()).await;
+                match self.known(id) {
+                    Some(process) => process,
+                    None => self.look_for(id).await?,
+                }
+            }
+        };
+        if process.phase() == Phase::Gone {
+            return Err(RuntimeError::ProcessNotFound(id));
+        }
+        Ok(process)
+    }
+
+    async fn look_for(self: &Arc<Self>, id: AttemptId) -> Result<Arc<Process>, RuntimeError> {
+        let term = self.term();
+        if let Some((handle, properties)) = self.found(id).await {
+            let made = self.properties_of(handle, &properties);
+            if let Some(made) = made.filter(|made| made.process == Some(id)) {
+                return self.adopt(handle, made, &properties, term).await;
+            }
+        }
+        let wanted = BTreeMap::from([(properties::PROCESS.to_owned(), id.to_string())]);
+        let listed = self.garden.list(&wanted).await;
+        let listed = listed.map_err(|error| errors::garden("list containers", error))?;
+        for handle in listed.iter().filter_map(|handle| handle.parse().ok()) {
+            let Some(properties) = self.raw_properties(handle).await? else { continue };
+            // What follows depends on its being the one that is meant.
+            let made = self.properties_of(handle, &properties);
+            if let Some(made) = made.filter(|made| made.process == Some(id)) {
+                return self.adopt(handle, made, &properties, term).await;
+            }
+        }
+        self.look_beside(id, term).await
+    }
+
+    fn properties_of(&self, handle: ContainerHandle, properties: &BTreeMap<String, String>) -> Option<Made> {
+        let made = Made::read(handle, properties)?;
+        lock(&self.containers).insert(handle, made.clone());
+        Some(made)
+    }
+
+    /// A process whose container the worker has lost: the volume of its root still has the intent.
+    async fn look_beside(
+        self: &Arc<Self>,
+        id: AttemptId,
+        term: CancellationToken,
+    ) -> Result<Arc<Process>, RuntimeError> {
+        let found = self.volumes.list(&[(properties::PROCESS, &id.to_string())]).await;
+        let found = found.map_err(|error| RuntimeError::Other(domain::chain(&error)))?;
+        if found.is_empty() {
+            return Err(RuntimeError::ProcessNotFound(id));
+        }
+        let end = End::unknown(FailureReason::ExitUnknown, "the worker has lost its container");
+        // Who read it last went with the container. Without spools, it was not this gateway.
+        let directory = process::directory(&self.config.state_dir, id);
+        let base =
+            blocking(move || Ok::<_, RuntimeError>(output_offsets::kept(&directory))).await?.unwrap_or(LOST);
+        self.take_on(Known {
+            id,
+            // Nobody can ask about it any more.
+            container: ContainerHandle::new(),
+            team: String::new(),
+            terminal: false,
+            closed: true,
+            stopped: false,
+            phase: Phase::Ended(end.into()),
+            spool_bytes: self.config.spool_bytes,
+            base,
+            term,
+        })
+        .await
+    }
+
+    async fn adopt(
+        self: &Arc<Self>,
+        container: ContainerHandle,
+        made: Made,
+        properties: &BTreeMap<String, String>,
+        term: CancellationToken,
+    ) -> Result<Arc<Process>, RuntimeError> {
+        let id = made.process.ok_or(RuntimeError::ContainerNotFound(container))?;
+        let end = properties.get(properties::END).and_then(|end| serde_json::from_str::<End>(end).ok());
+        let phase = end.map_or(Phase::Starting, |end| Phase::Ended(end.into()));
+        let ended = phase != Phase::Starting;
+        let base = self.base(container, id, properties).await?;
+        let process = self
+            .take_on(Known {
+                id,
+                container,
+                team: made.team,
+                terminal: properties
+                    .get(properties::INPUT)
+                    .is_some_and(|input| input == properties::TERMINAL),
+                closed: properties.get(properties::INPUT).is_none_or(|input| input == properties::CLOSED),
+                stopped: properties.contains_key(properties::STOPPED),
+                phase,
+                // It may be one that somebody is meant to read.
+                spool_bytes: self.config.spool_bytes.saturating_mul(ATTACHED),
+                base,
+                term,
+            })
+            .await?;
+        if ended {
+            return Ok(process);
+        }
+        let proven = properties.contains_key(properties::STARTED);
+        self.follow(Arc::clone(&process), Begin::Attach { proven });
+        // How far it is depends on what the worker says.
+        let mut seen = process.seen.subscribe();
+        let looked = tokio::time::timeout(LOOK, seen.wait_for(|seen| seen.phase != Phase::Starting)).await;
+        match looked {
+            Ok(_) => Ok(process),
+            Err(_) => Err(RuntimeError::Other("the worker does not say how a process is".to_owned())),
+        }
+    }
+
+    /// Where the offsets of a process begin that an earlier gateway started.
+    async fn base(
+        &self,
+        container: ContainerHandle,
+        id: AttemptId,
+        properties: &BTreeMap<String, String>,
+    ) -> Result<u64, RuntimeError> {
+        let (directory, last) =
+            (process::directory(&self.config.state_dir, id), properties.get(properties::READER));
+        let (looked, last) = (directory.clone(), last.cloned());
+        let next =
+            match blocking(move || Ok::<_, RuntimeError>(output_offsets::whose(&looked, last.as_deref())))
+                .await?
+            {
+                Whose::Ours { base } => return Ok(base),
+                Whose::Next(next) => next,
+            };
+        let set = self.garden.set_property(&container.to_string(), properties::READER, &next.text()).await;
+        set.map_err(|error| errors::garden("write down who reads", error))?;
+        let base = next.base();
+        let failed = |error| RuntimeError::io("make a place for output", error);
+        blocking(move || next.claim(&directory).map_err(failed)).await?;
+        Ok(base)
+    }
+
+    fn follow(self: &Arc<Self>, process: Arc<Process>, begin: Begin) {
+        let worker = Arc::clone(self);
+        self.tasks.spawn(async move {
+            tokio::select! {
+                () = worker.see_through(&process, begin) => {}
+                () = worker.lets_go_of(&process) => {}
+            }
+        });
+    }
+
+    /// Resolves when a process is not this gateway's to follow any more.
+    async fn lets_go_of(&self, process: &Process) {
+        tokio::select! {
+            () = self.stopping.cancelled() => {}
+            () = process.term.cancelled() => {}
+        }
+    }
+
+    async fn see_through(self: &Arc<Self>, process: &Arc<Process>, begin: Begin) {
+        let mut proven = true;
+        let mut refused = None;
+        let mut attached = None;
+        match begin {
+            Begin::Attach { proven: was } => {
+                proven = was;
+                process.add_gaps();
+            }
+            Begin::Run(spec, stdin) => {
+                // A stop that came first wins: `Intended` is left only here and there, each by one step.
+                if !self.begin(process) {
+                    return;
+                }
+                match self.garden.run(&process.container.to_string(), &spec).await {
+                    Ok(run) => {
+                        // Nothing can be said after the end of input, so a terminal, which may be resized, keeps it open.
+                        let line = if stdin == Stdin::None && spec.tty.is_none() {
+                            // Should it fail, the attachment has as well.
+                            _ = run.control().close_stdin().await;
+                            Line::Closed
+                        } else {
+                            Line::Up(run.control())
+                        };
+                        process.set_line(line).await;
+                        attached = Some(run);
+                    }
+                    Err(error) => match errors::run(&error) {
+                        Some(end) => return self.finish(process, end).await,
+                        None => {
+                            proven = matches!(error, Error::Exists(_));
+                            process.add_gaps();
+                            refused = Some(error);
+                        }
+                    },
+                }
+            }
+        }
+        let end = loop {
+            let run = match attached.take() {
+                Some(run) => run,
+                None => match self.attach_again(process, proven, refused.as_ref()).await {
+                    Found::Process(run) => {
+                        let line = if process.terminal { Line::Up(run.control()) } else { Line::Broken };
+                        if !process.terminal {
+                            // Whatever was on its way is lost, so what would come next makes no sense.
+                            _ = run.control().close_stdin().await;
+                        }
+                        let over = matches!(process.stdin.lock().await.line, Line::Closed);
+                        process.set_line(if over { Line::Closed } else { line }).await;
+                        *run
+                    }
+                    Found::End(end) => break end,
+                },
+            };
+            let first = !proven || process.phase() != Phase::Started;
+            proven = true;
+            refused = None;
+            match self.read_out(process, run, first).await {
+                Ok(exit) => break self.end(process, exit).await,
+                Err(error) => {
+                    tracing::info!(process.id = %process.id, error = domain::chain(&error), "the worker let go of a process");
+                    let mut stdin = process.stdin.lock().await;
+                    if !matches!(stdin.line, Line::Closed) {
+                        stdin.line = Line::Down;
+                    }
+                    drop(stdin);
+                    process.add_gaps();
+                }
+            }
+        };
+        self.finish(process, end).await;
+    }
+
+    /// Leaves `Intended`. Not if it was asked to end before.
+    fn begin(&self, process: &Process) -> bool {
+        process.seen.send_if_modified(|seen| {
+            let begins = seen.phase == Phase::Intended;
+            if begins {
+                seen.phase = Phase::Starting;
+            }
+            begins
+        })
+    }
+
+    /// Reads what a process writes and waits for its end.
+    async fn read_out(
+        &self,
+        process: &Arc<Process>,
+        mut run: garden::Process,
+        first: bool,
+    ) -> Result<Exit, WaitError> {
+        process.enter(Phase::Started);
+        let outputs = [run.stdout.take(), run.stderr.take()];
+        let [stdout, stderr] = outputs;
+        let proof = async {
+            if first {
+                let handle = process.container.to_string();
+                // Without it another gateway would have to ask the worker, which mostly knows.
+                if let Err(error) =
+                    self.garden.set_property(&handle, properties::STARTED, properties::YES).await
+                {
+                    tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a start is not written down");
+                }
+            }
+            std::future::pending::<Infallible>().await
+        };
+        let ended = async { tokio::join!(run.wait(), spool(process, 0, stdout), spool(process, 1, stderr)) };
+        // Once it has ended, that is what will be written down.
+        let (waited, stdout, stderr) = tokio::select! {
+            ended = ended => ended,
+            never = proof => match never {},
+        };
+        for spooled in [stdout, stderr] {
+            if let Err(error) = spooled {
+                tracing::warn!(process.id = %process.id, error = domain::chain(&error), "some of its output is lost");
+                process.add_gaps();
+            }
+        }
+        waited
+    }
+
+    /// Attaches to a process until the worker says something for certain. It is never run again.
+    async fn attach_again(&self, process: &Process, mut proven: bool, refused: Option<&Error>) -> Found {
+        // Since when the worker answers, and does not say it. While it cannot be reached, nobody loses patience.
+        let mut since = None;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let handle = process.container.to_string();
+            let error = match self.garden.attach(&handle, &process.id.to_string()).await {
+                Ok(run) => return Found::Process(Box::new(run)),
+                Err(error) => error,
+            };
+            let reachable = !matches!(error, Error::Connection { .. } | Error::ServiceUnavailable(_));
+            let missing = matches!(error, Error::ProcessNotFound(_) | Error::ContainerNotFound(_));
+            let ended = matches!(error, Error::EndedUnreaped(_));
+            if ended {
+                // Whatever was known of its start, it ran. How it ended the worker may learn in a moment.
+                proven = true;
+                process.enter(Phase::Started);
+            }
+            let lost = reachable && matches!(self.exists(process.container).await, Ok(false));
+            // The worker said that it did not run it, and has nothing of it.
+            if let Some(refused) = refused.filter(|refused| refused.is_answer() && !proven) {
+                if lost {
+                    let message = format!("the worker has lost its container: {}", domain::chain(refused));
+                    return Found::End(End::not_started(FailureReason::ContainerNotFound, message));
+                }
+                if missing {
+                    return Found::End(End::not_started(errors::reason(refused), domain::chain(refused)));
+                }
+            }
+            if lost {
+                let reason = if proven { FailureReason::ExitUnknown } else { FailureReason::StartUnknown };
+                return Found::End(End::unknown(reason, "the worker has lost its container"));
+            }
+            if missing && proven {
+                let message = format!("the worker has forgotten it: {}", domain::chain(&error));
+                return Found::End(End::unknown(FailureReason::ExitUnknown, message));
+            }
+            let patience = match (missing, ended) {
+                (true, _) => self.config.start_patience,
+                (_, true) => self.config.exit_patience,
+                (false, false) => EXPLAIN,
+            };
+            since = if reachable { since.or_else(|| Some(Instant::now())) } else { None };
+            if since.is_some_and(|since: Instant| since.elapsed() > patience) {
+                let (reason, what) = if proven {
+                    (FailureReason::ExitUnknown, "the worker does not say how it ended")
+                } else {
+                    (
+                        FailureReason::StartUnknown,
+                        "its start was asked for, and the worker does not say whether it ran",
+                    )
+                };
+                return Found::End(End::unknown(reason, format!("{what}: {}", domain::chain(&error))));
+            }
+            tokio::time::sleep(pause).await;
+            pause = LONGEST_PAUSE.min(pause * 2);
+        }
+    }
+
+    /// What an exit status says. Statuses stay as the worker tells them: which of those above 128 were signals it does not say.
+    async fn end(&self, process: &Process, exit: Exit) -> End {
+        let stopped = process.asked_to_end();
+        if exit.status == 137 && self.backend == Backend::Guardian {
+            let info = self.garden.info(&process.container.to_string()).await;
+            if info.is_ok_and(|info| info.events.iter().any(|event| event == "oom")) {
+                return End::OutOfMemory { stopped };
+            }
+        }
+        // Houdini says -1 of what a signal killed; as a code of eight bits that is 255.
+        End::Code { code: u8::try_from(exit.status).unwrap_or(u8::MAX), stopped }
+    }
+
+    /// Kills what is left in its container, writes the end down, and tells it.
+    async fn finish(&self, process: &Process, end: End) {
+        let handle = process.container.to_string();
+        let ran = !matches!(end, End::NotStarted { .. });
+        let survivors = async {
+            if ran && let Err(error) = self.garden.stop(&handle, true).await {
+                tracing::debug!(process.id = %process.id, error = domain::chain(&error), "what it left could not be ended");
+            }
+        };
+        let written = async {
+            let written = match serde_json::to_string(&end) {
+                Ok(end) => {
+                    let set = self.garden.set_property(&handle, properties::END, &end).await;
+                    set.map_err(|error| domain::chain(&error))
+                }
+                Err(error) => Err(domain::chain(&error)),
+            };
+            // Another gateway would ask the worker again, which mostly knows.
+            if let Err(error) = written {
+                tracing::warn!(process.id = %process.id, error, "its end is not written down");
+            }
+        };
+        tokio::join!(survivors, written);
+        process.enter(Phase::Ended(end.into()));
+        process.line_changed.send_replace(());
+    }
+
+    pub(super) async fn stop(
+        self: &Arc<Self>,
+        process: &Arc<Process>,
+        grace: Duration,
+    ) -> Result<(), RuntimeError> {
+        if matches!(process.phase(), Phase::Ended(_)) {
+            return Ok(());
+        }
+        process.ask_to_end();
+        let revoked = process.seen.send_if_modified(|seen| {
+            let revoked = seen.phase == Phase::Intended;
+            if revoked {
+                seen.phase = Phase::Starting;
+            }
+            revoked
+        });
+        if revoked {
+            let message = "stopped before it was started";
+            self.finish(process, End::not_started(FailureReason::StoppedBeforeStart, message)).await;
+            return Ok(());
+        }
+        let kill_at = Instant::now().checked_add(grace);
+        let first = process.kill_at.send_if_modified(|known| match (&known, kill_at) {
+            (None, at) => {
+                // A grace without end is one that nobody lives to see.
+                *known =
+                    Some(at.unwrap_or_else(|| Instant::now() + Duration::from_secs(u64::from(u32::MAX))));
+                true
+            }
+            (Some(earlier), Some(at)) if at < *earlier => {
+                *known = Some(at);
+                true
+            }
+            _ => false,
+        });
+        if !first {
+            return Ok(());
+        }
+        let handle = process.container.to_string();
+        if let Err(error) = self.garden.set_property(&handle, properties::STOPPED, properties::YES).await {
+            tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop is not written down");
+        }
+        self.end_by(process);
+        Ok(())
+    }
+
+    /// Ends a process by the time that is set: TERM now, KILL then. Each call for a shorter grace has one of these.
+    fn end_by(self: &Arc<Self>, process: &Arc<Process>) {
+        let (worker, process) = (Arc::clone(self), Arc::clone(process));
+        self.tasks.spawn(async move {
+            let over = |seen: &super::process::Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+            let (mut seen, mut ended) = (process.seen.subscribe(), process.seen.subscribe());
+            let work = async {
+                // One that does not run yet would not be hit.
+                if seen.wait_for(|seen| seen.phase != Phase::Starting).await.is_err() {
+                    return;
+                }
+                let handle = process.container.to_string();
+                loop {
+                    let kill_at = process.kill_at.borrow().unwrap_or_else(Instant::now);
+                    let kill = kill_at <= Instant::now();
+                    let stop = worker.garden.stop(&handle, kill);
+                    tokio::select! {
+                        // The worker waits until they are gone; without KILL it takes that up by itself after ten seconds.
+                        stopped = stop => {
+                            match stopped {
+                                Ok(()) => {}
+                                // Its slot stays taken. Whatever keeps it may be over later.
+                                Err(error @ Error::DoesNotEnd(_)) => {
+                                    tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a process was killed and has not ended yet");
+                                }
+                                Err(error) => {
+                                    tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop failed");
+                                }
+                            }
+                        }
+                        () = tokio::time::sleep_until(kill_at), if !kill => continue,
+                    }
+                    tokio::time::sleep(LONGEST_PAUSE.min(Duration::from_millis(200))).await;
+                }
+            };
+            tokio::select! {
+                () = work => {}
+                _ = ended.wait_for(over) => {}
+                () = worker.lets_go_of(&process) => {}
+            }
+        });
+    }
+
+    /// Ends a process once, in the worker's own way, and does not count it as a stop.
+    pub(super) fn end_processes(self: &Arc<Self>, process: &Arc<Process>, kill: bool) {
+        let (worker, process) = (Arc::clone(self), Arc::clone(process));
+        self.tasks.spawn(async move {
+            let handle = process.container.to_string();
+            tokio::select! {
+                stopped = worker.garden.stop(&handle, kill) => {
+                    if let Err(error) = stopped {
+                        tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a signal failed");
+                    }
+                }
+                () = worker.lets_go_of(&process) => {}
+            }
+        });
+    }
+}
+
+/// Copies an output into its spool, to its end.
+async fn spool(process: &Process, which: usize, output: Option<Output>) -> io::Result<()> {
+    let Some(mut output) = output else { return Ok(()) };
+    let mut spool = process.writer(which)?;
+    let mut buffer = vec![0; 256 << 10];
+    loop {
+        let read = match output.read(&mut buffer).await {
+            Ok(0) => return Ok(()),
+            Ok(read) => read,
+            // That it broke is told by the wait.
+            Err(_) => return Ok(()),
+        };
+        let write = move || {
+            let pushed = spool.push(&buffer[..read]);
+            Ok::<_, RuntimeError>((spool, buffer, pushed))
+        };
+        let (kept, room, pushed) = blocking(write).await.map_err(io::Error::other)?;
+        (spool, buffer) = (kept, room);
+        let head = spool.head();
+        process.seen.send_modify(|seen| seen.heads[which] = head);
+        pushed?;
+    }
+}

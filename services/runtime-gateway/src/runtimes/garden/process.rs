@@ -1,0 +1,625 @@
+//! Processes, as readers and writers meet them: state, output from the spools, input.
+//!
+//! Output is read from the worker without pause, whoever reads here, because a Garden server drops what is not fetched and never holds a
+//! process back. Offsets count the bytes that this gateway has got. Where it may have missed some (it was not attached, or the connection
+//! broke) there is a *gap*: how much is missing nobody knows, so readers are told of the place alone, as [`ProcessEvent::Truncated`] whose
+//! `from` and `to` are equal.
+//!
+//! ```text
+//! <state directory>/processes/<id>/stdout stderr   spools
+//!                                 /gaps            a line for each gap: which output, and where
+//!                                 /reader          whose they are, see [`super::output_offsets`]
+//! ```
+
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use concourse::garden::{Control, Signal, WindowSize};
+use domain::workload::FailureReason;
+use domain::{AttemptId, ContainerHandle};
+use futures::stream;
+use runtime::{
+    Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError, Window,
+};
+use tokio::sync::{OwnedMutexGuard, watch};
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+
+use crate::runtimes::output_spool::{self, Found, Reader};
+use crate::util::blocking::blocking;
+
+use super::{Backend, Worker, properties};
+
+const NAMES: [&str; 2] = ["stdout", "stderr"];
+const GAPS: &str = "gaps";
+/// Most input that is on its way at a time.
+const MOST_STDIN: usize = 32 << 10;
+
+/// How far a process is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// Nothing was sent yet.
+    Intended,
+    /// `Run` was sent, or an earlier gateway's is asked about.
+    Starting,
+    Started,
+    Ended(Ended),
+    /// With its container.
+    Gone,
+}
+
+/// What readers wait for changes of.
+#[derive(Debug, Clone)]
+pub(super) struct Seen {
+    pub(super) phase: Phase,
+    /// Bytes of each output.
+    pub(super) heads: [u64; 2],
+    /// Where some of each output may be missing.
+    pub(super) gaps: [Vec<u64>; 2],
+    pub(super) stdin_taken: u64,
+}
+
+/// How input travels.
+#[derive(Debug)]
+pub(super) enum Line {
+    /// Nobody is attached: wait.
+    Down,
+    /// To the worker.
+    Up(Control),
+    /// There is none, or no more.
+    Closed,
+    /// It broke while the process ran: what was on its way is lost.
+    Broken,
+}
+
+#[derive(Debug)]
+pub(super) struct Stdin {
+    pub(super) line: Line,
+    /// The beginning of a character whose rest has not come yet.
+    partial: Vec<u8>,
+}
+
+/// The process of a container.
+#[derive(Debug)]
+pub(super) struct Process {
+    pub(super) id: AttemptId,
+    pub(super) container: ContainerHandle,
+    pub(super) team: String,
+    dir: PathBuf,
+    /// What comes before was read by another gateway, or by nobody.
+    base: u64,
+    pub(super) spools: [Arc<Reader>; 2],
+    pub(super) seen: watch::Sender<Seen>,
+    pub(super) stdin: Arc<tokio::sync::Mutex<Stdin>>,
+    /// Wakes those who wait for the line.
+    pub(super) line_changed: watch::Sender<()>,
+    pub(super) terminal: bool,
+    /// Whether it was asked to end.
+    pub(super) stopped: AtomicBool,
+    /// When it is to be killed, once it was asked to end.
+    pub(super) kill_at: watch::Sender<Option<Instant>>,
+    /// Ends when another gateway reads it, and nothing that is known here holds any more.
+    pub(super) term: CancellationToken,
+}
+
+/// What is known of a process when it is taken on.
+pub(super) struct Known {
+    pub(super) id: AttemptId,
+    pub(super) container: ContainerHandle,
+    pub(super) team: String,
+    pub(super) terminal: bool,
+    /// Whether it gets no input any more.
+    pub(super) closed: bool,
+    pub(super) stopped: bool,
+    pub(super) phase: Phase,
+    /// How much output is kept.
+    pub(super) spool_bytes: u64,
+    /// Where its offsets begin.
+    pub(super) base: u64,
+    /// Until when this holds: as of before it was learned.
+    pub(super) term: CancellationToken,
+}
+
+/// Where the output of a process is kept.
+pub(super) fn directory(state_dir: &Path, process: AttemptId) -> PathBuf {
+    state_dir.join("processes").join(process.to_string())
+}
+
+impl Process {
+    /// Opens its spools, or makes them. Blocks on the disk.
+    pub(super) fn open(state_dir: &Path, known: Known) -> Result<Arc<Self>, RuntimeError> {
+        let dir = directory(state_dir, known.id);
+        let failed = |error| RuntimeError::io(format!("open {}", dir.display()), error);
+        std::fs::create_dir_all(&dir).map_err(failed)?;
+        let open = |name: &str| {
+            let path = dir.join(name);
+            let opened = Reader::open(&path).and_then(|reader| Ok((reader.marks()?, reader)));
+            match opened {
+                Ok((marks, reader)) => Ok((reader, marks.head)),
+                // There is none, or one that was cut short when it was made.
+                Err(_) => {
+                    output_spool::create_at(&path, known.spool_bytes, known.base)?;
+                    Ok((Reader::open(&path)?, known.base))
+                }
+            }
+        };
+        let [(stdout, out), (stderr, err)] =
+            [open(NAMES[0]).map_err(failed)?, open(NAMES[1]).map_err(failed)?];
+        let line = if known.closed { Line::Closed } else { Line::Down };
+        let seen = Seen { phase: known.phase, heads: [out, err], gaps: read_gaps(&dir), stdin_taken: 0 };
+        Ok(Arc::new(Self {
+            id: known.id,
+            container: known.container,
+            team: known.team,
+            spools: [Arc::new(stdout), Arc::new(stderr)],
+            seen: watch::Sender::new(seen),
+            stdin: Arc::new(tokio::sync::Mutex::new(Stdin { line, partial: Vec::new() })),
+            line_changed: watch::Sender::new(()),
+            terminal: known.terminal,
+            stopped: AtomicBool::new(known.stopped),
+            kill_at: watch::Sender::new(None),
+            base: known.base,
+            term: known.term,
+            dir,
+        }))
+    }
+
+    pub(super) fn writer(&self, which: usize) -> io::Result<output_spool::Writer> {
+        output_spool::Writer::open(&self.dir.join(NAMES[which]))
+    }
+
+    pub(super) fn phase(&self) -> Phase {
+        self.seen.borrow().phase.clone()
+    }
+
+    /// Goes on to `phase`, but never back from an end.
+    pub(super) fn enter(&self, phase: Phase) {
+        self.seen.send_if_modified(|seen| {
+            let on = !matches!(seen.phase, Phase::Ended(_) | Phase::Gone) && seen.phase != phase;
+            if on {
+                seen.phase = phase;
+            }
+            on
+        });
+    }
+
+    /// Its container is destroyed.
+    pub(super) fn gone(&self) {
+        self.seen.send_modify(|seen| seen.phase = Phase::Gone);
+        self.line_changed.send_replace(());
+    }
+
+    /// Some of both outputs may be missing here, nobody knows how much.
+    pub(super) fn add_gaps(&self) {
+        self.seen.send_modify(|seen| {
+            let Seen { heads, gaps, .. } = seen;
+            for (gaps, head) in gaps.iter_mut().zip(&*heads) {
+                if gaps.last() != Some(head) {
+                    gaps.push(*head);
+                }
+            }
+        });
+        let seen = self.seen.borrow().clone();
+        // One that is not written down is told by this gateway and not by the next, which adds its own.
+        if let Err(error) = write_gaps(&self.dir, &seen.gaps) {
+            tracing::warn!(process.id = %self.id, error = domain::chain(&error), "a gap in its output is not written down");
+        }
+    }
+
+    /// Removes what it wrote. Blocks on the disk.
+    pub(super) fn remove_spools(&self) -> Result<(), RuntimeError> {
+        match std::fs::remove_dir_all(&self.dir) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(RuntimeError::io(format!("remove {}", self.dir.display()), error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn state(&self) -> Result<ProcessState, RuntimeError> {
+        match self.phase() {
+            Phase::Intended | Phase::Starting => Ok(ProcessState::Starting),
+            Phase::Started => Ok(ProcessState::Started),
+            Phase::Ended(Ended::Unknown(failure)) if failure.reason == FailureReason::StartUnknown => {
+                Ok(ProcessState::StartUnknown)
+            }
+            Phase::Ended(ended) => Ok(ProcessState::Ended(ended)),
+            Phase::Gone => Err(RuntimeError::ProcessNotFound(self.id)),
+        }
+    }
+
+    pub(super) async fn wait(&self) -> Result<Ended, RuntimeError> {
+        let mut seen = self.seen.subscribe();
+        let over = |seen: &Seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone);
+        let over = tokio::select! {
+            // An end that is known stays true.
+            biased;
+            over = seen.wait_for(over) => over.map(|seen| seen.phase.clone()),
+            () = self.term.cancelled() => return Err(self.taken_over()),
+        };
+        match over {
+            Ok(Phase::Ended(ended)) => Ok(ended),
+            _ => Err(RuntimeError::ProcessNotFound(self.id)),
+        }
+    }
+
+    fn taken_over(&self) -> RuntimeError {
+        RuntimeError::TakenOver(format!("the worker of process {}", self.id))
+    }
+
+    pub(super) async fn set_line(&self, line: Line) {
+        let mut stdin = self.stdin.lock().await;
+        stdin.line = line;
+        drop(stdin);
+        self.line_changed.send_replace(());
+    }
+}
+
+fn read_gaps(dir: &Path) -> [Vec<u64>; 2] {
+    let text = std::fs::read_to_string(dir.join(GAPS)).unwrap_or_default();
+    let of = |name: &str| {
+        let lines = text.lines().filter_map(|line| line.split_once(' '));
+        lines.filter(|(which, _)| *which == name).filter_map(|(_, at)| at.parse().ok()).collect()
+    };
+    NAMES.map(of)
+}
+
+fn write_gaps(dir: &Path, gaps: &[Vec<u64>; 2]) -> io::Result<()> {
+    let mut file = std::fs::File::create(dir.join(GAPS))?;
+    for (name, gaps) in NAMES.iter().zip(gaps) {
+        for at in gaps {
+            writeln!(file, "{name} {at}")?;
+        }
+    }
+    Ok(())
+}
+
+/// Attaches a reader.
+pub(super) fn attach(
+    worker: &Arc<Worker>,
+    process: Arc<Process>,
+    from: Offsets,
+) -> Result<Attachment, RuntimeError> {
+    let seen = process.seen.subscribe();
+    let (heads, stdin_offset) = {
+        let seen = seen.borrow();
+        (seen.heads, seen.stdin_taken)
+    };
+    let at = [from.stdout, from.stderr];
+    for (offset, limit) in at.into_iter().zip(heads) {
+        if offset > limit {
+            return Err(RuntimeError::OffsetOutOfRange { offset, limit });
+        }
+    }
+    let input = Input { worker: Arc::clone(worker), process: Arc::clone(&process) };
+    let events =
+        Events { process, seen, at, told: [0, 0], stdin_said: stdin_offset, turn: 0, said: Said::Output };
+    let events = stream::unfold(Some(events), |events| async move {
+        let mut events = events?;
+        match events.next().await {
+            Ok(Some(event)) => Some((Ok(event), Some(events))),
+            Ok(None) => None,
+            Err(error) => Some((Err(error), None)),
+        }
+    });
+    Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+}
+
+/// What is said to a reader.
+struct Events {
+    process: Arc<Process>,
+    seen: watch::Receiver<Seen>,
+    /// How far it has read.
+    at: [u64; 2],
+    /// How many gaps it has passed.
+    told: [usize; 2],
+    stdin_said: u64,
+    /// Which output is looked at first, so that neither waits for the other.
+    turn: usize,
+    said: Said,
+}
+
+#[derive(PartialEq, Eq)]
+enum Said {
+    Output,
+    Ended,
+    Done,
+}
+
+impl Events {
+    async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        loop {
+            if self.said == Said::Done {
+                return Ok(None);
+            }
+            let seen = self.seen.borrow_and_update().clone();
+            if seen.stdin_taken != self.stdin_said {
+                self.stdin_said = seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+            }
+            if let Some(event) = self.output(&seen).await? {
+                return Ok(Some(event));
+            }
+            match seen.phase {
+                Phase::Ended(ended) if self.said == Said::Output => {
+                    self.said = Said::Ended;
+                    return Ok(Some(ProcessEvent::Ended(ended)));
+                }
+                Phase::Ended(_) => {
+                    self.said = Said::Done;
+                    let [stdout, stderr] = self.at;
+                    return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
+                }
+                Phase::Gone => return Err(RuntimeError::ProcessNotFound(self.process.id)),
+                Phase::Intended | Phase::Starting | Phase::Started => {
+                    tokio::select! {
+                        changed = self.seen.changed() => if changed.is_err() {
+                            return Err(RuntimeError::ProcessNotFound(self.process.id));
+                        },
+                        () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+                    }
+                }
+            }
+        }
+    }
+
+    /// Some output that was not said yet.
+    async fn output(&mut self, seen: &Seen) -> Result<Option<ProcessEvent>, RuntimeError> {
+        for which in [self.turn, 1 - self.turn] {
+            let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
+            let base = self.process.base;
+            let gaps = &seen.gaps[which];
+            if self.at[which] < base {
+                self.at[which] = base;
+                self.told[which] = gaps.iter().take_while(|gap| **gap <= base).count();
+                return Ok(Some(ProcessEvent::Truncated { stream, from: base, to: base }));
+            }
+            let offset = self.at[which];
+            while gaps.get(self.told[which]).is_some_and(|gap| *gap < offset) {
+                self.told[which] += 1;
+            }
+            let gap = gaps.get(self.told[which]).copied();
+            if gap == Some(offset) {
+                self.told[which] += 1;
+                return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to: offset }));
+            }
+            if offset >= seen.heads[which] {
+                continue;
+            }
+            let spool = Arc::clone(&self.process.spools[which]);
+            let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
+            let found = blocking(read).await?;
+            self.turn = 1 - which;
+            match found {
+                Found::Data(mut data) => {
+                    if let Some(before) = gap.and_then(|gap| usize::try_from(gap - offset).ok()) {
+                        data.truncate(before);
+                    }
+                    self.at[which] += data.len() as u64;
+                    return Ok(Some(ProcessEvent::Output { stream, offset, data }));
+                }
+                Found::Gone(to) => {
+                    self.at[which] = to;
+                    return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
+                }
+                Found::Nothing => {
+                    return Err(RuntimeError::Other("a spool holds less than was written".to_owned()));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// What is said to a process.
+struct Input {
+    worker: Arc<Worker>,
+    process: Arc<Process>,
+}
+
+/// The longest prefix of `bytes` that is whole characters. `None`: it is no text.
+fn whole_characters(bytes: &[u8]) -> Option<&str> {
+    match std::str::from_utf8(bytes) {
+        Ok(text) => Some(text),
+        Err(error) if error.error_len().is_none() => {
+            let (whole, _) = bytes.split_at(error.valid_up_to());
+            std::str::from_utf8(whole).ok()
+        }
+        Err(_) => None,
+    }
+}
+
+impl Input {
+    /// Waits until input can be said. `None`: nobody would hear it any more.
+    async fn line(&self) -> Result<Option<(OwnedMutexGuard<Stdin>, Control)>, RuntimeError> {
+        let mut changed = self.process.line_changed.subscribe();
+        loop {
+            changed.borrow_and_update();
+            let stdin = Arc::clone(&self.process.stdin).lock_owned().await;
+            match &stdin.line {
+                _ if matches!(self.process.phase(), Phase::Ended(_)) => return Ok(None),
+                _ if self.process.phase() == Phase::Gone => {
+                    return Err(RuntimeError::ProcessNotFound(self.process.id));
+                }
+                Line::Up(control) => {
+                    let control = control.clone();
+                    return Ok(Some((stdin, control)));
+                }
+                Line::Closed => return Ok(None),
+                Line::Broken => {
+                    let message = "standard input ended when the connection to the worker broke";
+                    return Err(RuntimeError::Other(message.to_owned()));
+                }
+                Line::Down => {}
+            }
+            drop(stdin);
+            let mut seen = self.process.seen.subscribe();
+            tokio::select! {
+                _ = changed.changed() => {}
+                _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => {}
+                () = self.process.term.cancelled() => return Err(self.process.taken_over()),
+            }
+        }
+    }
+}
+
+impl Process {
+    /// Until it has ended: what is said then has no one to hear it.
+    async fn until_ended<T>(&self, saying: impl Future<Output = T>) -> Option<T> {
+        let mut seen = self.seen.subscribe();
+        tokio::select! {
+            said = saying => Some(said),
+            _ = seen.wait_for(|seen| matches!(seen.phase, Phase::Ended(_) | Phase::Gone)) => None,
+        }
+    }
+
+    /// Says `data`, which begins at `offset`. Is not to be dropped half-way: what was said would not be counted.
+    async fn say(
+        &self,
+        mut stdin: OwnedMutexGuard<Stdin>,
+        control: Control,
+        offset: u64,
+        data: Bytes,
+    ) -> Result<(), RuntimeError> {
+        let taken = self.seen.borrow().stdin_taken;
+        if offset > taken {
+            return Err(RuntimeError::OffsetOutOfRange { offset, limit: taken });
+        }
+        let skip = usize::try_from(taken - offset).unwrap_or(usize::MAX).min(data.len());
+        let fresh = &data[skip..];
+        let bytes = [&stdin.partial[..], fresh].concat();
+        let Some(text) = whole_characters(&bytes) else {
+            let message = "standard input that is no text in UTF-8";
+            return Err(RuntimeError::Unsupported(message.to_owned()));
+        };
+        match self.until_ended(control.write(text)).await {
+            None => return Ok(()),
+            // It has ended, or the line is down: the follower finds out which, and says so to whoever comes next.
+            Some(Err(_)) => stdin.line = Line::Down,
+            Some(Ok(())) => stdin.partial = bytes[text.len()..].to_vec(),
+        }
+        let length = fresh.len() as u64;
+        self.seen.send_modify(|seen| seen.stdin_taken += length);
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl ProcessInput for Input {
+    /// Only text travels: a Garden server turns every byte that is not UTF-8 into U+FFFD.
+    async fn stdin(&self, offset: u64, data: Bytes) -> Result<(), RuntimeError> {
+        let (mut at, mut rest) = (offset, data);
+        loop {
+            let part = rest.split_to(rest.len().min(MOST_STDIN));
+            let length = part.len() as u64;
+            // The line is kept until it is said: whoever comes next says what follows.
+            let Some((stdin, control)) = self.line().await? else { return Ok(()) };
+            let (process, stopping) = (Arc::clone(&self.process), self.worker.stopping.clone());
+            let saying = self.worker.tasks.spawn(async move {
+                tokio::select! {
+                    said = process.say(stdin, control, at, part) => said,
+                    () = stopping.cancelled() => Err(RuntimeError::Other("the gateway is stopping".to_owned())),
+                }
+            });
+            saying.await.unwrap_or_else(|error| Err(RuntimeError::Other(error.to_string())))?;
+            at += length;
+            if rest.is_empty() {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        // Where the line broke, its end was told already.
+        if matches!(self.process.stdin.lock().await.line, Line::Broken) {
+            return Ok(());
+        }
+        let Some((mut stdin, control)) = self.line().await? else { return Ok(()) };
+        if !stdin.partial.is_empty() {
+            let message = "standard input that ends within a character";
+            return Err(RuntimeError::Unsupported(message.to_owned()));
+        }
+        // A terminal stays: its user types the end of input, and may resize it.
+        if self.process.terminal {
+            if let Some(Err(error)) = self.process.until_ended(control.write("\u{4}")).await {
+                return Err(RuntimeError::Other(domain::chain(&error)));
+            }
+            return Ok(());
+        }
+        // Once this is sent, nothing else may be.
+        if let Some(Ok(())) = self.process.until_ended(control.close_stdin()).await {
+            stdin.line = Line::Closed;
+            let handle = self.process.container.to_string();
+            // Otherwise another gateway would take the end of its input for a break.
+            if let Err(error) =
+                self.worker.garden.set_property(&handle, properties::INPUT, properties::CLOSED).await
+            {
+                tracing::debug!(process.id = %self.process.id, error = domain::chain(&error), "the end of its input is not written down");
+            }
+        }
+        Ok(())
+    }
+
+    /// TERM and KILL are the only signals that travel. Where not even they do, the worker's own way to end a container stands in: TERM, and
+    /// KILL ten seconds later.
+    async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
+        let (signal, kill) = match number {
+            9 => (Signal::Kill, true),
+            15 => (Signal::Terminate, false),
+            _ => {
+                let message = format!("signal {number}: a Garden worker knows only TERM and KILL");
+                return Err(RuntimeError::Unsupported(message));
+            }
+        };
+        if matches!(self.process.phase(), Phase::Ended(_)) {
+            return Ok(());
+        }
+        if self.worker.backend != Backend::Containerd {
+            // A process that does not read holds up whoever writes to it, and would hold up the signal.
+            if let Ok(stdin) = self.process.stdin.try_lock()
+                && let Line::Up(control) = &stdin.line
+                && control.signal(signal).await.is_ok()
+            {
+                return Ok(());
+            }
+        }
+        self.worker.end_processes(&self.process, kill);
+        Ok(())
+    }
+
+    async fn resize(&self, window: Window) -> Result<(), RuntimeError> {
+        if !self.process.terminal {
+            return Err(RuntimeError::Unsupported("it has no terminal".to_owned()));
+        }
+        let Some((_stdin, control)) = self.line().await? else { return Ok(()) };
+        let size = WindowSize { columns: window.columns, rows: window.rows };
+        match self.process.until_ended(control.resize(size)).await {
+            None | Some(Ok(())) => Ok(()),
+            Some(Err(error)) => Err(RuntimeError::Other(domain::chain(&error))),
+        }
+    }
+
+    /// Nothing holds the process back, so nothing depends on it.
+    async fn acknowledge(&self, _up_to: Offsets) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+
+    async fn detach(&self) -> Result<(), RuntimeError> {
+        Ok(())
+    }
+}
+
+impl Process {
+    /// Marks it as asked to end.
+    pub(super) fn ask_to_end(&self) {
+        self.stopped.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) fn asked_to_end(&self) -> bool {
+        self.stopped.load(Ordering::SeqCst)
+    }
+}

@@ -1,0 +1,334 @@
+//! Volumes.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::{Path, PathBuf};
+
+use concourse::baggageclaim::{self, Client, Encoding, Error, Strategy, StreamIn, VolumeRequest};
+use domain::worker::StoreMark;
+use domain::{ArtifactId, MarkerId, VolumeHandle};
+use runtime::{Brought, Notes, RuntimeError, VolumeSource};
+
+use crate::util::keyed_locks::lock;
+
+use super::{Worker, errors, properties, tar_util};
+
+const MARKER_VOLUME: &str = "gantry-marker";
+/// What a sidecar's name has more than its volume's.
+const SIDECAR: &str = ".manifest";
+/// Most volumes that one call destroys.
+pub(super) const DESTROYED_AT_ONCE: usize = 100;
+/// The file in a sidecar.
+pub(super) const MANIFEST: &str = "manifest";
+
+pub(super) fn name(name: impl Into<String>) -> Result<baggageclaim::Handle, RuntimeError> {
+    baggageclaim::Handle::new(name).map_err(|error| RuntimeError::Other(error.to_string()))
+}
+
+/// The name of the volume that has the manifest of another.
+pub(super) fn sidecar(handle: VolumeHandle) -> Result<baggageclaim::Handle, RuntimeError> {
+    name(format!("{handle}{SIDECAR}"))
+}
+
+fn properties<const N: usize>(of: [(&str, String); N]) -> BTreeMap<String, String> {
+    of.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn failed(doing: &str) -> impl Fn(Error) -> RuntimeError {
+    let doing = doing.to_owned();
+    move |error| match error {
+        Error::Unreachable(_) | Error::Lost(_) => {
+            RuntimeError::Io { doing: doing.clone(), source: std::io::Error::other(error) }
+        }
+        error => RuntimeError::Other(format!("the worker could not {doing}: {}", domain::chain(&error))),
+    }
+}
+
+/// Reads the marker of a worker, and makes it when there is none. Two that make it at a time agree: what the worker has counts.
+pub(super) async fn make_marker(client: &Client) -> Result<MarkerId, RuntimeError> {
+    let volume = name(MARKER_VOLUME)?;
+    let read = async || match client.get(&volume).await {
+        Ok(volume) => Ok(Some(volume.properties.get(properties::MARKER_ID).and_then(|id| id.parse().ok()))),
+        Err(Error::NotFound) => Ok(None),
+        Err(error) => Err(failed("read its marker")(error)),
+    };
+    match read().await? {
+        Some(Some(marker)) => return Ok(marker),
+        // It was cut short, or is somebody else's: from now on it is ours.
+        Some(None) => {
+            let marker = MarkerId::new().to_string();
+            let set = client.set_property(&volume, properties::MARKER_ID, &marker).await;
+            set.map_err(failed("set its marker"))?;
+        }
+        None => {
+            let mut request = VolumeRequest::new(volume.clone(), Strategy::Empty);
+            let id = MarkerId::new().to_string();
+            request.properties =
+                properties([(properties::KIND, properties::MARKER.to_owned()), (properties::MARKER_ID, id)]);
+            match client.create(&request).await {
+                Ok(_) | Err(Error::AlreadyExists) => {}
+                Err(error) => return Err(failed("make its marker")(error)),
+            }
+        }
+    }
+    let marker = read().await?.flatten();
+    marker.ok_or_else(|| RuntimeError::Other("the worker's marker does not stay".to_owned()))
+}
+
+/// Of which life of the artifact store the volumes of a worker are, as its marker says.
+pub(super) async fn store_mark(client: &Client) -> Result<Option<StoreMark>, RuntimeError> {
+    match client.get(&name(MARKER_VOLUME)?).await {
+        Ok(volume) => Ok(volume.properties.get(properties::STORE).and_then(|mark| mark.parse().ok())),
+        Err(Error::NotFound) => Ok(None),
+        Err(error) => Err(failed("read its marker")(error)),
+    }
+}
+
+pub(super) async fn set_store_mark(client: &Client, mark: StoreMark) -> Result<(), RuntimeError> {
+    let set = client.set_property(&name(MARKER_VOLUME)?, properties::STORE, &mark.to_string()).await;
+    set.map_err(failed("set its marker"))
+}
+
+/// How archives are moved: as was chosen, or in the best way that the worker knows. It is asked for its marker, which is empty.
+pub(super) async fn encoding(client: &Client, chosen: Option<Encoding>) -> Result<Encoding, RuntimeError> {
+    let volume = name(MARKER_VOLUME)?;
+    // Raw beats what compresses wherever the network is faster than one core compresses, which is nearly everywhere a worker is.
+    let best = [Encoding::Raw, Encoding::Zstd, Encoding::Gzip];
+    let choice = chosen.as_ref().map_or(&best[..], std::slice::from_ref);
+    for encoding in choice {
+        match client.stream_out(&volume, "", *encoding).await {
+            Ok(_) => return Ok(*encoding),
+            Err(Error::Refused { .. }) => {}
+            Err(error) => return Err(failed("stream a volume out")(error)),
+        }
+    }
+    let words: Vec<_> = choice.iter().map(|encoding| encoding.as_str()).collect();
+    Err(RuntimeError::Unsupported(format!("it knows no archives in {}", words.join(", "))))
+}
+
+/// A path below a volume as it stands on the wire.
+pub(super) fn text(path: &Path) -> Result<&str, RuntimeError> {
+    path.to_str().ok_or_else(|| {
+        RuntimeError::Unsupported(format!("a Garden worker takes only paths in UTF-8, not {path:?}"))
+    })
+}
+
+impl Worker {
+    pub(super) async fn volume(&self, handle: VolumeHandle) -> Result<baggageclaim::Volume, RuntimeError> {
+        let found = self.volumes.get(&name(handle.to_string())?).await;
+        found.map_err(|error| errors::volume("find a volume", handle, error))
+    }
+
+    pub(super) async fn create_volume(
+        &self,
+        handle: VolumeHandle,
+        source: VolumeSource,
+    ) -> Result<(), RuntimeError> {
+        let mut own = properties([(properties::KIND, properties::VOLUME.to_owned())]);
+        let (strategy, parent) = match source {
+            VolumeSource::Empty => (Strategy::Empty, None),
+            VolumeSource::Brought(what) => (self.import(&what)?, None),
+            // Whether links stay is up to the driver of the worker's volumes.
+            VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
+                own.insert(properties::PARENT.to_owned(), parent.to_string());
+                (Strategy::Cow { volume: name(parent.to_string())? }, Some(parent))
+            }
+            VolumeSource::Copy { original } => {
+                // Where it is mounted, so that all its layers are seen.
+                let path = self.volume(original).await?.path;
+                (Strategy::Import { path, follow_symlinks: false }, None)
+            }
+        };
+        let mut request = VolumeRequest::new(name(handle.to_string())?, strategy);
+        request.properties = own;
+
+        lock(&self.creating).insert(handle, parent);
+        let created = self.volumes.create_remembered(&request).await;
+        lock(&self.creating).remove(&handle);
+        match (created, parent) {
+            (Ok((volume, remembered)), _) => {
+                // Nobody waits for the worker to forget how it went.
+                let stopping = self.stopping.clone();
+                self.tasks.spawn(async move {
+                    tokio::select! {
+                        () = remembered.forget() => {}
+                        () = stopping.cancelled() => {}
+                    }
+                });
+                lock(&self.fresh).insert(handle, volume);
+                Ok(())
+            }
+            (Err(Error::AlreadyExists), _) => Ok(()),
+            (Err(error @ Error::Refused { .. }), Some(parent)) => {
+                self.volume(parent).await?;
+                Err(errors::volume("make a volume", handle, error))
+            }
+            (Err(error), _) => Err(errors::volume("make a volume", handle, error)),
+        }
+    }
+
+    /// How the worker copies what it brings along.
+    fn import(&self, what: &Brought) -> Result<Strategy, RuntimeError> {
+        let (path, follow_symlinks) = match what {
+            Brought::ResourceType(name) => {
+                let known = self.config.resource_types.iter().find(|known| known.name == *name);
+                (known.map(|known| &known.path), false)
+            }
+            // They are links to where the worker's system keeps them, often.
+            Brought::Certs => (self.config.certs_path.as_ref(), true),
+        };
+        match path {
+            Some(path) => Ok(Strategy::Import { path: path.clone(), follow_symlinks }),
+            None => Err(RuntimeError::Unsupported(format!("it does not bring along {what:?}"))),
+        }
+    }
+
+    pub(super) async fn note_artifact(
+        &self,
+        handle: VolumeHandle,
+        artifact: ArtifactId,
+    ) -> Result<(), RuntimeError> {
+        let (volume, artifact) = (name(handle.to_string())?, artifact.to_string());
+        let set = self.volumes.set_property(&volume, properties::ARTIFACT, &artifact).await;
+        set.map_err(|error| errors::volume("note whose a volume is", handle, error))
+    }
+
+    pub(super) async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let properties = self.volume(handle).await?.properties;
+        let parent = properties.get(properties::PARENT).and_then(|parent| parent.parse().ok());
+        let artifact = properties.get(properties::ARTIFACT).and_then(|artifact| artifact.parse().ok());
+        Ok(Notes { parent, artifact })
+    }
+
+    /// Makes directories, without a change to those that are there: an empty archive is unpacked in each.
+    pub(super) async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError> {
+        self.volume(handle).await?;
+        let above = |path: &PathBuf| directories.iter().any(|other| other != path && other.starts_with(path));
+        let mut made = HashSet::new();
+        for directory in directories.iter().filter(|path| !above(path)) {
+            if !made.insert(directory) {
+                continue;
+            }
+            let mut how = StreamIn::new(self.encoding);
+            text(directory)?.clone_into(&mut how.path);
+            let archive = baggageclaim::Encoded::new(self.encoding, std::io::Cursor::new(tar_util::empty()))
+                .map_err(|error| RuntimeError::io("encode an archive", error))?;
+            let streamed = self.volumes.stream_in(&name(handle.to_string())?, &how, archive).await;
+            streamed.map_err(|error| errors::volume("make directories", handle, error))?;
+        }
+        Ok(())
+    }
+
+    /// Destroys volumes, each with the manifest beside it, by as few calls as can be: what one call names is destroyed all at the same
+    /// time, so no child may be in it together with its parent. The worker would destroy a parent before its children, which then are empty.
+    /// Answers those that are still there, and why.
+    pub(super) async fn destroy_volumes(
+        &self,
+        handles: &[VolumeHandle],
+    ) -> Vec<(VolumeHandle, RuntimeError)> {
+        let mut left = Vec::new();
+        let mut rest = handles;
+        lock(&self.fresh).retain(|handle, _| !handles.contains(handle));
+        while let Some(first) = rest.first() {
+            let children = match self.children(rest).await {
+                Ok(children) => children,
+                Err(error) => {
+                    left.push((*first, error));
+                    rest = &rest[1..];
+                    continue;
+                }
+            };
+            let of = |handle| children.iter().filter(move |(parent, _)| *parent == handle);
+            let before = |at: usize| of(rest[at]).any(|(_, child)| rest[..at].contains(child));
+            let (these, others) = rest.split_at((1..rest.len()).find(|at| before(*at)).unwrap_or(rest.len()));
+            let (parents, these): (Vec<_>, Vec<_>) =
+                these.iter().partition(|handle| of(**handle).next().is_some());
+            left.extend(parents.into_iter().map(|handle| (handle, RuntimeError::HasChildren(handle))));
+            if let Err(error) = self.destroy_together(&these).await {
+                tracing::debug!(error = domain::chain(&error), "volumes are destroyed one by one");
+                for handle in these {
+                    if let Err(error) = self.destroy_alone(handle).await {
+                        left.push((handle, error));
+                    }
+                }
+            }
+            rest = others;
+        }
+        left
+    }
+
+    /// The children of these volumes that there are or are being made, as pairs of parent and child.
+    async fn children(
+        &self,
+        handles: &[VolumeHandle],
+    ) -> Result<HashSet<(VolumeHandle, VolumeHandle)>, RuntimeError> {
+        let making = lock(&self.creating).clone();
+        let listed = match handles {
+            [one] => self.volumes.list(&[(properties::PARENT, &one.to_string())]).await,
+            _ => self.volumes.list(&[(properties::KIND, properties::VOLUME)]).await,
+        };
+        let listed = listed.map_err(failed("list children of volumes"))?;
+        let pair = |volume: &baggageclaim::Volume| {
+            let parent = volume.properties.get(properties::PARENT)?.parse().ok()?;
+            Some((parent, volume.handle.parse().ok()?))
+        };
+        let making = making.into_iter().filter_map(|(child, parent)| Some((parent?, child)));
+        let asked: HashSet<_> = handles.iter().copied().collect();
+        let all = listed.iter().filter_map(pair).chain(making);
+        Ok(all.filter(|(parent, _)| asked.contains(parent)).collect())
+    }
+
+    /// Destroys volumes by one call. Should it fail, some of them may be gone.
+    async fn destroy_together(&self, handles: &[VolumeHandle]) -> Result<(), RuntimeError> {
+        if handles.is_empty() {
+            return Ok(());
+        }
+        let mut volumes = Vec::with_capacity(2 * handles.len());
+        for handle in handles {
+            volumes.extend([sidecar(*handle)?, name(handle.to_string())?]);
+        }
+        self.volumes.destroy_many(&volumes).await.map_err(failed("destroy volumes"))
+    }
+
+    async fn destroy_alone(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        for volume in [sidecar(handle)?, name(handle.to_string())?] {
+            match self.volumes.destroy(&volume).await {
+                Ok(()) | Err(Error::NotFound) => {}
+                // It may be done, or under way; and where not all of it could be removed, it is out of sight.
+                Err(_) => match self.volumes.destroy(&volume).await {
+                    Ok(()) | Err(Error::NotFound) => {}
+                    Err(error) => return Err(errors::volume("destroy a volume", handle, error)),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// All volumes that have our mark, and those that are being made. A manifest whose volume is gone goes as well.
+    pub(super) async fn list_volumes(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
+        let making: Vec<_> = lock(&self.creating).keys().copied().collect();
+        let list = async |kind| {
+            let listed = self.volumes.list(&[(properties::KIND, kind)]).await;
+            listed.map_err(failed("list volumes"))
+        };
+        // In this order: a sidecar is made after its volume.
+        let sidecars = list(properties::SIDECAR).await?;
+        let volumes = list(properties::VOLUME).await?;
+        let handles = volumes.iter().filter_map(|volume| volume.handle.parse().ok());
+        let handles: HashSet<VolumeHandle> = handles.chain(making).collect();
+        for orphan in sidecars {
+            let volume = orphan.handle.strip_suffix(SIDECAR).and_then(|handle| handle.parse().ok());
+            if volume.is_none_or(|volume| !handles.contains(&volume))
+                && let Err(error) = self.volumes.destroy(&name(orphan.handle)?).await
+            {
+                tracing::warn!(error = domain::chain(&error), "a manifest outlives its volume");
+            }
+        }
+        let mut handles: Vec<_> = handles.into_iter().collect();
+        handles.sort_unstable();
+        Ok(handles)
+    }
+}

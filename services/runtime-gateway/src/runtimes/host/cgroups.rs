@@ -1,0 +1,385 @@
+//! Control groups of containers.
+//!
+//! libcontainer makes them; here they are looked at, emptied and removed, also for a supervisor that died. A container has a
+//! group of the same name directly below the root of each hierarchy. Nothing is kept between containers.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use domain::workload::Limits;
+
+use super::mounts::{self, Mounted};
+
+/// How long the kernel may take to let go of an empty group.
+const REMOVAL: Duration = Duration::from_secs(5);
+
+/// The group of this process and its supervisors, where they are in a group that containers have groups below.
+const OWN: &str = "gantry-worker";
+
+/// The hierarchies of this worker.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Cgroups {
+    /// Mount points of version 1, each with its controllers.
+    v1: Vec<(PathBuf, Vec<String>)>,
+    /// The mount point of version 2, where it is the only one, and its controllers.
+    v2: Option<(PathBuf, Vec<String>)>,
+}
+
+impl Cgroups {
+    pub(super) fn find(mounted: &[Mounted]) -> Self {
+        let v1: Vec<_> = mounted
+            .iter()
+            .filter(|mount| mount.kind == "cgroup")
+            .map(|mount| (mount.at.clone(), mount.options.split(',').map(str::to_owned).collect()))
+            .collect();
+        let v2 = mounted.iter().find(|mount| mount.kind == "cgroup2").filter(|_| v1.is_empty());
+        let v2 = v2.map(|mount| {
+            let controllers = fs::read_to_string(mount.at.join("cgroup.controllers")).unwrap_or_default();
+            (mount.at.clone(), controllers.split_whitespace().map(str::to_owned).collect())
+        });
+        Self { v1, v2 }
+    }
+
+    /// Lets groups be made, in a container engine's container too: there all hierarchies are read-only, and the topmost group that
+    /// is seen is the container's own, with this process in it.
+    ///
+    /// Failures are in the log; what they are missed for says so.
+    pub(super) fn prepare(&self, mounted: &[Mounted]) {
+        for mount in mounted.iter().filter(|mount| mount.read_only) {
+            let ours = self.v1.iter().chain(&self.v2).any(|(root, _)| *root == mount.at);
+            if ours && let Err(error) = mounts::make_writable(&mount.at) {
+                tracing::warn!(path = %mount.at.display(), %error, "cannot make control groups writable");
+            }
+        }
+        if let Some((root, _)) = &self.v2
+            && let Err(error) = leave(root)
+        {
+            tracing::warn!(path = %root.display(), %error, "cannot leave the topmost control group");
+        }
+    }
+
+    fn controller(&self, name: &str) -> Option<&Path> {
+        let mut all = self.v1.iter().chain(&self.v2);
+        all.find(|(_, controllers)| controllers.iter().any(|known| known == name))
+            .map(|(path, _)| path.as_path())
+    }
+
+    /// The first of these limits that cannot be kept.
+    pub(super) fn missing(&self, limits: &Limits) -> Option<&'static str> {
+        let wanted = [
+            ("memory", limits.memory_bytes.is_some()),
+            ("cpu", limits.cpu_millis.is_some()),
+            ("pids", limits.pids.is_some()),
+        ];
+        let missing = |(name, wanted): &(&'static str, bool)| *wanted && self.controller(name).is_none();
+        wanted.into_iter().find(missing).map(|(name, _)| name)
+    }
+
+    /// Thousandths of a processor that all groups together can have: those that this process may run on, as far as a container in which
+    /// the worker itself runs has no quota.
+    pub(super) fn cpu_millis(&self) -> Option<u64> {
+        let processors =
+            rustix::thread::sched_getaffinity(None).ok().map(|set| u64::from(set.count()) * 1000);
+        let quota = self.controller("cpu").and_then(|root| {
+            let read = |name: &str| fs::read_to_string(root.join(name)).ok();
+            let (quota, period) = match read("cpu.max") {
+                Some(both) => {
+                    let (quota, period) = both.split_once(' ')?;
+                    (quota.to_owned(), period.to_owned())
+                }
+                None => (read("cpu.cfs_quota_us")?, read("cpu.cfs_period_us")?),
+            };
+            // `max` and -1 are no quota.
+            let (quota, period): (u64, u64) = (quota.trim().parse().ok()?, period.trim().parse().ok()?);
+            quota.checked_mul(1000)?.checked_div(period)
+        });
+        processors.into_iter().chain(quota).min().filter(|millis| *millis > 0)
+    }
+
+    /// Bytes of memory that all groups together can have: those of the machine, as far as a container in which the worker itself runs is not
+    /// limited to less.
+    pub(super) fn memory_bytes(&self) -> Option<u64> {
+        let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+            let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+            kilobytes.trim().strip_suffix(" kB")?.parse::<u64>().ok()?.checked_mul(1024)
+        });
+        let limit = self.controller("memory").and_then(|root| {
+            let file = if self.v2.is_some() { "memory.max" } else { "memory.limit_in_bytes" };
+            fs::read_to_string(root.join(file)).ok()?.trim().parse().ok()
+        });
+        machine.into_iter().chain(limit).min()
+    }
+
+    /// Whether swap counts against the memory limit too.
+    pub(super) fn limits_swap(&self) -> bool {
+        self.controller("memory").is_some_and(|memory| memory.join("memory.memsw.limit_in_bytes").exists())
+    }
+
+    /// The processes in the groups of that name.
+    pub(super) fn processes(&self, name: &str) -> Vec<u32> {
+        let listed = self.groups(name).find_map(|group| fs::read_to_string(group.join("cgroup.procs")).ok());
+        listed.unwrap_or_default().lines().filter_map(|pid| pid.parse().ok()).collect()
+    }
+
+    /// Whether buffers of sockets count against a memory limit only where that is asked for.
+    pub(super) fn limits_sockets(&self) -> bool {
+        self.controller("memory").is_some_and(|memory| memory.join("memory.kmem.tcp.limit_in_bytes").exists())
+    }
+
+    fn groups<'a>(&'a self, name: &'a str) -> impl Iterator<Item = PathBuf> + 'a {
+        self.v1.iter().chain(&self.v2).map(move |(path, _)| path.join(name))
+    }
+
+    /// Makes the groups of that name whose limits programs like to know, and says where in a container they are to be seen.
+    pub(super) fn visible(&self, name: &str) -> io::Result<Vec<(PathBuf, String)>> {
+        let mut seen = Vec::new();
+        if let Some((root, controllers)) = &self.v2 {
+            enable(root, controllers);
+            seen.push((root.join(name), "/sys/fs/cgroup".to_owned()));
+        }
+        for (root, _) in &self.v1 {
+            let hierarchy = root.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if hierarchy
+                .split(',')
+                .any(|controller| ["cpu", "cpuacct", "memory", "pids"].contains(&controller))
+            {
+                seen.push((root.join(name), format!("/sys/fs/cgroup/{hierarchy}")));
+            }
+        }
+        for (group, _) in &seen {
+            super::filesystem::make_directory(group)?;
+        }
+        Ok(seen)
+    }
+
+    /// Whether the machine can keep devices out of containers.
+    pub(super) fn restricts_devices(&self) -> bool {
+        self.v2.is_some() || self.controller("devices").is_some()
+    }
+
+    /// Forbids the groups of that name, which are there, every device but those of a container's `/dev`. For version 1 libcontainer does
+    /// it, and [`Self::are_devices_restricted`] looks whether it did.
+    pub(super) fn restrict_devices(&self, name: &str) -> io::Result<()> {
+        match &self.v2 {
+            Some((root, _)) => super::devices::restrict(&root.join(name)),
+            None if self.restricts_devices() => Ok(()),
+            None => Err(io::Error::new(io::ErrorKind::Unsupported, "no control group has a device policy")),
+        }
+    }
+
+    /// Whether the group of that name has a device policy. On version 2 it has one, or [`Self::restrict_devices`] has failed.
+    pub(super) fn are_devices_restricted(&self, name: &str) -> io::Result<bool> {
+        match self.controller("devices") {
+            Some(root) => {
+                let list = fs::read_to_string(root.join(name).join("devices.list"))?;
+                // A line is `<kind> <major>:<minor> <access>`; `a` is every kind. To make a node without opening it is no access.
+                let opens = |line: &str| line.rsplit(' ').next().is_some_and(|access| access != "m");
+                Ok(!list.lines().any(|line| line.starts_with(['a', 'b']) && opens(line)))
+            }
+            None => Ok(self.v2.is_some()),
+        }
+    }
+
+    /// How often the kernel killed something in the group for its memory limit.
+    pub(super) fn out_of_memory_kills(&self, name: &str) -> u64 {
+        let Some(memory) = self.controller("memory") else { return 0 };
+        let file = if self.v2.is_some() { "memory.events" } else { "memory.oom_control" };
+        let Ok(events) = fs::read_to_string(memory.join(name).join(file)) else { return 0 };
+        let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        count.and_then(|count| count.trim().parse().ok()).unwrap_or(0)
+    }
+
+    /// Processor time that was used in the groups of that name. `None`: nobody counts it.
+    pub(super) fn cpu_time(&self, name: &str) -> Option<Duration> {
+        if let Some((root, _)) = &self.v2 {
+            let stat = fs::read_to_string(root.join(name).join("cpu.stat")).ok()?;
+            let used = stat.lines().find_map(|line| line.strip_prefix("usage_usec "))?;
+            return used.trim().parse().ok().map(Duration::from_micros);
+        }
+        let used = fs::read_to_string(self.controller("cpuacct")?.join(name).join("cpuacct.usage")).ok()?;
+        used.trim().parse().ok().map(Duration::from_nanos)
+    }
+
+    /// The most memory that the group of that name held at a time, in bytes. `None`: nobody counts it.
+    pub(super) fn peak_memory(&self, name: &str) -> Option<u64> {
+        let file = if self.v2.is_some() { "memory.peak" } else { "memory.max_usage_in_bytes" };
+        fs::read_to_string(self.controller("memory")?.join(name).join(file)).ok()?.trim().parse().ok()
+    }
+
+    /// Memory in the group of that name that the kernel cannot reclaim, in bytes.
+    pub(super) fn kept_memory(&self, name: &str) -> u64 {
+        let Some(group) = self.controller("memory").map(|memory| memory.join(name)) else { return 0 };
+        let text = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+        let value = |wanted: &str| {
+            let mut rows = text.lines().filter_map(|line| line.split_once(' '));
+            let value = rows.find(|(name, _)| *name == wanted).map(|(_, value)| value);
+            value.and_then(|value| value.trim().parse::<u64>().ok()).unwrap_or(0)
+        };
+        if self.v2.is_some() {
+            let kernel = value("kernel").saturating_sub(value("slab_reclaimable"));
+            value("anon") + value("shmem") + kernel
+        } else {
+            value("total_rss") + value("total_shmem")
+        }
+    }
+
+    /// Gives the group of that name all processors, so that what is killed in it can end.
+    pub(super) fn lift_quota(&self, name: &str) {
+        let (file, none) = if self.v2.is_some() { ("cpu.max", "max") } else { ("cpu.cfs_quota_us", "-1") };
+        if let Some(group) = self.controller("cpu").map(|root| root.join(name))
+            && let Err(error) = fs::write(group.join(file), none)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            tracing::debug!(path = %group.display(), %error, "cannot lift a limit of processors");
+        }
+    }
+
+    /// Kills what is in the groups of that name.
+    pub(super) fn kill(&self, name: &str) -> io::Result<()> {
+        self.lift_quota(name);
+        self.groups(name).try_for_each(|group| kill_all(&group))
+    }
+
+    /// Kills what is in the groups, and removes them.
+    pub(super) fn remove(&self, name: &str) -> io::Result<()> {
+        let deadline = Instant::now() + REMOVAL;
+        self.groups(name).try_for_each(|group| remove_group(&group, deadline))
+    }
+}
+
+/// Moves all processes of a group into a group below it: one that has both processes and groups gives its groups no controllers.
+/// The machine's topmost group is an exception, and is left as it is.
+fn leave(root: &Path) -> io::Result<()> {
+    if !super::filesystem::exists(&root.join("cgroup.type"))? {
+        return Ok(());
+    }
+    let own = root.join(OWN);
+    super::filesystem::make_directory(&own)?;
+    for process in fs::read_to_string(root.join("cgroup.procs"))?.lines() {
+        match fs::write(own.join("cgroup.procs"), process) {
+            // It has ended.
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => {}
+            result => result?,
+        }
+    }
+    Ok(())
+}
+
+/// Lets groups below `root` have its controllers. One that cannot be had is missed when a limit needs it.
+fn enable(root: &Path, controllers: &[String]) {
+    let file = root.join("cgroup.subtree_control");
+    let enabled = fs::read_to_string(&file).unwrap_or_default();
+    for controller in controllers {
+        if !enabled.split_whitespace().any(|name| name == controller)
+            && let Err(error) = fs::write(&file, format!("+{controller}"))
+        {
+            eprintln!("supervisor: cannot enable {controller} below {}: {error}", root.display());
+        }
+    }
+}
+
+fn remove_group(group: &Path, deadline: Instant) -> io::Result<()> {
+    let mut pause = Duration::from_micros(100);
+    loop {
+        match fs::remove_dir(group) {
+            Ok(()) => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && Instant::now() < deadline => {
+                kill_all(group)?;
+                remove_children(group, deadline)?;
+                std::thread::sleep(pause);
+                pause = (pause * 2).min(Duration::from_millis(20));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn kill_all(group: &Path) -> io::Result<()> {
+    let processes = match fs::read_to_string(group.join("cgroup.procs")) {
+        Ok(processes) => processes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let pids = processes.lines().filter_map(|line| line.parse().ok());
+    for pid in pids.filter_map(rustix::process::Pid::from_raw) {
+        match rustix::process::kill_process(pid, rustix::process::Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// A privileged container may have made groups of its own.
+fn remove_children(group: &Path, deadline: Instant) -> io::Result<()> {
+    let entries = match fs::read_dir(group) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    for entry in entries {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            remove_group(&entry.path(), deadline)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_limit_needs_its_hierarchy() {
+        let mount = |at: &str, options: &str| Mounted {
+            at: at.into(),
+            kind: "cgroup".into(),
+            options: options.into(),
+            read_only: false,
+        };
+        let found = Cgroups::find(&[mount("/c/cpu", "rw,cpu,cpuacct"), mount("/c/pids", "rw,pids")]);
+        assert_eq!(found.missing(&Limits::default()), None);
+        let limits = Limits { cpu_millis: Some(1), memory_bytes: None, pids: Some(1) };
+        assert_eq!(found.missing(&limits), None);
+        assert_eq!(found.missing(&Limits { memory_bytes: Some(1), ..limits }), Some("memory"));
+        assert_eq!(Cgroups::default().missing(&limits), Some("cpu"));
+    }
+
+    #[test]
+    fn what_there_is_to_give_is_what_the_machine_has_or_less_where_it_is_limited() -> io::Result<()> {
+        let machine = Cgroups::default();
+        let (cores, memory) = (machine.cpu_millis(), machine.memory_bytes());
+        assert!(cores.is_some_and(|cores| cores >= 1000) && memory.is_some(), "{cores:?} {memory:?}");
+
+        let directory = tempfile::tempdir()?;
+        let at = directory.path();
+        let write = |name: &str, text: &str| fs::write(at.join(name), text);
+        let controllers = || vec!["cpu".to_owned(), "memory".to_owned()];
+        let second = Cgroups { v1: Vec::new(), v2: Some((at.to_owned(), controllers())) };
+        // The root of all groups has no such files.
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
+        write("cpu.max", "50000 100000\n")?;
+        write("memory.max", "1048576\n")?;
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (Some(500), Some(1 << 20)));
+        write("cpu.max", "max 100000\n")?;
+        write("memory.max", "max\n")?;
+        assert_eq!((second.cpu_millis(), second.memory_bytes()), (cores, memory));
+
+        let directory = tempfile::tempdir()?;
+        let at = directory.path();
+        let write = |name: &str, text: &str| fs::write(at.join(name), text);
+        let first = Cgroups { v1: vec![(at.to_owned(), controllers())], v2: None };
+        write("cpu.cfs_quota_us", "-1\n")?;
+        write("cpu.cfs_period_us", "100000\n")?;
+        write("memory.limit_in_bytes", "9223372036854771712\n")?;
+        assert_eq!((first.cpu_millis(), first.memory_bytes()), (cores, memory));
+        write("cpu.cfs_quota_us", "25000\n")?;
+        write("memory.limit_in_bytes", "4096\n")?;
+        assert_eq!((first.cpu_millis(), first.memory_bytes()), (Some(250), Some(4096)));
+        Ok(())
+    }
+}

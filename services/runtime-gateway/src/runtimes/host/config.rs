@@ -1,0 +1,122 @@
+//! Where the host runtime keeps things, and what it may do.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use runtime::RuntimeError;
+
+use super::filesystem::at;
+use super::policy::Policy;
+
+/// Where the host runtime keeps things, and how it starts supervisors.
+#[derive(Debug, Clone)]
+pub struct HostConfig {
+    /// Where everything is kept. Absolute, UTF-8, and on a file system that may hold the upper layer of an overlay.
+    pub state_dir: PathBuf,
+    /// Where short-lived sockets are. Absolute, UTF-8.
+    pub runtime_dir: PathBuf,
+    /// The program whose `main` calls [`supervise_if_asked`] first.
+    pub supervisor: PathBuf,
+    /// How much output of each stream is kept.
+    pub spool_bytes: u64,
+    /// Absolute paths that no container may see, beside the directories above.
+    pub masked: Vec<PathBuf>,
+    /// What workloads may ask of this machine.
+    pub policy: Policy,
+}
+
+impl HostConfig {
+    /// The defaults: this program is the supervisor, and 32 MiB of each output are kept.
+    ///
+    /// Errors: the path of this program is unknown.
+    pub fn new(state_dir: impl Into<PathBuf>, runtime_dir: impl Into<PathBuf>) -> std::io::Result<Self> {
+        Ok(Self {
+            state_dir: state_dir.into(),
+            runtime_dir: runtime_dir.into(),
+            supervisor: std::env::current_exe()?,
+            spool_bytes: 32 << 20,
+            masked: Vec::new(),
+            policy: Policy::default(),
+        })
+    }
+
+    /// The name of the worker that this state directory is: `given`, or else the one that it was first given, which is the host name then. A
+    /// host name may change while what the worker holds stays the same.
+    ///
+    /// Errors: the state directory cannot be read or written.
+    pub fn worker_name(&self, given: Option<String>) -> std::io::Result<String> {
+        if let Some(given) = given {
+            return Ok(given);
+        }
+        let path = self.state_dir.join("worker-name");
+        match fs::read_to_string(&path) {
+            Ok(name) if !name.trim().is_empty() => return Ok(name.trim().to_owned()),
+            // What a crash of the machine left of it.
+            Ok(_) => fs::remove_file(&path)?,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+        crate::make_private_directory(&self.state_dir)?;
+        let temporary = self.state_dir.join(format!("worker-name.{}", std::process::id()));
+        fs::write(&temporary, &name)?;
+        // Of several that start at once one is first, and the others take its word.
+        let first = fs::hard_link(&temporary, &path);
+        fs::remove_file(&temporary)?;
+        match first {
+            Ok(()) => Ok(name),
+            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
+                Ok(fs::read_to_string(&path)?.trim().to_owned())
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Checks the paths, and makes the directories.
+pub(super) fn prepared(config: HostConfig) -> Result<HostConfig, RuntimeError> {
+    for path in [&config.state_dir, &config.runtime_dir, &config.supervisor] {
+        if !path.is_absolute() || path.to_str().is_none() {
+            return Err(RuntimeError::Other(format!("{path:?} is not an absolute path in UTF-8")));
+        }
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(RuntimeError::Unsupported("containers on this machine need root".to_owned()));
+    }
+    for path in [&config.state_dir, &config.runtime_dir] {
+        crate::make_private_directory(path).map_err(at("make", path))?;
+    }
+    // Mounts are listed under their real paths.
+    let real = |path: &Path| fs::canonicalize(path).map_err(at("find", path));
+    Ok(HostConfig {
+        state_dir: real(&config.state_dir)?,
+        runtime_dir: real(&config.runtime_dir)?,
+        supervisor: real(&config.supervisor)?,
+        ..config
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_keeps_the_name_that_its_state_directory_was_given_first() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let config =
+            HostConfig::new(directory.path().join("state"), directory.path().join("run")).expect("a path");
+        assert_eq!(config.worker_name(Some("given".to_owned())).expect("a name"), "given");
+        let first = config.worker_name(None).expect("a name");
+        assert_eq!(first, rustix::system::uname().nodename().to_string_lossy());
+
+        let kept = config.state_dir.join("worker-name");
+        fs::write(&kept, "another\n").expect("write");
+        assert_eq!(config.worker_name(None).expect("a name"), "another", "whatever the host is called now");
+        fs::write(&kept, "").expect("write");
+        assert_eq!(config.worker_name(None).expect("a name"), first, "nothing is no name");
+        let mode = std::os::unix::fs::MetadataExt::mode(&fs::metadata(&config.state_dir).expect("there"));
+        assert_eq!(mode & 0o777, 0o700);
+        let left = fs::read_dir(&config.state_dir).expect("list").count();
+        assert_eq!(left, 1, "the name alone");
+    }
+}

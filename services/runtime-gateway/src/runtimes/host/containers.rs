@@ -1,0 +1,633 @@
+//! Containers: made, listed, destroyed, and adopted from the runtime before this one.
+//!
+//! A container that has not started anything is only a directory. Everything that it can be refused for is looked at here,
+//! before anything is made.
+
+use std::collections::HashSet;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::ContainerHandle;
+use domain::workload::{Bytes, Limits, Network};
+use runtime::{ContainerSpec, Root, RuntimeError};
+use rustix::fs::{FileType, Mode, OFlags};
+use tokio::time::Instant;
+
+use super::tree_copy::own_tree;
+use crate::util::blocking::blocking;
+
+use super::filesystem::{self, at};
+use super::host_image::Image;
+use super::persisted::{Container, Intent};
+use super::policy::Permission;
+use super::processes::Process;
+use super::users::{User, Users};
+use super::{Host, mounts, paths, user_namespace};
+use crate::util::keyed_locks::lock;
+
+/// What a half-made container is called, and one that is being destroyed.
+const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
+/// Places where nothing may be mounted.
+const RESERVED: [&str; 3] = ["/proc", "/sys", "/dev"];
+/// Places that are empty when a container starts, and what is there all the same.
+const FRESH: [(&str, &[&str]); 5] = [
+    ("/proc", &["/proc"]),
+    ("/sys", &["/sys"]),
+    ("/dev", &["/dev", "/dev/shm", "/dev/pts"]),
+    ("/tmp", &["/tmp"]),
+    ("/run", &["/run", "/run/lock"]),
+];
+/// Where the root file system is in the volume of an image.
+pub(super) const ROOT: &str = "rootfs";
+/// Most bytes of a file with accounts that are read.
+const MAX_ACCOUNTS: u64 = 16 << 20;
+/// The working directory that is made when it is missing.
+const WORKSPACE: &str = "/workspace";
+/// How long a supervisor may take to end after everything in its container was killed.
+const LAST: Duration = Duration::from_secs(15);
+
+impl Host {
+    fn containers(&self) -> PathBuf {
+        self.config.state_dir.join("containers")
+    }
+
+    pub(super) fn container(&self, handle: ContainerHandle) -> PathBuf {
+        self.containers().join(handle.to_string())
+    }
+
+    pub(super) fn list_containers(&self) -> Result<Vec<ContainerHandle>, RuntimeError> {
+        let mut handles = filesystem::handles_in(&self.containers(), &UNFINISHED)?;
+        handles.sort_unstable();
+        handles.dedup();
+        Ok(handles)
+    }
+
+    /// Learns what an earlier runtime left: removes what is half-made, remembers processes, revokes intents that nobody will
+    /// carry out, and ends what lost its supervisor.
+    pub(super) fn adopt(&self) -> Result<(), RuntimeError> {
+        let directory = self.containers();
+        filesystem::make_directory(&directory).map_err(at("make", &directory))?;
+        filesystem::remove_unfinished(&directory)?;
+        for handle in filesystem::handles_in(&directory, &[])? {
+            self.adopt_processes(handle)?;
+        }
+        self.remove_stale_sockets()
+    }
+
+    fn adopt_processes(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
+        let directory = self.container(container).join(paths::PROCESSES);
+        filesystem::remove_unfinished(&directory)?;
+        let record = self.read_container(container)?;
+        let volumes: Vec<_> = record.iter().flat_map(Container::written).collect();
+        let mut written = Vec::new();
+        for id in filesystem::handles_in(&directory, &[])? {
+            let process = Process::new(self, container, id);
+            let mut known = false;
+            for name in [paths::INTENT, paths::STARTED, paths::REVOKED, paths::END] {
+                known |= filesystem::exists(&process.file(name)).map_err(at("look at", &process.dir))?;
+            }
+            if known {
+                lock(&self.processes).insert(id, container);
+                written.extend(volumes.iter().map(|volume| (*volume, id)));
+                // Also settles what has no supervisor any more. What cannot be settled now will be when it is asked for.
+                if let Err(error) = self.status(&process) {
+                    tracing::warn!(process.id = %id, %error, "could not settle a process that lost its supervisor");
+                }
+            } else {
+                filesystem::remove_or_leave(&process.dir);
+            }
+        }
+        // Also of processes that have ended: the mounts that the gateway before this one left may show old contents.
+        lock(&self.written).extend(written);
+        Ok(())
+    }
+
+    /// Takes back every start that the gateway before this one had begun and that is not proven: it may be frozen halfway. What was
+    /// started goes on. What is taken back never was started, and may be begun again.
+    pub(super) fn revoke_unstarted(&self) -> Result<(), RuntimeError> {
+        let all: Vec<_> = lock(&self.processes).iter().map(|(id, container)| (*id, *container)).collect();
+        for (id, container) in all {
+            let process = Process::new(self, container, id);
+            if !process.revoke()? {
+                continue;
+            }
+            tracing::info!(process.id = %id, "a start that another gateway had begun is taken back");
+            process.kill_supervisor()?;
+            let deadline = std::time::Instant::now() + LAST;
+            while process.is_alive()? && !process.supervisor_ended()? {
+                if std::time::Instant::now() >= deadline {
+                    return Err(RuntimeError::Other(format!("the supervisor of process {id} does not end")));
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            self.cgroups
+                .remove(&process.cgroup())
+                .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+            self.forget(&process)?;
+            lock(&self.processes).remove(&id);
+        }
+        Ok(())
+    }
+
+    pub(super) fn unmount_idle(&self) -> Result<(), RuntimeError> {
+        let mut used = HashSet::new();
+        for handle in self.list_containers()? {
+            let mut alive = false;
+            for process in self.processes_of(handle)? {
+                alive |= process.is_alive()?;
+            }
+            let record = if alive { self.read_container(handle)? } else { None };
+            used.extend(record.iter().flat_map(Container::volumes));
+        }
+        self.volumes.unmount_all_but(&used)
+    }
+
+    pub(super) fn abandon(&self) {
+        let processes: Vec<_> =
+            lock(&self.processes).iter().map(|(id, container)| Process::new(self, *container, *id)).collect();
+        for process in processes {
+            // Its supervisor ends with the last process of the container.
+            if let Err(error) = self.cgroups.kill(&process.cgroup()) {
+                tracing::warn!(process.id = %process.id, %error, "cannot kill a container");
+            }
+        }
+        let below = |mount: &mounts::Mounted| mount.at.starts_with(&self.config.state_dir);
+        let mounted = mounts::mounted().unwrap_or_default();
+        for mount in mounted.iter().rev().filter(|mount| below(mount)) {
+            if let Err(error) = mounts::unmount(&mount.at) {
+                tracing::warn!(path = %mount.at.display(), %error, "cannot unmount a volume");
+            }
+        }
+    }
+
+    /// What a container is. `None`: there is none.
+    pub(super) fn read_container(&self, handle: ContainerHandle) -> Result<Option<Container>, RuntimeError> {
+        let path = self.container(handle).join(paths::CONTAINER);
+        let Some(record) = filesystem::read_if_there(&path).map_err(at("read", &path))? else {
+            return Ok(None);
+        };
+        let unreadable = |error| RuntimeError::Other(format!("{}: {error}", path.display()));
+        serde_json::from_slice(&record).map(Some).map_err(unreadable)
+    }
+
+    fn remove_stale_sockets(&self) -> Result<(), RuntimeError> {
+        for id in filesystem::handles_in(&self.config.runtime_dir, &[])? {
+            let container = lock(&self.processes).get(&id).copied();
+            let lives = match container {
+                Some(container) => Process::new(self, container, id).is_alive()?,
+                None => false,
+            };
+            if !lives {
+                let socket = self.sockets.path(&id.to_string());
+                filesystem::remove_file(&socket).map_err(at("remove", &socket))?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) async fn create_container(
+        self: &Arc<Self>,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.locks.lock(handle.uuid()).await, Arc::clone(self));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.create(handle, spec)
+        })
+        .await
+    }
+
+    fn create(&self, handle: ContainerHandle, mut spec: ContainerSpec) -> Result<(), RuntimeError> {
+        let container = self.container(handle);
+        if filesystem::exists(&container).map_err(at("look for", &container))? {
+            return Ok(());
+        }
+        self.check_policy(&spec)?;
+        let root = self.root_of(&spec.root)?;
+        if let Root::Volume(_) = spec.root {
+            check_image(root.as_fd())?;
+        }
+        let user = find_user(root.as_fd(), spec.user.as_deref())?;
+        let mapped = !spec.privileged && self.volumes.owners_fixed().is_none();
+        if mapped && [user.uid, user.gid].iter().chain(&user.groups).any(|id| *id >= user_namespace::IDS) {
+            let wanted = spec.user.unwrap_or_default();
+            return Err(RuntimeError::UserNotFound(format!(
+                "{wanted} (ids end at {})",
+                user_namespace::IDS - 1
+            )));
+        }
+        if let Some(missing) = self.cgroups.missing(&spec.limits) {
+            return Err(RuntimeError::CgroupUnavailable(missing.to_owned()));
+        }
+        if !spec.privileged && !self.cgroups.restricts_devices() {
+            return Err(RuntimeError::CgroupUnavailable("devices".to_owned()));
+        }
+        let pids = Limits { pids: Some(self.config.policy.container_pids()), ..Limits::default() };
+        if self.cgroups.missing(&pids).is_none() {
+            // So that what multiplies without end is its own failure, and not the machine's.
+            spec.limits.pids = spec.limits.pids.or(pids.pids);
+        }
+        let memory = self.cgroups.memory_bytes().map(|bytes| self.config.policy.container_memory(bytes));
+        let memory = Limits { memory_bytes: memory, ..Limits::default() };
+        if self.cgroups.missing(&memory).is_none() {
+            // So that what grows without end ends before the machine is out of memory.
+            spec.limits.memory_bytes = spec.limits.memory_bytes.or(memory.memory_bytes);
+        }
+        check_mounts(root.as_fd(), &spec, self.image())?;
+        let mut volumes = Vec::new();
+        for mount in &spec.mounts {
+            volumes.push((mount, self.directory(mount.volume)?));
+        }
+        let make_directory = must_make(&spec);
+        let directory = path(&spec.directory);
+        if make_directory
+            && spec.root != Root::Host
+            && fresh(directory).is_none()
+            && !spec.mounts.iter().any(|mount| directory.starts_with(path(&mount.path)))
+            && let Some(why) = not_a_place(root.as_fd(), directory)?
+        {
+            let directory = directory.display();
+            return Err(RuntimeError::InvalidImage(format!("`{directory}` cannot be a directory: {why}")));
+        }
+        if !make_directory {
+            check_directory(root.as_fd(), &spec, &volumes, self.image())?;
+        }
+        if user.uid != 0 {
+            for (mount, path) in volumes.iter().filter(|(mount, _)| !mount.read_only) {
+                own_tree(path, user.uid, user.gid).map_err(|error| not_given(error, mount, path))?;
+            }
+        }
+        let record = Container::new(handle, spec, user, make_directory);
+        let new = self.containers().join(format!(".new-{handle}"));
+        let made =
+            fill(&new, &record).and_then(|()| fs::rename(&new, &container).map_err(at("make", &container)));
+        if made.is_err() {
+            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            if let Err(error) = filesystem::remove_tree(&new) {
+                tracing::warn!(container.handle = %handle, %error, "could not remove a half-made container");
+            }
+        }
+        made
+    }
+
+    /// Refuses what the operator does not allow. Placement looks at the same; this is for who comes by without it.
+    fn check_policy(&self, spec: &ContainerSpec) -> Result<(), RuntimeError> {
+        let asked = [
+            (spec.privileged, Permission::Privileged, "a privileged container"),
+            (spec.network == Network::Host, Permission::HostNetwork, "the machine's own network"),
+            (spec.root == Root::Host, Permission::HostImage, "the image `host`"),
+        ];
+        for (asked, permission, what) in asked {
+            if asked && !self.config.policy.allows(permission) {
+                return Err(RuntimeError::Unsupported(format!("{what}, which its operator does not allow")));
+            }
+        }
+        if spec.network == Network::Private && self.network_pool.is_none() {
+            return Err(RuntimeError::Unsupported("private networks; its log says why".to_owned()));
+        }
+        Ok(())
+    }
+
+    fn image(&self) -> Image<'_> {
+        Image { named: self.config.policy.host_paths() }
+    }
+
+    /// The root file system of a container, before anything is mounted there.
+    fn root_of(&self, root: &Root) -> Result<OwnedFd, RuntimeError> {
+        let (path, flags) = match root {
+            Root::Host => (PathBuf::from("/"), OFlags::empty()),
+            Root::Volume(volume) => (self.directory(*volume)?.join(ROOT), OFlags::NOFOLLOW),
+            Root::Whole(_) => {
+                return Err(RuntimeError::Unsupported("a volume that is a root as it is".to_owned()));
+            }
+        };
+        let flags = flags | OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        match rustix::fs::open(&path, flags, Mode::empty()) {
+            Ok(opened) => Ok(opened),
+            Err(rustix::io::Errno::NOENT | rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) => {
+                Err(RuntimeError::InvalidImage("it has no directory `rootfs`".to_owned()))
+            }
+            Err(error) => Err(at("open", &path)(error.into())),
+        }
+    }
+
+    pub(super) async fn destroy_container(
+        self: &Arc<Self>,
+        handle: ContainerHandle,
+    ) -> Result<(), RuntimeError> {
+        let turn = self.locks.lock(handle.uuid()).await;
+        let host = Arc::clone(self);
+        let processes = blocking(move || {
+            host.hold.check()?;
+            host.processes_of(handle)
+        })
+        .await?;
+        for process in &processes {
+            self.end_supervisor(process).await?;
+        }
+        let host = Arc::clone(self);
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.remove(handle, &processes)
+        })
+        .await
+    }
+
+    /// Every process of a container, but for those that are being made.
+    pub(super) fn processes_of(&self, container: ContainerHandle) -> Result<Vec<Process>, RuntimeError> {
+        let directory = self.container(container).join(paths::PROCESSES);
+        if !filesystem::exists(&directory).map_err(at("look for", &directory))? {
+            return Ok(Vec::new());
+        }
+        let ids = filesystem::handles_in(&directory, &[])?;
+        Ok(ids.into_iter().map(|id| Process::new(self, container, id)).collect())
+    }
+
+    /// Kills everything in a container, and waits until its supervisor has ended.
+    async fn end_supervisor(&self, process: &Process) -> Result<(), RuntimeError> {
+        process.revoke()?;
+        let deadline = Instant::now() + LAST;
+        let mut killed = false;
+        while process.is_alive()? {
+            let kill = async {
+                let mut connection = self.sockets.connect(&process.id.to_string()).await?;
+                connection.ask(&super::supervisor_protocol::Request::Stop(Duration::ZERO)).await?;
+                connection.closed().await;
+                Ok::<_, io::Error>(())
+            };
+            match tokio::time::timeout_at(deadline, kill).await {
+                Ok(Ok(())) => {}
+                // It may just be ending.
+                Ok(Err(_)) => tokio::time::sleep(Duration::from_millis(2)).await,
+                Err(_) => {}
+            }
+            if Instant::now() >= deadline {
+                if killed && Instant::now() >= deadline + LAST {
+                    return Err(RuntimeError::Other(format!(
+                        "the supervisor of process {} does not end",
+                        process.id
+                    )));
+                }
+                if !killed {
+                    tracing::warn!(process.id = %process.id, "a supervisor does not end, and is killed");
+                    process.kill_supervisor()?;
+                    // Processes that the supervisor was still making do not end with it.
+                    let group = process.cgroup();
+                    self.cgroups.kill(&group).map_err(|error| RuntimeError::io("kill a container", error))?;
+                    killed = true;
+                }
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        }
+        Ok(())
+    }
+
+    fn remove(&self, handle: ContainerHandle, processes: &[Process]) -> Result<(), RuntimeError> {
+        for process in processes {
+            self.cgroups
+                .remove(&process.cgroup())
+                .map_err(|error| RuntimeError::io("remove the cgroups of a container", error))?;
+            let socket = self.sockets.path(&process.id.to_string());
+            filesystem::remove_file(&socket).map_err(at("remove", &socket))?;
+            lock(&self.processes).remove(&process.id);
+        }
+        let container = self.container(handle);
+        let [new, gone] = UNFINISHED.map(|prefix| self.containers().join(format!("{prefix}{handle}")));
+        if filesystem::exists(&container).map_err(at("look for", &container))? {
+            filesystem::remove_tree(&gone).map_err(at("remove", &gone))?;
+            fs::rename(&container, &gone).map_err(at("remove", &container))?;
+        }
+        for path in [gone, new] {
+            filesystem::remove_tree(&path).map_err(at("remove", &path))?;
+        }
+        Ok(())
+    }
+}
+
+fn fill(new: &Path, record: &Container) -> Result<(), RuntimeError> {
+    filesystem::remove_tree(new).map_err(at("remove", new))?;
+    let make = |path: PathBuf, mode| DirBuilder::new().mode(mode).create(&path).map_err(at("make", &path));
+    make(new.to_owned(), 0o700)?;
+    // The upper layer's own mode is that of the container's root.
+    for (name, mode) in [("upper", 0o755), ("work", 0o700), ("run", 0o700), (paths::PROCESSES, 0o700)] {
+        make(new.join(name), mode)?;
+    }
+    let path = new.join(paths::CONTAINER);
+    let text = serde_json::to_vec(record).map_err(|error| RuntimeError::Other(error.to_string()))?;
+    fs::write(&path, text).map_err(at("write", &path))
+}
+
+/// Looks up a user in the image.
+fn find_user(root: BorrowedFd<'_>, wanted: Option<&str>) -> Result<User, RuntimeError> {
+    let read = |path: &str| {
+        let path = Path::new(path);
+        let contents = match mounts::open_in(root, path, OFlags::PATH) {
+            Ok(found) => read_accounts(found.as_fd()).map_err(at("read", path))?,
+            // An image need not have one.
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+                Vec::new()
+            }
+            Err(error) if is_of_content(&error) => {
+                return Err(RuntimeError::InvalidImage(format!("`{}`: {error}", path.display())));
+            }
+            Err(error) => return Err(at("read", path)(error)),
+        };
+        Ok::<_, RuntimeError>(String::from_utf8_lossy(&contents).into_owned())
+    };
+    let (passwd, group) = (read("/etc/passwd")?, read("/etc/group")?);
+    let found = Users { passwd: &passwd, group: &group }.find(wanted);
+    found.ok_or_else(|| RuntimeError::UserNotFound(wanted.unwrap_or_default().to_owned()))
+}
+
+/// The contents of a file with accounts, which is open as a path. Empty if it is no regular file: to open a device may do something.
+fn read_accounts(found: BorrowedFd<'_>) -> io::Result<Vec<u8>> {
+    let mut contents = Vec::new();
+    if FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode).is_file() {
+        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+        file.take(MAX_ACCOUNTS).read_to_end(&mut contents)?;
+    }
+    Ok(contents)
+}
+
+fn path(bytes: &Bytes) -> &Path {
+    Path::new(std::ffi::OsStr::from_bytes(bytes))
+}
+
+/// Whether the working directory is made when it is missing.
+fn must_make(spec: &ContainerSpec) -> bool {
+    let directory = path(&spec.directory);
+    let workspace = Path::new(WORKSPACE);
+    // What lies in an input is the input's matter.
+    let in_mount = |at: &Path| at != workspace && directory.starts_with(at);
+    spec.mounts.iter().any(|mount| path(&mount.path).starts_with(directory))
+        || (directory.starts_with(workspace) && !spec.mounts.iter().any(|mount| in_mount(path(&mount.path))))
+}
+
+/// What a container has of its own at or above `path`, and whether `path` exists there.
+fn fresh(path: &Path) -> Option<bool> {
+    let (_, there) = FRESH.iter().find(|(fresh, _)| path.starts_with(fresh))?;
+    Some(there.iter().any(|there| path == Path::new(there)))
+}
+
+fn check_mounts(root: BorrowedFd<'_>, spec: &ContainerSpec, host: Image<'_>) -> Result<(), RuntimeError> {
+    let refuse = |at: &Path, why: &str| {
+        Err(RuntimeError::InvalidMount { path: at.to_string_lossy().into_owned(), why: why.to_owned() })
+    };
+    for (index, mount) in spec.mounts.iter().enumerate() {
+        let at = path(&mount.path);
+        let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
+        if !at.is_absolute() || !at.components().all(plain) || mount.path.contains(&0) {
+            return refuse(at, "it is no plain absolute path");
+        }
+        if at.to_str().is_none() {
+            // libcontainer reads the table of mounts as text.
+            return refuse(
+                at,
+                "it is not UTF-8, which this worker needs of paths where something is mounted",
+            );
+        }
+        if at == Path::new("/") || RESERVED.iter().any(|reserved| at.starts_with(reserved)) {
+            return refuse(at, "nothing may be mounted there");
+        }
+        let mut others = spec.mounts[..index].iter().map(|other| path(&other.path));
+        if others.any(|other| at == other) {
+            return refuse(at, "another volume is mounted there");
+        }
+        let why = match (fresh(at), &spec.root) {
+            (Some(_), _) => None,
+            (None, Root::Host) => host.not_a_place(at),
+            (None, Root::Volume(_) | Root::Whole(_)) => not_a_place(root, at)?,
+        };
+        if let Some(why) = why {
+            return refuse(at, why);
+        }
+    }
+    Ok(())
+}
+
+/// Why no directory can be made at `path` of the image.
+fn not_a_place(root: BorrowedFd<'_>, path: &Path) -> Result<Option<&'static str>, RuntimeError> {
+    let mut parents: Vec<_> = path.ancestors().collect();
+    parents.reverse();
+    for parent in parents {
+        match mounts::open_in(root, parent, OFlags::PATH | OFlags::DIRECTORY) {
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                let link = mounts::open_in(root, parent, OFlags::PATH | OFlags::NOFOLLOW).is_ok();
+                return Ok(link.then_some("a link that leads nowhere is in the way"));
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Ok(Some("something that is no directory is in the way"));
+            }
+            Err(error) if is_of_content(&error) => {
+                return Ok(Some("a loop of links or too long a path is in the way"));
+            }
+            Err(error) => return Err(at("look at", parent)(error)),
+        }
+    }
+    Ok(None)
+}
+
+/// Checks that an image has nothing else where every container needs a directory. What is missing is made.
+fn check_image(root: BorrowedFd<'_>) -> Result<(), RuntimeError> {
+    for (place, _) in FRESH {
+        if let Some(why) = not_a_place(root, Path::new(place))? {
+            return Err(RuntimeError::InvalidImage(format!("`{place}` cannot be a directory: {why}")));
+        }
+    }
+    for place in RESERVED.map(Path::new) {
+        let link = mounts::open_in(root, place, OFlags::PATH | OFlags::NOFOLLOW);
+        if link.is_ok_and(|link| rustix::fs::fstat(link).is_ok_and(|found| is_link(&found))) {
+            return Err(RuntimeError::InvalidImage(format!("`{}` is a symbolic link", place.display())));
+        }
+    }
+    let resolver = mounts::open_in(
+        root,
+        Path::new("/etc/resolv.conf"),
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW,
+    );
+    if resolver.is_ok() {
+        return Err(RuntimeError::InvalidImage("`/etc/resolv.conf` is a directory".to_owned()));
+    }
+    Ok(())
+}
+
+fn is_link(found: &rustix::fs::Stat) -> bool {
+    FileType::from_raw_mode(found.st_mode).is_symlink()
+}
+
+/// Whether the content of a tree is why a call of the system failed, and not the worker.
+pub(super) fn is_of_content(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let of_content = [
+        Errno::LOOP,
+        Errno::NAMETOOLONG,
+        Errno::NOTDIR,
+        Errno::ISDIR,
+        Errno::XDEV,
+        Errno::PERM,
+        Errno::ACCESS,
+        Errno::MLINK,
+        Errno::NXIO,
+        Errno::NODEV,
+    ];
+    Errno::from_io_error(error).is_some_and(|error| of_content.contains(&error))
+}
+
+/// Why a volume cannot be given to the user of a container.
+fn not_given(error: io::Error, mount: &runtime::Mount, volume: &Path) -> RuntimeError {
+    if is_of_content(&error) {
+        let path = path(&mount.path).to_string_lossy().into_owned();
+        return RuntimeError::InvalidMount {
+            path,
+            why: format!("its files cannot be given to the user: {error}"),
+        };
+    }
+    at("change the owner of", volume)(error)
+}
+
+/// Checks that a working directory which nobody makes is there: in the image, or in a volume.
+fn check_directory(
+    root: BorrowedFd<'_>,
+    spec: &ContainerSpec,
+    volumes: &[(&runtime::Mount, PathBuf)],
+    host: Image<'_>,
+) -> Result<(), RuntimeError> {
+    let directory = path(&spec.directory);
+    let within = volumes.iter().filter_map(|(mount, contents)| {
+        Some((contents.as_path(), directory.strip_prefix(path(&mount.path)).ok()?))
+    });
+    // Of volumes in volumes, the innermost is what is seen.
+    let within = within.min_by_key(|(_, inside)| inside.as_os_str().len());
+    let there = match (within, fresh(directory)) {
+        _ if !directory.is_absolute() => false,
+        (None, Some(there)) => there,
+        (None, None) if spec.root == Root::Host => host.has_directory(directory),
+        (None, None) => mounts::open_in(root, directory, OFlags::PATH | OFlags::DIRECTORY).is_ok(),
+        (Some((volume, inside)), _) => {
+            let opened = rustix::fs::open(volume, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
+            let opened = opened.map_err(|error| at("open", volume)(error.into()))?;
+            mounts::open_in(opened.as_fd(), inside, OFlags::PATH | OFlags::DIRECTORY).is_ok()
+        }
+    };
+    let missing = || RuntimeError::DirectoryMissing(directory.to_string_lossy().into_owned());
+    if there { Ok(()) } else { Err(missing()) }
+}
+
+impl Host {
+    /// What the intent of a process says, if it can be read.
+    pub(super) fn intent(process: &Process) -> Result<Option<Intent>, RuntimeError> {
+        let path = process.file(paths::INTENT);
+        let contents = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        Ok(contents.and_then(|contents| serde_json::from_slice(&contents).ok()))
+    }
+}

@@ -1,0 +1,324 @@
+//! The disk guard: ends the container that wrote the most when the worker's disk is nearly full.
+//!
+//! On a full disk every container of the worker fails, and transfers too. The guard looks at the free space all the time, and at what
+//! containers wrote only when less is free than transfers leave ([`disk_reservations::reserve`]), because that means to walk their trees. The guard first
+//! deletes the root layers of containers whose process has ended. It then ends the container that wrote the most, and deletes what that
+//! container wrote: nothing of it is published, and the disk would stay full until it is collected.
+//!
+//! Files without a name count if a process has them open or mapped. A file whose only descriptor is in a socket's queue is not counted.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::FailureReason;
+use domain::{AttemptId, ContainerHandle, VolumeHandle, chain};
+use runtime::{Ended, RuntimeError};
+use rustix::fs::{AtFlags, FileType, Stat, statat};
+use transfer::TreeWalk;
+
+use super::filesystem::{self, at};
+use super::processes::{Process, Status};
+use super::supervisor_protocol::Request;
+use super::{Host, HostRuntime, volumes};
+use crate::util::blocking::blocking;
+use crate::util::disk_reserve;
+use crate::util::keyed_locks::lock;
+
+/// Pause between two looks at the free space.
+const INTERVAL: Duration = Duration::from_secs(1);
+/// The part of the file system's inodes that is kept free: one in so many.
+const FREE_INODES: u64 = 100;
+
+/// Most open files, and most mapped ones, of one container that are looked at. A container with more open files is taken for the one that wrote
+/// the most.
+const MOST_LOOKED_AT: u64 = 1_000_000;
+
+/// How full the disk is.
+struct Disk {
+    free: u64,
+    missing: u64,
+    free_inodes: u64,
+    missing_inodes: u64,
+}
+
+impl Disk {
+    fn is_short(&self) -> bool {
+        self.missing > 0 || self.missing_inodes > 0
+    }
+}
+
+/// A process to end, and why.
+struct Chosen {
+    process: AttemptId,
+    message: String,
+}
+
+/// What a container takes on the disk.
+#[derive(Default)]
+struct Taken {
+    bytes: u64,
+    inodes: u64,
+    /// The device of the state directory.
+    device: u64,
+    /// Open files that were looked at.
+    open: u64,
+    /// Mapped files that were looked at.
+    mapped: u64,
+    /// Files with several names that were counted.
+    seen: HashSet<(u64, u64)>,
+}
+
+impl HostRuntime {
+    /// Keeps some of the disk free. Ends only by being dropped.
+    pub async fn guard_disk(self: Arc<Self>) {
+        loop {
+            if let Err(error) = self.free_disk().await {
+                tracing::warn!(error = chain(&error), "cannot keep the disk free");
+            }
+            tokio::time::sleep(INTERVAL).await;
+        }
+    }
+
+    async fn free_disk(&self) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        if !blocking(move || host.measure().map(|disk| disk.is_short())).await? {
+            return Ok(());
+        }
+        self.delete_roots_of_ended().await?;
+        let host = Arc::clone(&self.host);
+        match blocking(move || host.choose_to_end()).await? {
+            Some(chosen) => self.end_for_disk(chosen).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Deletes the root layers of ended containers.
+    async fn delete_roots_of_ended(&self) -> Result<(), RuntimeError> {
+        let containers: HashSet<_> = lock(&self.host.processes).values().copied().collect();
+        for container in containers {
+            let (lock, host) = (self.host.locks.lock(container.uuid()).await, Arc::clone(&self.host));
+            blocking(move || {
+                let _lock = lock;
+                host.delete_root_of_ended(container)
+            })
+            .await?;
+        }
+        Ok(())
+    }
+
+    async fn end_for_disk(&self, Chosen { process: id, message }: Chosen) -> Result<(), RuntimeError> {
+        tracing::warn!(process.id = %id, reason = message, "ending a container to keep the disk usable");
+        let process = self.host.find(id)?;
+        // Nothing is written down here: the disk is full.
+        self.host.tell(&process, &Request::EndForDisk(message)).await?;
+        match Host::wait(&self.host, id).await? {
+            Ended::Unknown(failure) if failure.reason == FailureReason::DiskFull => {}
+            // The process ended by itself before it was told to. Its outputs are published.
+            _ => return Ok(()),
+        }
+        let host = Arc::clone(&self.host);
+        blocking(move || {
+            host.hold.check()?;
+            host.delete_written(&process)
+        })
+        .await
+    }
+}
+
+impl Host {
+    fn measure(&self) -> Result<Disk, RuntimeError> {
+        let state = &self.config.state_dir;
+        let disk = rustix::fs::statvfs(state).map_err(|error| at("measure", state)(error.into()))?;
+        let [total, free] = [disk.f_blocks, disk.f_bavail].map(|blocks| blocks.saturating_mul(disk.f_frsize));
+        Ok(Disk {
+            free,
+            missing: disk_reserve::reserve(total).saturating_sub(free),
+            free_inodes: disk.f_favail,
+            missing_inodes: (disk.f_files / FREE_INODES).saturating_sub(disk.f_favail),
+        })
+    }
+
+    /// The process to end because the disk is nearly full.
+    fn choose_to_end(&self) -> Result<Option<Chosen>, RuntimeError> {
+        let disk = self.measure()?;
+        let Disk { free, missing, missing_inodes, .. } = disk;
+        if !disk.is_short() {
+            return Ok(None);
+        }
+        let mut most = None;
+        for process in self.started() {
+            let taken = self.taken(&process)?;
+            most = most.max(Some((if missing > 0 { taken.bytes } else { taken.inodes }, process.id)));
+        }
+        // A container that wrote less than is missing is not the cause.
+        let chosen = most.filter(|(taken, _)| *taken >= if missing > 0 { missing } else { missing_inodes });
+        Ok(chosen.map(|(taken, process)| {
+            let wrote = if missing > 0 {
+                format!("{} MiB; {} MiB are free", taken >> 20, free >> 20)
+            } else {
+                format!("{taken} files; {} more can be made", disk.free_inodes)
+            };
+            let message =
+                format!("the worker's disk is nearly full, and this container wrote the most: {wrote}");
+            Chosen { process, message }
+        }))
+    }
+
+    /// The processes that run.
+    pub(super) fn started(&self) -> Vec<Process> {
+        let all = lock(&self.processes).clone();
+        let all = all.into_iter().map(|(id, container)| Process::new(self, container, id));
+        all.filter(|process| matches!(self.status(process), Ok(Status::Started))).collect()
+    }
+
+    fn taken(&self, process: &Process) -> Result<Taken, RuntimeError> {
+        let state = &self.config.state_dir;
+        let device = rustix::fs::stat(state).map_err(|error| at("look at", state)(error.into()))?.st_dev;
+        let mut taken = Taken { device, ..Taken::default() };
+        for (_, layer) in self.layers_of(process)? {
+            if let Err(error) = taken.add_tree(&layer) {
+                tracing::debug!(path = %layer.display(), %error, "cannot walk all of a tree");
+            }
+        }
+        for pid in self.cgroups.processes(&process.cgroup()) {
+            // It may have ended.
+            taken.add_unlinked(pid).unwrap_or_default();
+        }
+        if taken.open > MOST_LOOKED_AT {
+            (taken.bytes, taken.inodes) = (u64::MAX, u64::MAX);
+        }
+        Ok(taken)
+    }
+
+    /// Deletes the root layer of a container if its processes have ended. The caller holds its lock, so that none starts meanwhile.
+    fn delete_root_of_ended(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
+        let mut its = lock(&self.processes).clone();
+        its.retain(|_, other| *other == container);
+        let has_ended =
+            |id: &AttemptId| matches!(self.status(&Process::new(self, container, *id)), Ok(Status::Ended(_)));
+        if its.is_empty() || !its.keys().all(has_ended) {
+            return Ok(());
+        }
+        self.hold.check()?;
+        let root = self.container(container).join("upper");
+        if let Err(error) = empty(&root) {
+            tracing::debug!(path = %root.display(), %error, "cannot delete what an ended container wrote");
+        }
+        Ok(())
+    }
+
+    /// Where the container of a process writes on the disk: the volumes with their top layers, and its own layer.
+    fn layers_of(&self, process: &Process) -> Result<Vec<(Option<VolumeHandle>, PathBuf)>, RuntimeError> {
+        let mut found = vec![(None, self.container(process.container).join("upper"))];
+        let Some(container) = self.read_container(process.container)? else { return Ok(found) };
+        let directory = self.config.state_dir.join("volumes");
+        for volume in container.written() {
+            let top = volumes::layers(&directory, volume)?.into_iter().next();
+            found.extend(top.map(|top| (Some(volume), top)));
+        }
+        Ok(found)
+    }
+
+    /// Deletes what an ended container wrote.
+    fn delete_written(&self, process: &Process) -> Result<(), RuntimeError> {
+        for (volume, layer) in self.layers_of(process)? {
+            if let Some(volume) = volume {
+                self.volumes.unmount(volume)?;
+            }
+            empty(&layer).map_err(at("empty", &layer))?;
+        }
+        Ok(())
+    }
+}
+
+/// Deletes everything in a directory.
+fn empty(directory: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(directory)? {
+        filesystem::remove_tree(&entry?.path())?;
+    }
+    Ok(())
+}
+
+impl Taken {
+    fn add(&mut self, found: &Stat) {
+        if found.st_nlink < 2 || self.seen.insert((found.st_dev, found.st_ino)) {
+            self.bytes += u64::try_from(found.st_blocks).unwrap_or(0) * 512;
+            self.inodes += 1;
+        }
+    }
+
+    /// Adds what can be read of a tree, which may change meanwhile.
+    fn add_tree(&mut self, root: &Path) -> io::Result<()> {
+        let mut walk = TreeWalk::open(root)?;
+        loop {
+            let Some(name) = walk.next_name()? else {
+                if walk.leave()?.is_none() {
+                    return Ok(());
+                }
+                continue;
+            };
+            let Ok(found) = statat(walk.directory(), &*name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+            if !FileType::from_raw_mode(found.st_mode).is_dir() {
+                self.add(&found);
+            } else if walk.enter(&name).is_ok() {
+                self.inodes += 1;
+            }
+        }
+    }
+
+    /// Adds files without a name that a process has open or mapped.
+    fn add_unlinked(&mut self, pid: u32) -> io::Result<()> {
+        // It may have ended, as each of its threads.
+        self.add_unlinked_in(Path::new(&format!("/proc/{pid}/map_files")), |taken| &mut taken.mapped)
+            .unwrap_or_default();
+        for task in fs::read_dir(format!("/proc/{pid}/task"))? {
+            let task = task?;
+            let thread = task.file_name().to_str().and_then(|id| id.parse().ok());
+            // Threads mostly have the descriptors of the first one.
+            if thread == Some(pid) || thread.is_some_and(|thread| has_other_descriptors(thread, pid)) {
+                self.add_unlinked_in(&task.path().join("fd"), |taken| &mut taken.open).unwrap_or_default();
+            }
+        }
+        Ok(())
+    }
+
+    fn add_unlinked_in(&mut self, links: &Path, counted: fn(&mut Self) -> &mut u64) -> io::Result<()> {
+        for entry in fs::read_dir(links)? {
+            let count = counted(self);
+            *count += 1;
+            if *count > MOST_LOOKED_AT {
+                return Ok(());
+            }
+            let path = entry?.path();
+            let Ok(found) = rustix::fs::stat(&path) else { continue };
+            let is_file = FileType::from_raw_mode(found.st_mode).is_file();
+            // A mapped file may report the device of the underlying layer.
+            let in_memory = || {
+                found.st_dev != self.device
+                    && rustix::fs::statfs(&path).is_ok_and(|fs| fs.f_type == libc::TMPFS_MAGIC)
+            };
+            if is_file
+                && found.st_nlink == 0
+                && !in_memory()
+                && self.seen.insert((found.st_dev, found.st_ino))
+            {
+                self.add(&found);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether two threads have different tables of descriptors. If the kernel does not say, they have one.
+fn has_other_descriptors(thread: u32, other: u32) -> bool {
+    const FILES: libc::c_long = 2;
+    // SAFETY: takes no pointers. KCMP_FILES of kcmp(2).
+    let compared = unsafe {
+        libc::syscall(libc::SYS_kcmp, libc::c_long::from(thread), libc::c_long::from(other), FILES, 0, 0)
+    };
+    compared > 0
+}

@@ -1,0 +1,446 @@
+//! The host runtime: real containers on this machine.
+//!
+//! Everything is kept below one state directory, which one runtime at a time may hold:
+//!
+//! ```text
+//! lock  marker  store-mark
+//! volumes/<handle>/contents            what is in it, or where it is mounted
+//!                 /upper work parent   a copy-on-write child
+//!                 /taken               its contents were a directory of another
+//!                 /artifact            whose bytes it holds
+//! containers/<handle>/container.json   what it is
+//!                    /upper work       what it wrote to its root
+//!                    /run              where its supervisor mounts
+//!                    /processes/<id>/  alive  intent → started, or revoked  stdout  stderr  end  log
+//! ```
+//!
+//! Who does what: this process makes and destroys directories, mounts volumes, and writes intents. A [`supervisor`] per
+//! process does everything with the container itself, and outlives this process. They meet in the files above and over
+//! [`control`].
+//!
+//! Supervisors are children of this process until it ends. A service manager that kills the whole group of a service would take
+//! them along, and has to be told to stop only this process.
+//!
+//! Invariants:
+//!
+//! - Whatever is being made has a name that starts with a dot until it is complete.
+//! - A process is started only by whoever renames its intent, and an intent is written once.
+//! - What a container sees is mounted in namespaces that end with it. Only volumes are mounted where the machine sees them.
+//! - A volume with several layers has one writable mount at a time: the machine's, or that of a container with a [`user_namespace`].
+
+mod capabilities;
+mod cgroups;
+mod config;
+mod containers;
+mod devices;
+mod disk_guard;
+mod filesystem;
+mod host_image;
+mod memory_guard;
+mod mounts;
+mod network;
+mod paths;
+mod persisted;
+mod policy;
+mod processes;
+mod state;
+mod state_lock;
+mod supervisor;
+mod supervisor_protocol;
+mod tree_copy;
+mod user_namespace;
+mod users;
+mod volumes;
+
+use std::ffi::OsString;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use domain::chain;
+use domain::worker::{Marker, StoreMark};
+use domain::workload::Usage;
+use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
+use runtime::{
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
+    ProcessState, Runtime, RuntimeError, VolumeSource,
+};
+use rustix::fs::{Mode, OFlags};
+
+use crate::util::blocking::blocking;
+use crate::util::keyed_locks::lock;
+
+use capabilities::{ALL_LIMITS, capabilities, private_network};
+use cgroups::Cgroups;
+pub use config::HostConfig;
+use config::prepared;
+use filesystem::at;
+pub use network::{InvalidPool, Pool};
+pub use policy::{Permission, Policy};
+use state::{Host, boot, disk, find_marker};
+use state_lock::StateLock;
+
+/// How long a process may go on before the first contact, and by default.
+const STOP_AFTER: Duration = Duration::from_secs(600);
+/// Pause between two looks whether the packet filter is there.
+const FILTER_LOOK: Duration = Duration::from_secs(2);
+/// How often is looked whether somebody has taken the state directory over.
+const LOOK: Duration = Duration::from_millis(200);
+/// Pause before names are served again after a failure.
+const NAMES_PAUSE: Duration = Duration::from_secs(5);
+
+/// Runs a supervisor if that is what the arguments of this program ask for, and returns with which code to exit then.
+///
+/// Every binary that may be [`HostConfig::supervisor`] calls this first in `main`, before any other thread or runtime exists:
+/// containers must not be made by a process with several threads.
+#[must_use]
+pub fn supervise_if_asked(arguments: impl IntoIterator<Item = OsString>) -> Option<ExitCode> {
+    supervisor::supervise_if_asked(arguments)
+}
+
+/// This machine as a worker.
+#[derive(Debug)]
+pub struct HostRuntime {
+    host: Arc<Host>,
+    capabilities: Capabilities,
+}
+
+impl HostRuntime {
+    /// Opens a state directory, with whatever is in it and runs in it, and removes what a crash left half-made.
+    ///
+    /// Blocks on the disk. Errors: another runtime holds the directory, or the machine cannot run containers at all.
+    pub fn open(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
+        let held = RuntimeError::Other(format!("another runtime holds {}", config.state_dir.display()));
+        Self::open_if_free(config)?.ok_or(held)
+    }
+
+    /// The same. `None`: another runtime holds the directory, and nothing in it was touched.
+    pub fn open_if_free(config: HostConfig) -> Result<Option<Arc<Self>>, RuntimeError> {
+        let config = prepared(config)?;
+        let Some(hold) = StateLock::take(&config.state_dir)? else { return Ok(None) };
+        Self::opened(Host::open(config, hold)?).map(Some)
+    }
+
+    /// The same, though another runtime may hold the directory, which does nothing from then on: what it was about to start is not
+    /// started. Only for who has a session of this worker that is newer than that of the other.
+    pub fn take_over(config: HostConfig) -> Result<Arc<Self>, RuntimeError> {
+        let config = prepared(config)?;
+        let hold = StateLock::take_over(&config.state_dir)?;
+        let host = Host::open(config, hold)?;
+        host.revoke_unstarted()?;
+        Self::opened(host)
+    }
+
+    /// What the worker of a state directory that another runtime may hold is like. Touches nothing of it. `None`: there is none yet.
+    pub fn look(config: HostConfig) -> Result<Option<Look>, RuntimeError> {
+        let config = prepared(config)?;
+        let Some(marker) = find_marker(&config.state_dir)? else { return Ok(None) };
+        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        Ok(Some(Look {
+            marker: Marker { id: marker, boot: boot()? },
+            disk: disk(&config.state_dir)?,
+            capabilities: capabilities(
+                &config.policy,
+                private_network(&config.policy),
+                &Cgroups::find(&mounted),
+                String::new(),
+            ),
+        }))
+    }
+
+    /// Resolves when another gateway has taken the directory over. Then this one does nothing any more.
+    pub async fn superseded(&self) {
+        loop {
+            let host = Arc::clone(&self.host);
+            match blocking(move || host.hold.is_ours()).await {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => tracing::warn!(%error, "cannot see who holds the state directory"),
+            }
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    /// Does what running containers need of this process. Ends only by being dropped.
+    pub async fn look_after_containers(self: Arc<Self>) {
+        tokio::join!(
+            self.clone().serve_names(),
+            self.clone().keep_filter(),
+            self.clone().guard_memory(),
+            self.guard_disk()
+        );
+    }
+
+    /// Makes the packet filter of private networks again when another program has removed it. Ends only by being dropped.
+    async fn keep_filter(self: Arc<Self>) {
+        let mut known = network::uplinks();
+        while let Some(pool) = self.host.network_pool {
+            let looked = blocking(move || {
+                let kept = network::keep_filter(pool, &mut known);
+                Ok::<_, RuntimeError>((kept, known))
+            });
+            match looked.await {
+                Ok((kept, now)) => {
+                    known = now;
+                    if let Err(error) = kept {
+                        tracing::warn!(%error, "cannot look after the packet filter of private networks");
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        error = chain(&error),
+                        "cannot look after the packet filter of private networks"
+                    );
+                    known = network::uplinks();
+                }
+            }
+            tokio::time::sleep(FILTER_LOOK).await;
+        }
+    }
+
+    /// Answers questions for names of containers with a private network. Ends only by being dropped.
+    async fn serve_names(self: Arc<Self>) {
+        while let Some(pool) = self.host.network_pool {
+            if let Err(error) = network::resolver::serve(pool).await {
+                tracing::warn!(%error, "cannot answer questions for names of containers; trying again");
+            }
+            tokio::time::sleep(NAMES_PAUSE).await;
+        }
+    }
+
+    fn opened(host: Host) -> Result<Arc<Self>, RuntimeError> {
+        if let Some(missing) = host.cgroups.missing(&ALL_LIMITS) {
+            tracing::warn!(missing, "containers cannot be limited in everything");
+        }
+        for (limit, value) in server::inherited::limits_out_of_reach() {
+            tracing::warn!(
+                limit,
+                value,
+                "processes of containers have a lower limit than usual: this process has it and may not raise it"
+            );
+        }
+        let mut capabilities =
+            capabilities(&host.config.policy, host.network_pool, &host.cgroups, host.volumes.copy_on_write());
+        match host.volumes.owners_fixed() {
+            None => capabilities.features.push("user-namespace".to_owned()),
+            Some(why) => {
+                tracing::warn!(why, "no user namespaces: root of a container is root of this machine")
+            }
+        }
+        Ok(Arc::new(Self { host: Arc::new(host), capabilities }))
+    }
+}
+
+impl HostRuntime {
+    /// Unmounts the volumes that no running container uses, as is fit before this machine is left alone: for a program that
+    /// ends for good, and for one whose state directory is to be removed. They are mounted again when they are asked for.
+    ///
+    /// Directories that were told before are no longer valid. Blocks on the disk.
+    pub fn unmount_idle(&self) -> Result<(), RuntimeError> {
+        self.host.unmount_idle()
+    }
+
+    /// Kills everything in containers and unmounts all volumes, without a look at the state directory: for a program that has lost it.
+    ///
+    /// Blocks on the kernel. What cannot be killed is logged.
+    pub fn abandon(&self) {
+        self.host.abandon();
+    }
+}
+
+/// What a worker is like, to who does not attend it.
+#[derive(Debug, Clone)]
+pub struct Look {
+    /// What identifies this life of it.
+    pub marker: Marker,
+    /// Its disk.
+    pub disk: Disk,
+    /// What it can do. How copies are made is known only to who attends it.
+    pub capabilities: Capabilities,
+}
+
+#[async_trait]
+impl Runtime for HostRuntime {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    async fn marker(&self) -> Result<Marker, RuntimeError> {
+        Ok(Marker { id: self.host.marker, boot: self.host.boot.clone() })
+    }
+
+    async fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.store_mark()).await
+    }
+
+    async fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || {
+            host.hold.check()?;
+            host.set_store_mark(mark)
+        })
+        .await
+    }
+
+    async fn disk(&self) -> Result<Option<Disk>, RuntimeError> {
+        let path = &self.host.config.state_dir;
+        disk(path).map(Some)
+    }
+
+    async fn list(&self) -> Result<Holdings, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || Ok(Holdings { containers: host.list_containers()?, volumes: host.volumes.list()? }))
+            .await
+    }
+
+    async fn create_volume(&self, handle: VolumeHandle, source: VolumeSource) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            if let VolumeSource::CopyOnWrite { parent: below }
+            | VolumeSource::CopyOnWriteLinked { parent: below, .. }
+            | VolumeSource::Copy { original: below } = source
+            {
+                host.refresh(below)?;
+            }
+            host.volumes.create(handle, &source)
+        })
+        .await
+    }
+
+    async fn contents(&self, handle: VolumeHandle) -> Result<Contents, RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.directory(handle).map(Contents::Directory)
+        })
+        .await
+    }
+
+    async fn note_artifact(&self, handle: VolumeHandle, artifact: ArtifactId) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.volumes.note_artifact(handle, artifact)
+        })
+        .await
+    }
+
+    async fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.volumes.notes(handle)
+        })
+        .await
+    }
+
+    async fn make_directories(
+        &self,
+        handle: VolumeHandle,
+        directories: &[PathBuf],
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        let directories = directories.to_vec();
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            let root = host.directory(handle)?;
+            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let opened = rustix::fs::open(&root, flags, Mode::empty())
+                .map_err(|error| at("open", &root)(error.into()))?;
+            for directory in directories {
+                // A link in an input leads nowhere else.
+                mounts::directory_in(opened.as_fd(), &directory)
+                    .map_err(at("make", &root.join(&directory)))?;
+            }
+            Ok(())
+        })
+        .await
+    }
+
+    async fn take_directory(
+        &self,
+        from: VolumeHandle,
+        path: &Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(into.uuid()).await, Arc::clone(&self.host));
+        let path = path.to_owned();
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.directory(from)?;
+            host.volumes.take(from, &path, into)
+        })
+        .await
+    }
+
+    async fn destroy_volume(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.host.locks.lock(handle.uuid()).await, Arc::clone(&self.host));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.volumes.destroy(handle)?;
+            lock(&host.written).remove(&handle);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn create_container(
+        &self,
+        handle: ContainerHandle,
+        spec: ContainerSpec,
+    ) -> Result<(), RuntimeError> {
+        self.host.create_container(handle, spec).await
+    }
+
+    async fn destroy_container(&self, handle: ContainerHandle) -> Result<(), RuntimeError> {
+        Host::destroy_container(&self.host, handle).await
+    }
+
+    async fn start(
+        &self,
+        container: ContainerHandle,
+        process: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        Host::start(&self.host, container, process, spec).await
+    }
+
+    async fn process(&self, process: AttemptId) -> Result<ProcessState, RuntimeError> {
+        Host::process(&self.host, process).await
+    }
+
+    async fn team(&self, process: AttemptId) -> Result<String, RuntimeError> {
+        Host::team(&self.host, process).await
+    }
+
+    async fn wait(&self, process: AttemptId) -> Result<Ended, RuntimeError> {
+        Host::wait(&self.host, process).await
+    }
+
+    async fn usage(&self, process: AttemptId) -> Result<Usage, RuntimeError> {
+        let host = Arc::clone(&self.host);
+        blocking(move || host.usage(process)).await
+    }
+
+    async fn stop(&self, process: AttemptId, grace: Duration) -> Result<(), RuntimeError> {
+        Host::stop(&self.host, process, grace).await
+    }
+
+    async fn attach(&self, process: AttemptId, from: Offsets) -> Result<Attachment, RuntimeError> {
+        Host::attach(&self.host, process, from).await
+    }
+
+    async fn contact(&self, sent: Duration, stop_after: Duration) -> Result<(), RuntimeError> {
+        self.host.contact(sent, stop_after).await
+    }
+}

@@ -1,0 +1,260 @@
+//! An attachment to a process: its output and its end as they come, and input for it.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use domain::AttemptId;
+use futures::stream;
+use runtime::{Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, RuntimeError, Window};
+
+use super::{PAUSE, Process, ended};
+use crate::runtimes::host::filesystem::at;
+use crate::runtimes::host::supervisor_protocol::{Answer, Connection, MAX_STDIN, Phase, Progress, Request};
+use crate::runtimes::host::{Host, paths};
+use crate::runtimes::output_spool::{Found, Reader};
+use crate::util::blocking::blocking;
+
+impl Host {
+    pub(in crate::runtimes::host) async fn attach(
+        self: &Arc<Self>,
+        id: AttemptId,
+        from: Offsets,
+    ) -> Result<Attachment, RuntimeError> {
+        let process = self.find(id)?;
+        let opened = process.clone();
+        let spools = blocking(move || {
+            let open = |name| {
+                let path = opened.file(name);
+                Reader::open(&path).map(Arc::new).map_err(at("open", &path))
+            };
+            Ok([open(paths::STDOUT)?, open(paths::STDERR)?])
+        })
+        .await?;
+        for (spool, offset) in spools.iter().zip([from.stdout, from.stderr]) {
+            let head = spool.marks().map_err(|error| RuntimeError::io("read a spool", error))?.head;
+            if offset > head {
+                return Err(RuntimeError::OffsetOutOfRange { offset, limit: head });
+            }
+        }
+        let mut events = Events::new(Arc::clone(self), process.clone(), spools, from);
+        events.catch_up().await?;
+        let stdin_offset = events.seen.stdin_taken;
+        events.stdin_said = stdin_offset;
+        let events = stream::unfold(Some(events), |events| async move {
+            let mut events = events?;
+            match events.next().await {
+                Ok(Some(event)) => Some((Ok(event), Some(events))),
+                Ok(None) => None,
+                Err(error) => Some((Err(error), None)),
+            }
+        });
+        let input = Input { host: Arc::clone(self), process, connection: tokio::sync::Mutex::default() };
+        Ok(Attachment { stdin_offset, events: Box::pin(events), input: Arc::new(input) })
+    }
+}
+
+/// What is said to a reader.
+struct Events {
+    host: Arc<Host>,
+    process: Process,
+    spools: [Arc<Reader>; 2],
+    /// How far it has read.
+    at: [u64; 2],
+    /// What there is, as far as is known.
+    seen: Progress,
+    stdin_said: u64,
+    connection: Option<Connection>,
+    /// Which output is looked at first, so that neither waits for the other.
+    turn: usize,
+    ended: Option<Ended>,
+    said: Said,
+}
+
+#[derive(PartialEq, Eq)]
+enum Said {
+    Output,
+    Ended,
+    Done,
+}
+
+impl Events {
+    fn new(host: Arc<Host>, process: Process, spools: [Arc<Reader>; 2], from: Offsets) -> Self {
+        Self {
+            host,
+            process,
+            spools,
+            at: [from.stdout, from.stderr],
+            seen: Progress::default(),
+            stdin_said: 0,
+            connection: None,
+            turn: 0,
+            ended: None,
+            said: Said::Output,
+        }
+    }
+
+    async fn next(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        loop {
+            if self.said == Said::Done {
+                return Ok(None);
+            }
+            if self.seen.stdin_taken != self.stdin_said {
+                self.stdin_said = self.seen.stdin_taken;
+                return Ok(Some(ProcessEvent::StdinTaken(self.stdin_said)));
+            }
+            if let Some(event) = self.output().await? {
+                return Ok(Some(event));
+            }
+            match &self.ended {
+                Some(ended) if self.said == Said::Output => {
+                    self.said = Said::Ended;
+                    return Ok(Some(ProcessEvent::Ended(ended.clone())));
+                }
+                Some(_) => {
+                    self.said = Said::Done;
+                    let [stdout, stderr] = self.at;
+                    return Ok(Some(ProcessEvent::Done(Offsets { stdout, stderr })));
+                }
+                None => self.news().await?,
+            }
+        }
+    }
+
+    /// Some output that was not said yet.
+    async fn output(&mut self) -> Result<Option<ProcessEvent>, RuntimeError> {
+        for which in [self.turn, 1 - self.turn] {
+            let heads = [self.seen.stdout, self.seen.stderr];
+            let offset = self.at[which];
+            if offset >= heads[which] {
+                continue;
+            }
+            let spool = Arc::clone(&self.spools[which]);
+            let read = move || spool.read(offset).map_err(|error| RuntimeError::io("read a spool", error));
+            let found = blocking(read).await?;
+            self.turn = 1 - which;
+            let stream = [OutputStream::Stdout, OutputStream::Stderr][which];
+            match found {
+                Found::Data(data) => {
+                    self.at[which] += data.len() as u64;
+                    return Ok(Some(ProcessEvent::Output { stream, offset, data }));
+                }
+                Found::Gone(to) => {
+                    self.at[which] = to;
+                    return Ok(Some(ProcessEvent::Truncated { stream, from: offset, to }));
+                }
+                Found::Nothing => {
+                    return Err(RuntimeError::Other(
+                        "a spool holds less than its supervisor says".to_owned(),
+                    ));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Waits until something differs from what was seen.
+    async fn news(&mut self) -> Result<(), RuntimeError> {
+        let Some(connection) = &mut self.connection else { return self.catch_up().await };
+        match connection.progress(&Request::Watch(self.seen)).await {
+            Ok(seen) if seen.phase != Phase::Ended => self.seen = seen,
+            _ => self.connection = None,
+        }
+        Ok(())
+    }
+
+    /// Learns how far it is, from its supervisor while it has one.
+    async fn catch_up(&mut self) -> Result<(), RuntimeError> {
+        loop {
+            if let Some(ended) = ended(self.host.status_of(&self.process).await?) {
+                for (spool, head) in self.spools.iter().zip([&mut self.seen.stdout, &mut self.seen.stderr]) {
+                    *head = spool.marks().map_err(|error| RuntimeError::io("read a spool", error))?.head;
+                }
+                self.ended = Some(ended);
+                return Ok(());
+            }
+            if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
+                && let Ok(seen) = connection.progress(&Request::Look).await
+                && seen.phase != Phase::Ended
+            {
+                self.seen = seen;
+                self.connection = Some(connection);
+                return Ok(());
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+/// What is said to a process.
+struct Input {
+    host: Arc<Host>,
+    process: Process,
+    /// Taken out while it is used, so that what was dropped halfway is not used again.
+    connection: tokio::sync::Mutex<Option<Connection>>,
+}
+
+impl Input {
+    /// `None`: it has ended.
+    async fn tell(&self, request: &Request) -> Result<Option<Answer>, RuntimeError> {
+        let mut kept = self.connection.lock().await;
+        if let Some(mut connection) = kept.take()
+            && let Ok(answer) = connection.ask(request).await
+        {
+            *kept = Some(connection);
+            return Ok(Some(answer));
+        }
+        loop {
+            if let Ok(mut connection) = self.host.sockets.connect(&self.process.id.to_string()).await
+                && let Ok(answer) = connection.ask(request).await
+            {
+                *kept = Some(connection);
+                return Ok(Some(answer));
+            }
+            if ended(self.host.status_of(&self.process).await?).is_some() {
+                return Ok(None);
+            }
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+#[async_trait]
+impl ProcessInput for Input {
+    async fn stdin(&self, offset: u64, data: bytes::Bytes) -> Result<(), RuntimeError> {
+        let mut at = offset;
+        let mut rest = data;
+        loop {
+            let part = rest.split_to(rest.len().min(MAX_STDIN));
+            let length = part.len() as u64;
+            let answer = self.tell(&Request::Stdin { offset: at, data: part }).await?;
+            if let Some(Answer::StdinGap(limit)) = answer {
+                return Err(RuntimeError::OffsetOutOfRange { offset: at, limit });
+            }
+            at += length;
+            if rest.is_empty() || answer.is_none() {
+                return Ok(());
+            }
+        }
+    }
+
+    async fn close_stdin(&self) -> Result<(), RuntimeError> {
+        self.tell(&Request::CloseStdin).await.map(|_| ())
+    }
+
+    async fn signal(&self, number: u8) -> Result<(), RuntimeError> {
+        self.tell(&Request::Signal(number)).await.map(|_| ())
+    }
+
+    async fn acknowledge(&self, up_to: Offsets) -> Result<(), RuntimeError> {
+        let Offsets { stdout, stderr } = up_to;
+        self.tell(&Request::Acknowledge { stdout, stderr }).await.map(|_| ())
+    }
+
+    async fn resize(&self, _window: Window) -> Result<(), RuntimeError> {
+        Err(RuntimeError::Unsupported("processes on this worker have no terminal".to_owned()))
+    }
+
+    async fn detach(&self) -> Result<(), RuntimeError> {
+        self.tell(&Request::Detach).await.map(|_| ())
+    }
+}

@@ -1,0 +1,191 @@
+//! The start of a process: its intent is written, and a supervisor is started for it.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::{AttemptId, ContainerHandle};
+use runtime::{ProcessSpec, RuntimeError};
+use rustix::mount::MountAttrFlags;
+
+use super::{Process, RESERVE, Status};
+use crate::runtimes::host::filesystem::{self, at};
+use crate::runtimes::host::persisted::{Intent, Launch};
+use crate::runtimes::host::user_namespace::Range;
+use crate::runtimes::host::{Host, STOP_AFTER, mounts, paths, supervisor};
+use crate::runtimes::output_spool;
+use crate::util::blocking::blocking;
+use crate::util::clock::since_boot;
+use crate::util::keyed_locks::lock;
+
+impl Host {
+    pub(in crate::runtimes::host) async fn start(
+        self: &Arc<Self>,
+        container: ContainerHandle,
+        id: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        let (turn, host) = (self.locks.lock(container.uuid()).await, Arc::clone(self));
+        blocking(move || {
+            let _turn = turn;
+            host.hold.check()?;
+            host.start_process(container, id, spec)
+        })
+        .await
+    }
+
+    fn start_process(
+        &self,
+        handle: ContainerHandle,
+        id: AttemptId,
+        spec: ProcessSpec,
+    ) -> Result<(), RuntimeError> {
+        if lock(&self.processes).contains_key(&id) {
+            return Ok(());
+        }
+        let Some(container) = self.read_container(handle)? else {
+            return Err(RuntimeError::ContainerNotFound(handle));
+        };
+        for other in self.processes_of(handle)? {
+            if !matches!(self.status(&other)?, Status::Ended(_)) || other.is_alive()? {
+                let what = format!("a second process in container {handle} while {} runs", other.id);
+                return Err(RuntimeError::Unsupported(what));
+            }
+        }
+        let range = self.range(&container);
+        let mut written = Vec::new();
+        if range.is_some() {
+            for volume in container.written() {
+                // The supervisor mounts it in another way. Only one mount at a time may be written to.
+                if self.volumes.notes(volume)?.parent.is_some() {
+                    if self.refresh(volume)? {
+                        let what = format!("a second container that writes to volume {volume}");
+                        return Err(RuntimeError::Unsupported(what));
+                    }
+                    self.volumes.unmount(volume)?;
+                    written.push(volume);
+                }
+            }
+        } else {
+            for volume in container.volumes() {
+                // They may have been unmounted since, by a reboot.
+                self.directory(volume)?;
+            }
+        }
+        let process = Process::new(self, handle, id);
+        let launched = self.launch(&process, spec, range);
+        match &launched {
+            Ok(()) => {
+                lock(&self.processes).insert(id, handle);
+                lock(&self.written).extend(written.into_iter().map(|volume| (volume, id)));
+            }
+            // Who took over may have taken its files away, and made them anew.
+            Err(_) if !self.hold.is_ours()? => {}
+            Err(_) => self.forget(&process)?,
+        }
+        launched
+    }
+
+    fn launch(&self, process: &Process, spec: ProcessSpec, range: Option<Range>) -> Result<(), RuntimeError> {
+        let (alive, log) = self.intend(process, spec)?;
+        self.hold.check()?;
+        let name = process.id.to_string();
+        let socket = self.sockets.path(&name);
+        let listener = OwnedFd::from(self.sockets.listen(&name).map_err(at("listen at", &socket))?);
+
+        let (contact, stop_after) = lock(&self.contact).unwrap_or((since_boot(), STOP_AFTER));
+        let nanoseconds = |duration: Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let launch = Launch {
+            state_dir: self.config.state_dir.clone(),
+            container_dir: self.container(process.container),
+            process_dir: process.dir.clone(),
+            socket,
+            cgroup: process.cgroup(),
+            upper_in_memory: self.upper_in_memory,
+            hidden: self.hidden(),
+            host_paths: self.config.policy.host_paths().to_owned(),
+            range,
+            overlay_options: self
+                .volumes
+                .overlay_options()
+                .into_iter()
+                .flatten()
+                .map(|&o| o.to_owned())
+                .collect(),
+            network_pool: self.network_pool,
+            contact: nanoseconds(contact),
+            stop_after: nanoseconds(stop_after),
+            holder: self.hold.name().to_owned(),
+        };
+        self.spawn(&launch, &alive, &listener, log)
+            .map_err(|error| RuntimeError::io("start a supervisor", error))
+    }
+
+    /// Makes the directory of a process, and with it the intent to start it. Both are there in one moment, durably: of an intent that was cut
+    /// short nobody could say whether it was carried out. Answers what its supervisor holds: its lock, and where it says what it has to say.
+    fn intend(&self, process: &Process, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+        let (dir, unfinished) = (&process.dir, process.unfinished());
+        let made = self.fill(&unfinished, process.id, spec).and_then(|made| {
+            self.hold.check()?;
+            filesystem::rename_exclusively(&unfinished, dir).map_err(at("make", dir))?;
+            Ok(made)
+        });
+        if made.is_err()
+            && let Err(error) = filesystem::remove_tree(&unfinished)
+        {
+            // Whoever opens the state directory next removes it.
+            tracing::warn!(%error, path = %unfinished.display(), "cannot remove what is left of a start");
+        }
+        let made = made?;
+        filesystem::sync_directory(dir).map_err(at("sync", dir))?;
+        dir.parent().map_or(Ok(()), filesystem::sync_directory).map_err(at("sync what is above", dir))?;
+        Ok(made)
+    }
+
+    fn fill(&self, dir: &Path, id: AttemptId, spec: ProcessSpec) -> Result<(File, File), RuntimeError> {
+        fs::create_dir(dir).map_err(at("make", dir))?;
+        let path = dir.join(paths::ALIVE);
+        let alive =
+            File::create_new(&path).and_then(|file| file.lock().map(|()| file)).map_err(at("lock", &path))?;
+        for name in [paths::STDOUT, paths::STDERR] {
+            let path = dir.join(name);
+            output_spool::create(&path, self.config.spool_bytes).map_err(at("make", &path))?;
+        }
+        let path = dir.join(paths::RESERVE);
+        fs::write(&path, [b' '; RESERVE]).map_err(at("write", &path))?;
+        let path = dir.join(paths::LOG);
+        let log = File::create_new(&path).map_err(at("make", &path))?;
+        let intent = Intent::new(id, self.boot.clone(), spec);
+        let intent = serde_json::to_vec(&intent).map_err(|error| RuntimeError::Other(error.to_string()))?;
+        let path = dir.join(paths::INTENT);
+        filesystem::write_new(&path, &intent).map_err(at("write", &path))?;
+        Ok((alive, log))
+    }
+
+    fn spawn(&self, launch: &Launch, alive: &File, listener: &OwnedFd, log: File) -> io::Result<()> {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType};
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
+        // Init is a fork of the supervisor, so a command `/proc/self/exe` opens this program. By way of a mount that is read-only for good,
+        // neither its contents nor its mode, owner and attributes can be changed.
+        let program = mounts::clone_of(&self.config.supervisor, MountAttrFlags::MOUNT_ATTR_RDONLY)?;
+        // Open for the supervisor too, for its program may be a script.
+        rustix::io::fcntl_setfd(&program, rustix::io::FdFlags::empty())?;
+        let child = tokio::process::Command::new(format!("/proc/self/fd/{}", program.as_raw_fd()))
+            // Containers see the name of their init, and need not see where on the worker its program is.
+            .arg0("gantry-supervisor")
+            .arg(supervisor::ARGUMENT)
+            .env_clear()
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()?;
+        // Nobody waits for it: it outlives this process, and is reaped when it ends before.
+        drop(child);
+        supervisor::send(&ours, launch, alive, listener)
+    }
+}

@@ -1,0 +1,176 @@
+//! The state of the host runtime: what is open, mounted and running, and what the state directory has.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use domain::worker::StoreMark;
+use domain::{AttemptId, ContainerHandle, MarkerId, VolumeHandle};
+use runtime::{Disk, RuntimeError};
+
+use super::capabilities::private_network;
+use super::cgroups::Cgroups;
+use super::config::HostConfig;
+use super::filesystem::{self, at};
+use super::mounts;
+use super::network::Pool;
+use super::persisted::Container;
+use super::processes::Status;
+use super::state_lock::StateLock;
+use super::supervisor_protocol::Sockets;
+use super::user_namespace::Range;
+use super::volumes::Volumes;
+use crate::util::keyed_locks::{Locks, lock};
+
+/// What its operations share.
+#[derive(Debug)]
+pub(super) struct Host {
+    pub(super) config: HostConfig,
+    pub(super) hold: StateLock,
+    pub(super) boot: String,
+    pub(super) marker: MarkerId,
+    pub(super) volumes: Volumes,
+    pub(super) cgroups: Cgroups,
+    pub(super) sockets: Sockets,
+    /// Whether writes to the root of a container are kept in memory.
+    pub(super) upper_in_memory: bool,
+    /// The addresses of containers with a private network. `None`: there are no private networks here.
+    pub(super) network_pool: Option<Pool>,
+    pub(super) locks: Locks,
+    /// The container of each process.
+    pub(super) processes: Mutex<HashMap<AttemptId, ContainerHandle>>,
+    /// Volumes that a container writes to out of the machine's sight, with the process that does or did.
+    pub(super) written: Mutex<HashMap<VolumeHandle, AttemptId>>,
+    /// Held by who writes down the end of a process that lost its supervisor.
+    pub(super) settling: Mutex<()>,
+    /// The last contact, by `CLOCK_BOOTTIME`, and how long processes may go on from then.
+    pub(super) contact: Mutex<Option<(Duration, Duration)>>,
+}
+
+impl Host {
+    pub(super) fn open(config: HostConfig, hold: StateLock) -> Result<Self, RuntimeError> {
+        let boot = boot()?;
+        let marker = marker(&config.state_dir)?;
+        let mounted = mounts::mounted().map_err(|error| RuntimeError::io("list what is mounted", error))?;
+        let volumes = Volumes::open(&config.state_dir, &mounted)?;
+        let upper_in_memory = !volumes.overlays();
+        let sockets = Sockets::open(&config.runtime_dir).map_err(at("open", &config.runtime_dir))?;
+        let cgroups = Cgroups::find(&mounted);
+        cgroups.prepare(&mounted);
+        let host = Self {
+            hold,
+            boot,
+            marker,
+            volumes,
+            cgroups,
+            sockets,
+            upper_in_memory,
+            network_pool: private_network(&config.policy),
+            locks: Locks::new(),
+            processes: Mutex::default(),
+            written: Mutex::default(),
+            settling: Mutex::default(),
+            contact: Mutex::default(),
+            config,
+        };
+        host.adopt()?;
+        Ok(host)
+    }
+
+    /// The ids of the machine for the users of a container. `None`: they have the same ids on the machine, because the container is
+    /// privileged or the worker cannot map owners.
+    pub(super) fn range(&self, container: &Container) -> Option<Range> {
+        let confined = !container.privileged && self.volumes.owners_fixed().is_none();
+        confined.then(|| Range::of(container.handle))
+    }
+
+    /// Where the machine sees a volume.
+    pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        if self.refresh(handle)? {
+            self.volumes.directory_while_written(handle)
+        } else {
+            self.volumes.directory(handle)
+        }
+    }
+
+    /// Removes the gateway's mount of a volume that a container wrote to through another mount, because its view may be old. `true`: the
+    /// container still writes.
+    pub(super) fn refresh(&self, handle: VolumeHandle) -> Result<bool, RuntimeError> {
+        let mut written = lock(&self.written);
+        let Some(process) = written.get(&handle).copied() else { return Ok(false) };
+        let running = self.is_running(process)?;
+        self.volumes.unmount(handle)?;
+        if !running {
+            written.remove(&handle);
+        }
+        Ok(running)
+    }
+
+    pub(super) fn is_running(&self, process: AttemptId) -> Result<bool, RuntimeError> {
+        match self.find(process) {
+            Ok(process) => Ok(!matches!(self.status(&process)?, Status::Ended(_))),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Of which life of the artifact store the volumes are, as it stands beside the marker.
+    pub(super) fn store_mark(&self) -> Result<Option<StoreMark>, RuntimeError> {
+        let path = self.config.state_dir.join(STORE_MARK);
+        let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        Ok(found.and_then(|text| String::from_utf8(text).ok()?.parse().ok()))
+    }
+
+    pub(super) fn set_store_mark(&self, mark: StoreMark) -> Result<(), RuntimeError> {
+        let path = self.config.state_dir.join(STORE_MARK);
+        filesystem::write_durably(&path, format!("{mark}\n").as_bytes()).map_err(at("write", &path))
+    }
+
+    /// What is hidden from containers because it is ours, or because the operator says so.
+    pub(super) fn hidden(&self) -> Vec<PathBuf> {
+        let own = [&self.config.state_dir, &self.config.runtime_dir];
+        own.into_iter().chain(&self.config.masked).cloned().collect()
+    }
+}
+
+/// The life of the machine, or of the container that this process is in.
+pub(super) fn boot() -> Result<String, RuntimeError> {
+    let read = |path: &Path| fs::read_to_string(path).map_err(at("read", path));
+    let kernel = read(Path::new("/proc/sys/kernel/random/boot_id"))?;
+    let first = read(Path::new("/proc/1/stat"))?;
+    // The name in it may contain anything; the start time is the 20th field after it.
+    let started = first.rsplit_once(')').and_then(|(_, rest)| rest.split_whitespace().nth(19));
+    let started = started.ok_or_else(|| RuntimeError::Other("/proc/1/stat has no start time".to_owned()))?;
+    Ok(format!("{}/{started}", kernel.trim()))
+}
+
+/// The file system of a directory.
+pub(super) fn disk(path: &Path) -> Result<Disk, RuntimeError> {
+    let found = rustix::fs::statvfs(path).map_err(|error| at("measure", path)(error.into()))?;
+    Ok(Disk {
+        total_bytes: found.f_blocks.saturating_mul(found.f_frsize),
+        free_bytes: found.f_bavail.saturating_mul(found.f_frsize),
+    })
+}
+
+/// What stands beside the marker of the state directory.
+const STORE_MARK: &str = "store-mark";
+
+/// The marker of the state directory.
+pub(super) fn find_marker(state_dir: &Path) -> Result<Option<MarkerId>, RuntimeError> {
+    let path = state_dir.join("marker");
+    let found = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+    Ok(found.and_then(|text| String::from_utf8(text).ok()?.trim().parse().ok()))
+}
+
+/// The same, made when there is none.
+pub(super) fn marker(state_dir: &Path) -> Result<MarkerId, RuntimeError> {
+    if let Some(marker) = find_marker(state_dir)? {
+        return Ok(marker);
+    }
+    let path = state_dir.join("marker");
+    let marker = MarkerId::new();
+    filesystem::write_durably(&path, format!("{marker}\n").as_bytes()).map_err(at("write", &path))?;
+    Ok(marker)
+}

@@ -1,0 +1,150 @@
+//! The `/etc/hosts` of a container: the lines of its image, and what every container resolves.
+
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::net::Ipv4Addr;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::path::Path;
+
+use rustix::fs::{FileType, OFlags};
+
+use crate::runtimes::host::containers::is_of_content;
+use crate::runtimes::host::mounts;
+
+const HOSTS: &str = "/etc/hosts";
+
+/// Most bytes of an image's `/etc/hosts` that are kept.
+const MOST_HOSTS: u64 = 1 << 20;
+
+const LOCALHOST: &str = "localhost";
+
+/// What to write as the `/etc/hosts` of a container. `None`: the file of the image remains, because it has everything, is too long, or
+/// is a directory.
+///
+/// A link is read as the container would read it, and replaced: its target may be in a place that is empty when the container starts.
+pub(super) fn contents(root: BorrowedFd<'_>, hostname: &str) -> io::Result<Option<Vec<u8>>> {
+    let kind = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH | OFlags::NOFOLLOW) {
+        Ok(found) => Some(FileType::from_raw_mode(rustix::fs::fstat(found)?.st_mode)),
+        Err(error) if is_missing(&error) => None,
+        Err(error) => return Err(error),
+    };
+    if kind.is_some_and(FileType::is_dir) {
+        return Ok(None);
+    }
+    let Some(kept) = read(root)? else { return Ok(None) };
+    let missing = missing(&kept, hostname);
+    if missing.is_empty() && kind.is_some_and(FileType::is_file) {
+        return Ok(None);
+    }
+    let mut contents = kept;
+    if contents.last().is_some_and(|last| *last != b'\n') {
+        contents.push(b'\n');
+    }
+    contents.extend_from_slice(missing.as_bytes());
+    Ok(Some(contents))
+}
+
+/// The lines of the image. Empty if it has no such file. `None`: they are too long to be kept.
+fn read(root: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
+    let found = match mounts::open_in(root, Path::new(HOSTS), OFlags::PATH) {
+        Ok(found) => found,
+        Err(error) if is_missing(&error) => return Ok(Some(Vec::new())),
+        Err(error) => return Err(error),
+    };
+    let mut contents = Vec::new();
+    // To open a device or a pipe may do something.
+    if FileType::from_raw_mode(rustix::fs::fstat(found.as_fd())?.st_mode).is_file() {
+        let file = File::open(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
+        file.take(MOST_HOSTS + 1).read_to_end(&mut contents)?;
+    }
+    Ok((contents.len() as u64 <= MOST_HOSTS).then_some(contents))
+}
+
+fn is_missing(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || is_of_content(error)
+}
+
+/// The lines that `contents` lacks.
+fn missing(contents: &[u8], hostname: &str) -> String {
+    let named = |name: &str| -> Vec<&[u8]> {
+        let of_name = addresses(contents).filter(|(_, names)| names.contains(&name.as_bytes()));
+        of_name.map(|(address, _)| address).collect()
+    };
+    let is_ipv4 = |address: &[u8]| {
+        std::str::from_utf8(address).is_ok_and(|address| address.parse::<Ipv4Addr>().is_ok())
+    };
+    let mut lines = String::new();
+    if !named(LOCALHOST).into_iter().any(is_ipv4) {
+        lines.push_str("127.0.0.1\tlocalhost\n");
+    }
+    if named(LOCALHOST).is_empty() {
+        lines.push_str("::1\tlocalhost ip6-localhost ip6-loopback\n");
+    }
+    if named(hostname).is_empty() {
+        lines.push_str(&format!("127.0.1.1\t{hostname}\n"));
+    }
+    lines
+}
+
+/// Each address, with its names.
+fn addresses(contents: &[u8]) -> impl Iterator<Item = (&[u8], Vec<&[u8]>)> {
+    contents.split(|byte| *byte == b'\n').filter_map(|line| {
+        let text = line.split(|byte| *byte == b'#').next().unwrap_or_default();
+        let mut words = text.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
+        Some((words.next()?, words.collect()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::symlink;
+
+    use rustix::fs::Mode;
+
+    use super::*;
+
+    const ALL: &str = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\tname\n";
+
+    #[test]
+    fn lines_of_the_image_are_kept() {
+        assert_eq!(missing(b"", "name"), ALL);
+        assert_eq!(missing(b"# 127.0.0.1 localhost name\n", "name"), ALL);
+        assert_eq!(missing(b"127.0.0.1 localhost\n10.0.0.1 x name", "name"), "");
+        assert_eq!(missing(b"::1 localhost name\n\xff", "name"), "127.0.0.1\tlocalhost\n");
+        assert_eq!(missing(b"127.0.0.1 localhost\n", "name"), "127.0.1.1\tname\n");
+        assert_eq!(missing(b"10.1.1.1 localhost\n", "name"), "127.0.1.1\tname\n", "its own address");
+    }
+
+    #[test]
+    fn link_is_replaced_with_its_lines() -> io::Result<()> {
+        let directory = tempfile::tempdir()?;
+        let (root, etc) = (directory.path().join("root"), directory.path().join("root/etc"));
+        fs::create_dir_all(&etc)?;
+        fs::write(directory.path().join("secret"), "10.0.0.9 secret\n")?;
+        let opened = rustix::fs::open(&root, OFlags::PATH, Mode::empty())?;
+        let contents = || {
+            let contents = contents(opened.as_fd(), "name")?;
+            Ok::<_, io::Error>(contents.map(|contents| String::from_utf8_lossy(&contents).into_owned()))
+        };
+        assert_eq!(contents()?.as_deref(), Some(ALL), "no file");
+        for target in ["/nowhere", "hosts", "../../secret", "/etc"] {
+            symlink(target, etc.join("hosts"))?;
+            assert_eq!(contents()?.as_deref(), Some(ALL), "{target}");
+            fs::remove_file(etc.join("hosts"))?;
+        }
+        symlink("/etc/own", etc.join("hosts"))?;
+        let own = "127.0.0.1 localhost name other";
+        fs::write(etc.join("own"), own)?;
+        assert_eq!(contents()?, Some(format!("{own}\n")));
+        fs::remove_file(etc.join("hosts"))?;
+        fs::rename(etc.join("own"), etc.join("hosts"))?;
+        assert_eq!(contents()?, None, "it has everything");
+        fs::write(etc.join("hosts"), vec![b' '; 1 + (1 << 20)])?;
+        assert_eq!(contents()?, None, "it is too long");
+        fs::remove_file(etc.join("hosts"))?;
+        fs::create_dir(etc.join("hosts"))?;
+        assert_eq!(contents()?, None, "it is a directory");
+        Ok(())
+    }
+}

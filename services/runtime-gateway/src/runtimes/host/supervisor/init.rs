@@ -1,0 +1,354 @@
+//! The first process in a container.
+//!
+//! libcontainer calls it in place of the program, when the container is complete. It becomes the container's user, unless libcontainer
+//! has made it that, and
+//! starts the program as a child, so that the program is not process 1, whose signals the kernel withholds and whose orphans
+//! nobody reaps. It passes signals on, reaps, and when the program has ended it tells the supervisor how, and exits; the
+//! kernel then kills whatever is left in the container.
+//!
+//! It never execs, so it shares the supervisor's image; it is not dumpable, so nothing in the container may look into it. It
+//! dies with its supervisor.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+
+use libcontainer::oci_spec::runtime::Spec;
+use libcontainer::workload::{Executor, ExecutorError, ExecutorSetEnvsError, ExecutorValidationError};
+use rustix::event::{PollFd, PollFlags};
+use rustix::pipe::PipeFlags;
+use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::thread::LinkNameSpaceType;
+use seccompiler::BpfProgram;
+
+use crate::runtimes::host::filesystem;
+use crate::runtimes::host::user_namespace::Identity;
+
+/// What init tells its supervisor, in five bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Report {
+    /// The program runs.
+    Started,
+    /// It could not be started: what failed, and the error.
+    Failed(Step, i32),
+    Code(u8),
+    Signal(u8),
+}
+
+/// What can fail between the container and the program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// Becoming a user of the container.
+    User,
+    Fork,
+    Directory,
+    Seccomp,
+    /// No such program.
+    Find,
+    Exec,
+}
+
+/// Bytes of a report.
+pub(super) const REPORT: usize = 5;
+
+impl Report {
+    fn encode(self) -> [u8; REPORT] {
+        let (kind, value) = match self {
+            Self::Started => (0, 0),
+            Self::Code(code) => (1, i32::from(code)),
+            Self::Signal(signal) => (2, i32::from(signal)),
+            Self::Failed(step, errno) => (10 + step as u8, errno),
+        };
+        let [a, b, c, d] = value.to_le_bytes();
+        [kind, a, b, c, d]
+    }
+
+    pub(super) fn decode([kind, a, b, c, d]: [u8; REPORT]) -> Option<Self> {
+        let value = i32::from_le_bytes([a, b, c, d]);
+        let byte = u8::try_from(value).unwrap_or(u8::MAX);
+        let step = |step| Some(Self::Failed(step, value));
+        match kind {
+            0 => Some(Self::Started),
+            1 => Some(Self::Code(byte)),
+            2 => Some(Self::Signal(byte)),
+            10 => step(Step::User),
+            11 => step(Step::Fork),
+            12 => step(Step::Directory),
+            13 => step(Step::Seccomp),
+            14 => step(Step::Find),
+            15 => step(Step::Exec),
+            _ => None,
+        }
+    }
+}
+
+/// The program, with everything ready to be handed to the kernel.
+#[derive(Clone)]
+pub(super) struct Init {
+    /// Paths to try, in this order.
+    pub(super) candidates: Vec<CString>,
+    pub(super) arguments: Vec<CString>,
+    pub(super) environment: Vec<CString>,
+    pub(super) directory: CString,
+    pub(super) filters: Vec<BpfProgram>,
+    /// The user namespace to enter, and the identity to take there. `None`: libcontainer has set the identity.
+    pub(super) users: Option<(RawFd, Identity)>,
+    /// Its end of the connection to the supervisor.
+    pub(super) supervisor: RawFd,
+    /// The supervisor's descriptors that must not live on in a container.
+    pub(super) close: Vec<RawFd>,
+}
+
+impl Executor for Init {
+    fn exec(&self, _: &Spec) -> Result<(), ExecutorError> {
+        match self.run() {
+            Ok(never) => match never {},
+            Err(error) => Err(ExecutorError::Other(error.to_string())),
+        }
+    }
+
+    /// The environment of the program is set when it is started; this one is never seen by anybody.
+    fn setup_envs(&self, _: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
+        Ok(())
+    }
+
+    /// Comes last before the wait for the start, after the last change of credentials, which would take the first line back.
+    fn validate(&self, _: &Spec) -> Result<(), ExecutorValidationError> {
+        self.close_and_tie().map_err(|error| ExecutorValidationError::ArgValidationError(error.to_string()))
+    }
+}
+
+impl Init {
+    fn close_and_tie(&self) -> io::Result<()> {
+        for descriptor in &self.close {
+            // SAFETY: this process never uses these again; it is a copy of the supervisor, which has its own.
+            unsafe { rustix::io::close(*descriptor) };
+        }
+        self.tie_to_supervisor()
+    }
+
+    /// Has the kernel kill this process when its supervisor dies. Every change of credentials takes that back.
+    fn tie_to_supervisor(&self) -> io::Result<()> {
+        rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
+        // It may have died before the first line: then its end of the connection is closed.
+        // SAFETY: the descriptor was inherited from the supervisor, and stays open as long as this process lives.
+        let supervisor = unsafe { BorrowedFd::borrow_raw(self.supervisor) };
+        let mut poll = [PollFd::from_borrowed_fd(supervisor, PollFlags::IN)];
+        rustix::event::poll(&mut poll, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }))?;
+        if poll[0].revents().contains(PollFlags::HUP) {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        Ok(())
+    }
+
+    /// Enters the user namespace of the container.
+    fn become_user(&self, namespace: RawFd, identity: &Identity) -> io::Result<()> {
+        // SAFETY: the descriptor was inherited from the supervisor, and is open until all but one are closed.
+        let namespace = unsafe { BorrowedFd::borrow_raw(namespace) };
+        rustix::thread::move_into_link_name_space(namespace, Some(LinkNameSpaceType::User))?;
+        identity.assume()?;
+        self.tie_to_supervisor()
+    }
+
+    fn run(&self) -> io::Result<Infallible> {
+        // SAFETY: nothing else in this process owns it.
+        let supervisor = unsafe { OwnedFd::from_raw_fd(self.supervisor) };
+        let report = |report: Report| rustix::io::write(&supervisor, &report.encode());
+        if let Some((namespace, identity)) = &self.users
+            && let Err(error) = self.become_user(*namespace, identity)
+        {
+            report(Report::Failed(Step::User, error.raw_os_error().unwrap_or(libc::EIO)))?;
+            exit();
+        }
+        // Nothing in this process uses the rest again.
+        filesystem::close_all_but(self.supervisor)?;
+        let signals = block_signals()?;
+        let (failure, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        // SAFETY: this process has one thread.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let (step, error) = self.become_program();
+            let report = Report::Failed(step, error.raw_os_error().unwrap_or(libc::EIO)).encode();
+            let told = rustix::io::write(&failed, &report).is_ok();
+            // SAFETY: ends this process without running anything of the supervisor's that it is a copy of.
+            unsafe { libc::_exit(if told { 127 } else { 126 }) };
+        }
+        let Some(child) = Pid::from_raw(child) else {
+            report(Report::Failed(Step::Fork, io::Error::last_os_error().raw_os_error().unwrap_or(0)))?;
+            exit();
+        };
+        drop(failed);
+        // Of what the program uses, init keeps nothing open: the end of its output is the end of the program's.
+        let null = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
+        for standard in 0..3 {
+            // SAFETY: both are open descriptors of this process.
+            if unsafe { libc::dup2(null.as_raw_fd(), standard) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        let mut bytes = [0; REPORT];
+        if rustix::io::read(&failure, &mut bytes)? == REPORT {
+            rustix::io::write(&supervisor, &bytes)?;
+            exit();
+        }
+        report(Report::Started)?;
+        loop {
+            let mut poll = [PollFd::new(&signals, PollFlags::IN), PollFd::new(&supervisor, PollFlags::IN)];
+            match rustix::event::poll(&mut poll, None) {
+                Err(rustix::io::Errno::INTR) => continue,
+                result => result?,
+            };
+            if !poll[1].revents().is_empty() {
+                let mut signal = [0];
+                if rustix::io::read(&supervisor, &mut signal)? == 0 {
+                    exit();
+                }
+                send(child, i32::from(signal[0]));
+            }
+            if !poll[0].revents().is_empty() {
+                // SAFETY: all zeroes is a value of this plain record.
+                let mut info: libc::signalfd_siginfo = unsafe { std::mem::zeroed() };
+                let size = size_of_val(&info);
+                // SAFETY: the kernel writes at most `size` bytes into it.
+                let read = unsafe { libc::read(signals.as_raw_fd(), (&raw mut info).cast(), size) };
+                let signal = i32::try_from(info.ssi_signo).unwrap_or(0);
+                if read == isize::try_from(size).unwrap_or(0) && signal != libc::SIGCHLD {
+                    send(child, signal);
+                }
+                if let Some(end) = reap(child)? {
+                    report(end)?;
+                    exit();
+                }
+            }
+        }
+    }
+
+    /// Returns only when it failed.
+    fn become_program(&self) -> (Step, io::Error) {
+        reset_signals();
+        // SAFETY: a C string.
+        if unsafe { libc::chdir(self.directory.as_ptr()) } < 0 {
+            return (Step::Directory, io::Error::last_os_error());
+        }
+        let pointers = |strings: &[CString]| {
+            let mut pointers: Vec<_> = strings.iter().map(|string| string.as_ptr()).collect();
+            pointers.push(std::ptr::null());
+            pointers
+        };
+        let (arguments, environment) = (pointers(&self.arguments), pointers(&self.environment));
+        for filter in &self.filters {
+            if let Err(error) = seccompiler::apply_filter(filter) {
+                return (Step::Seccomp, io::Error::other(error));
+            }
+        }
+        let mut failure = (Step::Find, io::Error::from_raw_os_error(libc::ENOENT));
+        for candidate in &self.candidates {
+            // SAFETY: C strings, and arrays of them that end with a null pointer.
+            unsafe { libc::execve(candidate.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
+            let error = io::Error::last_os_error();
+            // SAFETY: a C string.
+            let exists = unsafe { libc::access(candidate.as_ptr(), libc::F_OK) } == 0;
+            match error.raw_os_error() {
+                Some(libc::ENOENT | libc::ENOTDIR) if !exists => {}
+                // As the shells do: a directory of PATH that may not be searched does not hide the ones after it.
+                Some(libc::EACCES) => failure = (Step::Exec, error),
+                _ => return (Step::Exec, error),
+            }
+        }
+        failure
+    }
+}
+
+/// Keeps every signal for the descriptor that it returns.
+fn block_signals() -> io::Result<OwnedFd> {
+    // SAFETY: the set is filled before it is used, and the descriptor is new.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&raw mut all);
+        if libc::sigprocmask(libc::SIG_SETMASK, &raw const all, std::ptr::null_mut()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        match libc::signalfd(-1, &raw const all, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK) {
+            -1 => Err(io::Error::last_os_error()),
+            descriptor => Ok(OwnedFd::from_raw_fd(descriptor)),
+        }
+    }
+}
+
+/// Gives the program the signals as a login would, and a session of its own.
+fn reset_signals() {
+    // SAFETY: sets dispositions and the mask of this process, which has one thread. What cannot be set stays as it is.
+    unsafe {
+        for signal in 1..=64 {
+            libc::signal(signal, libc::SIG_DFL);
+        }
+        let mut none = std::mem::zeroed();
+        libc::sigemptyset(&raw mut none);
+        libc::sigprocmask(libc::SIG_SETMASK, &raw const none, std::ptr::null_mut());
+        libc::setsid();
+    }
+}
+
+/// Sends a signal to the program; one that has just ended needs none.
+fn send(child: Pid, signal: i32) {
+    // SAFETY: has no effect on memory.
+    unsafe { libc::kill(child.as_raw_nonzero().get(), signal) };
+}
+
+/// Reaps whatever has ended, and says how the program did if it was among it.
+fn reap(child: Pid) -> io::Result<Option<Report>> {
+    let mut end = None;
+    loop {
+        match rustix::process::wait(WaitOptions::NOHANG) {
+            Ok(Some((pid, status))) if pid == child => {
+                let byte = |value: i32| u8::try_from(value).unwrap_or(u8::MAX);
+                end = match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => Some(Report::Code(byte(code))),
+                    (_, Some(signal)) => Some(Report::Signal(byte(signal))),
+                    _ => end,
+                };
+            }
+            Ok(Some(_)) | Err(rustix::io::Errno::INTR) => {}
+            Ok(None) | Err(rustix::io::Errno::CHILD) => return Ok(end),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+fn exit() -> ! {
+    // SAFETY: ends this process without running anything of the supervisor's that it is a copy of.
+    unsafe { libc::_exit(0) }
+}
+
+/// The connection between a supervisor and its init, the supervisor's end first.
+pub(super) fn connection() -> io::Result<(OwnedFd, OwnedFd)> {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+    let kind = SocketType::SEQPACKET;
+    Ok(rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None)?)
+}
+
+/// Tells init to send the program a signal. One that has ended needs none.
+pub(super) fn signal(init: BorrowedFd<'_>, number: u8) -> io::Result<()> {
+    match rustix::io::write(init.as_fd(), &[number]) {
+        Ok(_) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reports_come_back_as_they_were() {
+        let steps = [Step::User, Step::Fork, Step::Directory, Step::Seccomp, Step::Find, Step::Exec];
+        let failed = steps.map(|step| Report::Failed(step, 13));
+        let others = [Report::Started, Report::Code(3), Report::Signal(15)];
+        for report in failed.into_iter().chain(others) {
+            assert_eq!(Report::decode(report.encode()), Some(report));
+        }
+        assert_eq!(Report::decode([99, 0, 0, 0, 0]), None);
+    }
+}

@@ -1,0 +1,460 @@
+//! The supervisor: a small process beside each process in a container.
+//!
+//! It makes the container through libcontainer, which must not be called from a process with several threads; keeps the
+//! output; serves gateways that come and go; and writes down how the process ended. It outlives the gateway that started it.
+//!
+//! Rules it keeps:
+//!
+//! - The last step before the start is an exclusive rename of the intent. Whoever renames it first, this process or a gateway
+//!   that revokes it, has decided; without it nothing is started. Right before it, who holds the state directory is looked at: see
+//!   [`super::state_lock`].
+//! - The exit record is written when every process of the container is dead and all their output is in the spools.
+//! - Whatever ends this process ends the container too, and its mounts: they are in a namespace of its own.
+
+mod event_loop;
+mod hosts;
+mod init;
+mod oci_spec;
+mod program;
+mod rootfs;
+mod seccomp;
+
+use std::ffi::{CString, OsString};
+use std::fs::{self, File};
+use std::io::{self, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use domain::chain;
+use domain::workload::FailureReason;
+use libcontainer::container::builder::ContainerBuilder;
+use libcontainer::syscall::syscall::SyscallType;
+use rustix::fs::{Mode, OFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags};
+use rustix::process::{Pid, Signal};
+
+use super::cgroups::Cgroups;
+use super::persisted::{Container, Intent, Launch, Text};
+use super::user_namespace::Identity;
+use super::users::User;
+use super::{filesystem, mounts, paths, state_lock};
+use crate::runtimes::exit_record::End;
+use crate::runtimes::output_spool;
+use init::Init;
+use program::Lookup;
+
+/// The argument that makes any of our programs a supervisor.
+pub(super) const ARGUMENT: &str = "__supervise";
+
+/// The PATH of a process that was given none.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// Whether a full disk is what caused an error.
+fn is_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    use io::ErrorKind::{QuotaExceeded, StorageFull};
+    is_caused_by(error, |cause| matches!(cause.kind(), StorageFull | QuotaExceeded))
+}
+
+/// Whether the machine has as many open files as it may have. The workload waits for room then.
+fn is_out_of_files(error: &(dyn std::error::Error + 'static)) -> bool {
+    is_caused_by(error, |cause| matches!(cause.raw_os_error(), Some(libc::ENFILE | libc::EMFILE)))
+}
+
+fn is_caused_by(error: &(dyn std::error::Error + 'static), is_cause: impl Fn(&io::Error) -> bool) -> bool {
+    let mut causes = std::iter::successors(Some(error), |error| error.source());
+    causes.any(|cause| cause.downcast_ref().is_some_and(&is_cause))
+}
+
+/// Why a process could not be started.
+#[derive(Debug, thiserror::Error)]
+#[error("could not {doing}: {cause}")]
+struct Failed {
+    reason: FailureReason,
+    doing: String,
+    cause: String,
+}
+
+impl Failed {
+    fn while_doing<E: std::error::Error + 'static>(doing: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let doing = doing.into();
+        move |error| {
+            let reason = match () {
+                () if is_full(&error) => FailureReason::DiskFull,
+                () if is_out_of_files(&error) => FailureReason::WorkerFull,
+                () => FailureReason::StartFailed,
+            };
+            Self { reason, doing, cause: chain(&error) }
+        }
+    }
+
+    fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
+        let doing = doing.to_owned();
+        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: chain(&error) }
+    }
+}
+
+/// The `main` of a supervisor. Must be called before any other thread exists.
+///
+/// What it needs to know comes over the socket that is its standard input.
+pub(super) fn supervise() -> ExitCode {
+    match supervise_one() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("supervisor: {}", chain(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn supervise_one() -> io::Result<()> {
+    let (launch, alive, listener) = receive()?;
+    detach(&alive)?;
+    match start(&launch, &alive, &listener) {
+        Ok(Some(running)) => running.run(listener),
+        // Revoked: the intent under its new name is the record of that.
+        Ok(None) => Ok(()),
+        Err(failed) => {
+            eprintln!("supervisor: {failed}");
+            write_end(&launch.process_dir, &End::not_started(failed.reason, failed.to_string()))
+        }
+    }
+}
+
+/// What a gateway hands over: the launch, a lock that tells that this process lives, and the control socket.
+fn receive() -> io::Result<(Launch, OwnedFd, OwnedFd)> {
+    let mut message = vec![0; 1 << 16];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC;
+    let length = rustix::net::recvmsg(
+        rustix::stdio::stdin(),
+        &mut [IoSliceMut::new(&mut message)],
+        &mut control,
+        flags,
+    )?
+    .bytes;
+    let mut descriptors = control.drain().flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(rights) => rights.collect::<Vec<_>>(),
+        _ => Vec::new(),
+    });
+    let (Some(alive), Some(listener)) = (descriptors.next(), descriptors.next()) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "a gateway starts this, nobody else"));
+    };
+    Ok((serde_json::from_slice(&message[..length])?, alive, listener))
+}
+
+/// The message with which a gateway starts a supervisor; see [`receive`].
+pub(super) fn send(to: &OwnedFd, launch: &Launch, alive: &File, listener: &OwnedFd) -> io::Result<()> {
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+    use std::os::fd::AsFd;
+    let message = serde_json::to_vec(launch)?;
+    let descriptors = [alive.as_fd(), listener.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(&descriptors)) {
+        return Err(io::ErrorKind::OutOfMemory.into());
+    }
+    let slices = [io::IoSlice::new(&message)];
+    let sent = rustix::net::sendmsg(to, &slices, &mut control, SendFlags::NOSIGNAL)?;
+    if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+}
+
+/// Lets go of the gateway: session, directory, groups, standard streams; says who it is in the file that it holds locked.
+fn detach(alive: &OwnedFd) -> io::Result<()> {
+    let pid = rustix::process::getpid().as_raw_nonzero().to_string();
+    File::from(alive.try_clone()?).write_all_at(pid.as_bytes(), 0)?;
+    rustix::process::setsid()?;
+    for signal in
+        [Signal::TERM, Signal::INT, Signal::HUP, Signal::QUIT, Signal::PIPE, Signal::USR1, Signal::USR2]
+    {
+        // SAFETY: ignoring a signal runs no code of ours.
+        unsafe { libc::signal(signal.as_raw(), libc::SIG_IGN) };
+    }
+    rustix::process::chdir("/")?;
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    // The limits of the gateway are its own. A hard limit that cannot be raised holds for the container, too.
+    server::inherited::set_limits();
+    // libcontainer leaves the groups as they are when a container has none of its own.
+    // SAFETY: an empty list.
+    if unsafe { libc::setgroups(0, std::ptr::null()) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let null = rustix::fs::open("/dev/null", rustix::fs::OFlags::RDWR, rustix::fs::Mode::empty())?;
+    rustix::stdio::dup2_stdin(&null)?;
+    rustix::stdio::dup2_stdout(&null)?;
+    Ok(())
+}
+
+/// Makes the container and starts the process in it. `None`: the intent was revoked, and nothing was started.
+fn start(
+    launch: &Launch,
+    alive: &OwnedFd,
+    listener: &OwnedFd,
+) -> Result<Option<event_loop::Running>, Failed> {
+    let held = || {
+        state_lock::is_held_as(&launch.state_dir, &launch.holder)
+            .map_err(Failed::while_doing("see who holds the state directory"))
+    };
+    // What is made below has names that a start by who took over has, too. Whoever takes over ends the supervisors that have said who they
+    // are; this one has, before it looks.
+    if !held()? {
+        return Ok(None);
+    }
+    let read = |path: PathBuf| {
+        let contents = fs::read(&path).map_err(Failed::while_doing(format!("read {}", path.display())));
+        contents.map(|contents| (path, contents))
+    };
+    let (path, contents) = read(launch.container_dir.join(paths::CONTAINER))?;
+    let container: Container = serde_json::from_slice(&contents)
+        .map_err(Failed::while_doing(format!("understand {}", path.display())))?;
+    let intent_path = launch.process_dir.join(paths::INTENT);
+    if !filesystem::exists(&intent_path).map_err(Failed::while_doing("look for the intent"))? {
+        return Ok(None);
+    }
+    let (_, contents) = read(intent_path.clone())?;
+    let intent: Intent =
+        serde_json::from_slice(&contents).map_err(Failed::while_doing("understand the intent"))?;
+    let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
+    let cgroups = Cgroups::find(&mounted);
+
+    let places = rootfs::make(launch, &container)?;
+    let seen = cgroups.visible(&launch.cgroup).map_err(Failed::while_doing("make cgroups"))?;
+    if !container.privileged {
+        cgroups
+            .restrict_devices(&launch.cgroup)
+            .map_err(Failed::without_cgroup("install the device policy"))?;
+    }
+    let worker = oci_spec::Worker {
+        root: &places.root,
+        cgroup: &launch.cgroup,
+        capabilities: held_capabilities().map_err(Failed::while_doing("read its capabilities"))?,
+        limits_swap: cgroups.limits_swap(),
+        limits_sockets: cgroups.limits_sockets(),
+        range: launch.range,
+        cgroups: &seen,
+    };
+    let configuration = oci_spec::configuration(&container, &worker).to_string();
+    fs::write(places.bundle.join("config.json"), configuration)
+        .map_err(Failed::while_doing("write the configuration"))?;
+
+    let streams =
+        Streams::open(launch, &container.user, &intent).map_err(Failed::while_doing("open the streams"))?;
+    let (connection, init_end) =
+        init::connection().map_err(Failed::while_doing("make a connection to init"))?;
+    let mut program = program(&container, &intent)?;
+    require_parts(&places.root, &container, &program)?;
+    program.supervisor = init_end.as_raw_fd();
+    program.users = places.users.as_ref().map(|users| {
+        let User { uid, gid, groups, .. } = container.user.clone();
+        (users.as_raw_fd(), Identity { uid, gid, groups, capabilities: oci_spec::default_capabilities() })
+    });
+    program.close =
+        streams.own.iter().chain([&connection, alive, listener]).map(AsRawFd::as_raw_fd).collect();
+
+    let made = ContainerBuilder::new(launch.cgroup.clone(), SyscallType::default())
+        .with_executor(program)
+        .with_root_path(&places.state)
+        .map(|builder| {
+            builder.with_stdin(streams.stdin).with_stdout(streams.stdout).with_stderr(streams.stderr)
+        })
+        .and_then(|builder| builder.as_init(&places.bundle).with_systemd(false).with_detach(true).build());
+    let mut made = match made {
+        Ok(made) => made,
+        Err(error) => {
+            // It cleans up after itself as far as it gets.
+            if let Err(error) = cgroups.remove(&launch.cgroup) {
+                eprintln!("supervisor: could not remove the cgroups: {error}");
+            }
+            let reason = if cgroups.missing(&container.limits()).is_some() {
+                FailureReason::CgroupUnavailable
+            } else {
+                FailureReason::StartFailed
+            };
+            return Err(Failed { reason, doing: "make the container".to_owned(), cause: chain(&error) });
+        }
+    };
+    drop(init_end);
+    let init = made.pid().and_then(|pid| Pid::from_raw(pid.as_raw()));
+    let Some(init) = init else {
+        return Err(Failed {
+            reason: FailureReason::StartFailed,
+            doing: "make the container".to_owned(),
+            cause: "it has no first process".to_owned(),
+        });
+    };
+    protect();
+    let restricted = container.privileged
+        || cgroups
+            .are_devices_restricted(&launch.cgroup)
+            .map_err(Failed::without_cgroup("read the device policy"))?;
+
+    let mut running = event_loop::Running::new(launch, &intent, init, connection, streams.own, cgroups)
+        .map_err(Failed::while_doing("watch the container"))?;
+    let started = launch.process_dir.join(paths::STARTED);
+    if !restricted {
+        if let Err(error) = running.destroy() {
+            eprintln!("supervisor: could not destroy the container: {error}");
+        }
+        return Err(Failed {
+            reason: FailureReason::CgroupUnavailable,
+            doing: "install the device policy".to_owned(),
+            cause: "the group still allows block devices".to_owned(),
+        });
+    }
+    let taken = match held()?.then(|| filesystem::rename_exclusively(&intent_path, &started)) {
+        // Another gateway has taken over: what this one was told is not to be done any more.
+        None => Ok(false),
+        Some(Ok(())) => made.start().map_err(Failed::while_doing("start the container")).map(|()| true),
+        Some(Err(error)) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Some(Err(error)) => Err(Failed::while_doing("take the intent")(error)),
+    };
+    match taken {
+        Ok(true) => Ok(Some(running)),
+        not_started => {
+            if let Err(error) = running.destroy() {
+                eprintln!("supervisor: could not destroy the container: {error}");
+            }
+            not_started.map(|_| None)
+        }
+    }
+}
+
+/// The ends of the streams.
+struct Streams {
+    stdin: OwnedFd,
+    stdout: OwnedFd,
+    stderr: OwnedFd,
+    /// Ours: standard output, standard error, and standard input unless it is empty.
+    own: Vec<OwnedFd>,
+}
+
+impl Streams {
+    fn open(launch: &Launch, user: &User, intent: &Intent) -> io::Result<Self> {
+        use rustix::fs::{Gid, Mode, OFlags, Uid};
+        use rustix::pipe::PipeFlags;
+        // So that a program may open its end again, as /dev/stdin or /dev/stdout.
+        let (uid, gid) = (Uid::from_raw(launch.id(user.uid)?), Gid::from_raw(launch.id(user.gid)?));
+        let output = || {
+            let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+            rustix::fs::fchown(&write, Some(uid), Some(gid))?;
+            // Only ours: a program need not expect that writing fails.
+            rustix::fs::fcntl_setfl(&read, OFlags::NONBLOCK)?;
+            // A larger pipe is faster; the system may refuse it.
+            let size = usize::try_from(output_spool::PIPE).unwrap_or(65536);
+            if let Err(error) = rustix::pipe::fcntl_setpipe_size(&read, size) {
+                eprintln!("supervisor: {}: pipes of the usual size: {error}", launch.cgroup);
+            }
+            Ok::<_, io::Error>((read, write))
+        };
+        let ((own_stdout, stdout), (own_stderr, stderr)) = (output()?, output()?);
+        let mut own = vec![own_stdout, own_stderr];
+        let stdin = if intent.stdin {
+            let (read, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+            rustix::fs::fchown(&read, Some(uid), Some(gid))?;
+            rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
+            own.push(write);
+            read
+        } else {
+            rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?
+        };
+        Ok(Self { stdin, stdout, stderr, own })
+    }
+}
+
+/// The program as init is to start it.
+fn program(container: &Container, intent: &Intent) -> Result<Init, Failed> {
+    let string = |text: &[u8]| CString::new(text).map_err(Failed::while_doing("pass text with a NUL"));
+    let arguments: Vec<_> =
+        intent.command.iter().map(|text| string(text.as_bytes())).collect::<Result<_, _>>()?;
+    let Some(name) = intent.command.first().map(Text::as_bytes) else {
+        return Err(Failed {
+            reason: FailureReason::StartFailed,
+            doing: "start the program".to_owned(),
+            cause: "no command was given".to_owned(),
+        });
+    };
+    let mut environment = intent.environment.clone();
+    for (missing, value) in [("PATH", PATH), ("HOME", container.user.home.as_str())] {
+        if !environment.iter().any(|(name, _)| name.as_bytes() == missing.as_bytes()) {
+            environment.push((Text::Utf8(missing.to_owned()), Text::Utf8(value.to_owned())));
+        }
+    }
+    let path = environment.iter().find(|(name, _)| name.as_bytes() == b"PATH");
+    let path = path.map_or(b"".as_slice(), |(_, value)| value.as_bytes());
+    let candidates = if name.contains(&b'/') {
+        vec![string(name)?]
+    } else {
+        // An empty part of PATH is the working directory.
+        let part = |part: &[u8]| [if part.is_empty() { b"." } else { part }, name].join(&b'/');
+        path.split(|byte| *byte == b':').map(|at| string(&part(at))).collect::<Result<_, _>>()?
+    };
+    let variables = environment.iter().map(|(name, value)| [name.as_bytes(), value.as_bytes()].join(&b'='));
+    let filters = if container.privileged {
+        Vec::new()
+    } else {
+        seccomp::filters().map_err(Failed::while_doing("compile the filters of system calls"))?
+    };
+    Ok(Init {
+        candidates,
+        arguments,
+        environment: variables.map(|variable| string(&variable)).collect::<Result<_, _>>()?,
+        directory: string(container.directory.as_path().as_os_str().as_bytes())?,
+        filters,
+        users: None,
+        supervisor: -1,
+        close: Vec::new(),
+    })
+}
+
+/// Refuses a program whose interpreter or loader is missing: the kernel would not say what is.
+fn require_parts(root: &Path, container: &Container, program: &Init) -> Result<(), Failed> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = rustix::fs::open(root, flags, Mode::empty())
+        .map_err(|error| Failed::while_doing("open the root")(io::Error::from(error)))?;
+    let (directory, as_root) = (container.directory.as_path(), container.user.uid == 0);
+    let lookup = Lookup { root: root.as_fd(), directory, as_root };
+    match lookup.missing_part(&program.candidates) {
+        None => Ok(()),
+        Some(cause) => Err(Failed {
+            reason: FailureReason::ProgramNotExecutable,
+            doing: "execute the program".to_owned(),
+            cause,
+        }),
+    }
+}
+
+/// The capabilities that this process may use, one bit each.
+fn held_capabilities() -> io::Result<u64> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("CapPrm:"));
+    line.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "/proc/self/status has no capabilities"))
+}
+
+/// Asks the kernel to kill anything else first when memory runs out. After the container was made: it would inherit this.
+fn protect() {
+    if let Err(error) = fs::write("/proc/self/oom_score_adj", "-900") {
+        // Only some are allowed to, and the others are no worse off than any process.
+        eprintln!("supervisor: not protected when memory runs out: {error}");
+    }
+}
+
+/// Writes the exit record, into space that was set aside when the process was started.
+pub(super) fn write_end(process_dir: &Path, end: &End) -> io::Result<()> {
+    let reserve = process_dir.join(paths::RESERVE);
+    let record = serde_json::to_vec(end)?;
+    let mut file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&reserve)?;
+    file.write_all(&record)?;
+    file.set_len(record.len() as u64)?;
+    file.sync_data()?;
+    fs::rename(reserve, process_dir.join(paths::END))
+}
+
+/// Runs a supervisor if that is what the arguments ask for.
+pub(super) fn supervise_if_asked(arguments: impl IntoIterator<Item = OsString>) -> Option<ExitCode> {
+    (arguments.into_iter().nth(1)? == ARGUMENT).then(supervise)
+}

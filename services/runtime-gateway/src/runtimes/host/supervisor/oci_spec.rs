@@ -1,0 +1,299 @@
+//! What libcontainer is told: an OCI configuration, as a function of the container and of the supervisor's own limits.
+
+use std::path::{Path, PathBuf};
+
+use rustix::thread::CapabilitySet;
+use serde_json::{Value, json};
+use server::inherited::container_limits;
+
+use crate::runtimes::host::persisted::Container;
+use crate::runtimes::host::user_namespace::Range;
+
+/// What the common engines give by default, but for what makes devices (`MKNOD`), raw packets (`NET_RAW`), file capabilities
+/// (`SETFCAP`) and records of the machine's audit (`AUDIT_WRITE`).
+const CAPABILITIES: &[&str] = &[
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_FSETID",
+    "CAP_FOWNER",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_SYS_CHROOT",
+    "CAP_KILL",
+];
+
+/// Every capability, by its number.
+const ALL_CAPABILITIES: &[&str] = &[
+    "CAP_CHOWN",
+    "CAP_DAC_OVERRIDE",
+    "CAP_DAC_READ_SEARCH",
+    "CAP_FOWNER",
+    "CAP_FSETID",
+    "CAP_KILL",
+    "CAP_SETGID",
+    "CAP_SETUID",
+    "CAP_SETPCAP",
+    "CAP_LINUX_IMMUTABLE",
+    "CAP_NET_BIND_SERVICE",
+    "CAP_NET_BROADCAST",
+    "CAP_NET_ADMIN",
+    "CAP_NET_RAW",
+    "CAP_IPC_LOCK",
+    "CAP_IPC_OWNER",
+    "CAP_SYS_MODULE",
+    "CAP_SYS_RAWIO",
+    "CAP_SYS_CHROOT",
+    "CAP_SYS_PTRACE",
+    "CAP_SYS_PACCT",
+    "CAP_SYS_ADMIN",
+    "CAP_SYS_BOOT",
+    "CAP_SYS_NICE",
+    "CAP_SYS_RESOURCE",
+    "CAP_SYS_TIME",
+    "CAP_SYS_TTY_CONFIG",
+    "CAP_MKNOD",
+    "CAP_LEASE",
+    "CAP_AUDIT_WRITE",
+    "CAP_AUDIT_CONTROL",
+    "CAP_SETFCAP",
+    "CAP_MAC_OVERRIDE",
+    "CAP_MAC_ADMIN",
+    "CAP_SYSLOG",
+    "CAP_WAKE_ALARM",
+    "CAP_BLOCK_SUSPEND",
+    "CAP_AUDIT_READ",
+    "CAP_PERFMON",
+    "CAP_BPF",
+    "CAP_CHECKPOINT_RESTORE",
+];
+
+/// Parts of /proc and /sys that tell too much.
+const MASKED: &[&str] = &[
+    "/proc/acpi",
+    "/proc/asound",
+    "/proc/interrupts",
+    "/proc/kcore",
+    "/proc/keys",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/latency_stats",
+    "/proc/sched_debug",
+    "/proc/scsi",
+    "/proc/slabinfo",
+    "/proc/timer_list",
+    "/proc/timer_stats",
+    "/proc/vmallocinfo",
+    "/sys/devices/virtual/powercap",
+    "/sys/firmware",
+];
+
+/// Parts of /proc that reach beyond the container when written to.
+const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
+
+/// The most that `/dev/shm` holds, of the machine's memory. A memory limit of the container counts it too.
+const SHARED_MEMORY: &str = "size=10%";
+
+/// When the machine runs out of memory, the kernel ends processes of containers before others of their size.
+const OOM_SCORE: i32 = 500;
+
+/// The group of terminals, by convention.
+const TERMINALS: u32 = 5;
+
+/// Pseudo-terminals of one container. All that are not the machine's own share `kernel.pty.max`, usually 4,096.
+const TERMINALS_AT_MOST: &str = "max=512";
+
+/// Where containers look for their groups.
+const CGROUPS: &str = "/sys/fs/cgroup";
+
+/// What of the worker the configuration depends on.
+pub(super) struct Worker<'a> {
+    pub(super) root: &'a Path,
+    pub(super) cgroup: &'a str,
+    /// The capabilities of this process, which cannot give more than it has.
+    pub(super) capabilities: u64,
+    /// Whether swap counts against the memory limit.
+    pub(super) limits_swap: bool,
+    /// Whether buffers of sockets have a limit of their own.
+    pub(super) limits_sockets: bool,
+    /// The ids of the machine for the container's users, if they are other ones.
+    pub(super) range: Option<Range>,
+    /// Groups of the container's own, and where it sees them.
+    pub(super) cgroups: &'a [(PathBuf, String)],
+}
+
+/// The capabilities of everything in a container that is not privileged.
+pub(super) fn default_capabilities() -> CapabilitySet {
+    let known = ALL_CAPABILITIES.iter().enumerate();
+    let wanted = known.filter(|(_, name)| CAPABILITIES.contains(name));
+    CapabilitySet::from_bits_retain(wanted.map(|(number, _)| 1 << number).sum())
+}
+
+/// What a container calls itself.
+pub(super) fn hostname(container: &Container) -> String {
+    container.handle.uuid().simple().to_string().chars().take(12).collect()
+}
+
+pub(super) fn configuration(container: &Container, worker: &Worker<'_>) -> Value {
+    let wanted = if container.privileged { ALL_CAPABILITIES } else { CAPABILITIES };
+    let known = ALL_CAPABILITIES.iter().enumerate();
+    let held = known.filter(|(number, _)| worker.capabilities & (1 << number) != 0).map(|(_, name)| *name);
+    // Init enters the user namespace by itself, which needs the last, and drops all of them but the wanted ones there.
+    let extra = worker.range.map(|_| "CAP_SYS_ADMIN");
+    let capabilities: Vec<_> = held.filter(|name| wanted.contains(name) || extra == Some(*name)).collect();
+    let user = match worker.range {
+        Some(_) => json!({ "uid": 0, "gid": 0, "additionalGids": [] }),
+        None => json!({
+            "uid": container.user.uid,
+            "gid": container.user.gid,
+            "additionalGids": container.user.groups,
+        }),
+    };
+    let machine = |inside: u32| worker.range.and_then(|range| range.id(inside).ok()).unwrap_or(inside);
+    let (uid, gid) = (format!("uid={}", machine(0)), format!("gid={}", machine(0)));
+    let (uid, gid, terminals) = (uid.as_str(), gid.as_str(), format!("gid={}", machine(TERMINALS)));
+    let (masked, read_only) = if container.privileged { (&[][..], &[][..]) } else { (MASKED, READ_ONLY) };
+    let sys_options = if container.privileged {
+        ["nosuid", "noexec", "nodev", "rw"]
+    } else {
+        ["nosuid", "noexec", "nodev", "ro"]
+    };
+    let mut mounts = vec![
+        mount("/proc", "proc", &["nosuid", "noexec", "nodev"]),
+        mount("/dev", "tmpfs", &["nosuid", "strictatime", "mode=755", "size=65536k", uid, gid]),
+        mount(
+            "/dev/pts",
+            "devpts",
+            &["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", TERMINALS_AT_MOST, &terminals],
+        ),
+        mount("/dev/shm", "tmpfs", &["nosuid", "noexec", "nodev", "mode=1777", SHARED_MEMORY, uid, gid]),
+        mount("/dev/mqueue", "mqueue", &["nosuid", "noexec", "nodev"]),
+        mount("/sys", "sysfs", &sys_options),
+    ];
+    if worker.cgroups.iter().any(|(_, path)| path != CGROUPS) {
+        mounts.push(mount(CGROUPS, "tmpfs", &["nosuid", "noexec", "nodev", "mode=755", "size=64k"]));
+    }
+    for (group, path) in worker.cgroups {
+        let options = ["bind", "ro", "nosuid", "noexec", "nodev"];
+        mounts.push(json!({ "destination": path, "type": "bind", "source": group, "options": options }));
+    }
+    json!({
+        "ociVersion": "1.0.2",
+        "hostname": hostname(container),
+        "root": { "path": worker.root, "readonly": false },
+        "process": {
+            "terminal": false,
+            "cwd": "/",
+            // Neither of these is used: our own init knows the program and its environment. Without a home, libcontainer asks the C library for
+            // that of the user, and so loads code that the image names, with the rights of the machine's root.
+            "args": ["init"],
+            "env": ["HOME=/"],
+            "noNewPrivileges": !container.privileged,
+            "rlimits": limits_of_processes(),
+            "oomScoreAdj": OOM_SCORE,
+            "user": user,
+            "capabilities": {
+                "bounding": capabilities,
+                "effective": capabilities,
+                "permitted": capabilities,
+                "inheritable": [],
+                "ambient": [],
+            },
+        },
+        "mounts": mounts,
+        "linux": {
+            "cgroupsPath": format!("/{}", worker.cgroup),
+            "namespaces": [
+                { "type": "pid" }, { "type": "ipc" }, { "type": "uts" }, { "type": "mount" }, { "type": "cgroup" },
+            ],
+            "rootfsPropagation": "private",
+            "resources": resources(container, worker),
+            "maskedPaths": masked,
+            "readonlyPaths": read_only,
+        },
+    })
+}
+
+/// Every limit of a process, so that a container inherits none of the gateway's.
+fn limits_of_processes() -> Value {
+    let limits = container_limits().into_iter().filter_map(|limit| limit.within_reach().ok());
+    limits.map(|limit| json!({ "type": limit.name, "soft": limit.soft, "hard": limit.hard })).collect()
+}
+
+fn mount(destination: &str, kind: &str, options: &[&str]) -> Value {
+    json!({ "destination": destination, "type": kind, "source": kind, "options": options })
+}
+
+fn resources(container: &Container, worker: &Worker<'_>) -> Value {
+    let devices = json!([{ "allow": container.privileged, "access": "rwm" }]);
+    let mut resources = json!({ "devices": devices });
+    if let Some(bytes) = container.memory_bytes {
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        resources["memory"] = json!({ "limit": bytes });
+        if worker.limits_swap {
+            resources["memory"]["swap"] = json!(bytes);
+        }
+        if worker.limits_sockets {
+            // Without it they count against nothing.
+            resources["memory"]["kernelTCP"] = json!(bytes);
+        }
+    }
+    if let Some(millis) = container.cpu_millis {
+        // The kernel takes no quota below a millisecond.
+        let period: u64 = if millis < 10 { 1_000_000 } else { 100_000 };
+        let quota = i64::try_from(millis.max(1).saturating_mul(period / 1000)).unwrap_or(i64::MAX);
+        resources["cpu"] = json!({ "quota": quota, "period": period });
+    }
+    if let Some(pids) = container.pids {
+        // One more, for init.
+        resources["pids"] = json!({ "limit": i64::try_from(pids).unwrap_or(i64::MAX).saturating_add(1) });
+    }
+    resources
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtimes::host::persisted::Text;
+    use crate::runtimes::host::users::User;
+
+    fn container(privileged: bool) -> Container {
+        Container {
+            team: "main".to_owned(),
+            handle: domain::ContainerHandle::new(),
+            root: None,
+            mounts: Vec::new(),
+            directory: Text::Utf8("/".to_owned()),
+            make_directory: false,
+            user: User { uid: 1, gid: 2, groups: vec![3], home: "/".to_owned() },
+            cpu_millis: Some(5),
+            memory_bytes: Some(1 << 20),
+            pids: Some(10),
+            privileged,
+            network: crate::runtimes::host::persisted::OwnNetwork::Private,
+        }
+    }
+
+    #[test]
+    fn the_configuration_is_one_that_libcontainer_reads() -> Result<(), serde_json::Error> {
+        let cgroups = [(PathBuf::from("/c/memory/g"), "/sys/fs/cgroup/memory".to_owned())];
+        let worker = Worker {
+            root: Path::new("/r"),
+            cgroup: "g",
+            capabilities: !(1 << 24),
+            limits_swap: true,
+            limits_sockets: true,
+            range: None,
+            cgroups: &cgroups,
+        };
+        for privileged in [false, true] {
+            let value = configuration(&container(privileged), &worker);
+            let count = value["process"]["capabilities"]["bounding"].as_array().map(Vec::len);
+            assert_eq!(count, Some(if privileged { 40 } else { 10 }), "never more than this process has");
+            serde_json::from_value::<libcontainer::oci_spec::runtime::Spec>(value)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,357 @@
+//! The root file system of a container, made in a mount namespace that only its supervisor and it are in.
+//!
+//! Everything here is gone with the supervisor, however it ends: nothing is ever mounted where the worker could see it.
+//! Paths of a container are resolved with its root as the root, before anything of the container runs, so that no link in
+//! its image leads a mount elsewhere.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use domain::VolumeHandle;
+use rustix::fs::{AtFlags, Gid, Mode, OFlags, Uid};
+use rustix::mount::{MountAttrFlags, MountPropagationFlags};
+use rustix::thread::UnshareFlags;
+
+use super::oci_spec::hostname;
+use super::{Failed, hosts};
+use crate::runtimes::host::containers::ROOT;
+use crate::runtimes::host::host_image::{self, Image};
+use crate::runtimes::host::mounts::{self, Mounted};
+use crate::runtimes::host::network;
+use crate::runtimes::host::persisted::{Container, Launch, OwnNetwork};
+use crate::runtimes::host::user_namespace;
+use crate::runtimes::host::volumes;
+
+/// Where in the container's directory the supervisor's own file system of memory is.
+const PRIVATE: &str = "run";
+
+/// Where in it the layer below what the container writes is.
+const LOWER: &str = "lower";
+
+const RESOLVER: &str = "/etc/resolv.conf";
+
+/// Where in it the worker's volumes are, and the container's own directory, with the owners that the container sees.
+const VOLUMES: &str = "volumes";
+const OWN: &str = "own";
+/// Where in it volumes with several layers are, each under its handle.
+const MERGED: &str = "merged";
+
+/// Directories of the supervisor.
+pub(super) struct Places {
+    /// The container's root.
+    pub(super) root: PathBuf,
+    /// libcontainer's configuration of it.
+    pub(super) bundle: PathBuf,
+    /// libcontainer's own state.
+    pub(super) state: PathBuf,
+    /// The namespace of the container's users, unless they are the machine's.
+    pub(super) users: Option<OwnedFd>,
+}
+
+/// Where a supervisor mounts what its container sees.
+pub(super) fn private(launch: &Launch) -> PathBuf {
+    launch.container_dir.join(PRIVATE)
+}
+
+/// Unmounts everything below `private` if volumes with several layers are there.
+pub(super) fn release_volumes(private: &Path) -> io::Result<()> {
+    let has_volumes = fs::read_dir(private.join(MERGED)).is_ok_and(|mut merged| merged.next().is_some());
+    // To unmount takes milliseconds, and nothing waits for the rest.
+    if has_volumes { mounts::unmount(private) } else { Ok(()) }
+}
+
+/// Enters namespaces of its own, and makes the container's root there.
+pub(super) fn make(launch: &Launch, container: &Container) -> Result<Places, Failed> {
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let mounted = mounts::mounted().map_err(Failed::while_doing("list what is mounted"))?;
+    // Which servers are out of reach is a question about the machine's network.
+    let resolver = resolver(container, launch.network_pool);
+    enter_namespaces(launch, container).map_err(Failed::while_doing("enter namespaces of its own"))?;
+
+    let users = launch
+        .range
+        .map(user_namespace::Range::namespace)
+        .transpose()
+        .map_err(Failed::while_doing("make a user namespace"))?;
+    let private = private(launch);
+    let _acting = launch
+        .range
+        .map(user_namespace::Range::act)
+        .transpose()
+        .map_err(Failed::while_doing("act as root"))?;
+    make_private(&private).map_err(at("mount at", &private))?;
+    let place = |name: &str| private.join(name);
+    let sources = Sources {
+        volumes: users.as_ref().map_or(launch.state_dir.join("volumes"), |_| place(VOLUMES)),
+        own: users.as_ref().map_or(launch.container_dir.clone(), |_| place(OWN)),
+        merged: place(MERGED),
+        overlay_options: users.as_ref().map(|_| &*launch.overlay_options),
+        written: container.written().collect(),
+    };
+    if let Some(users) = &users {
+        let mapped = [
+            (launch.state_dir.join("volumes"), &sources.volumes),
+            (launch.container_dir.clone(), &sources.own),
+        ];
+        for (from, to) in mapped {
+            map(&from, to, users.as_fd()).map_err(at("map the owners of", &from))?;
+        }
+    }
+    let places = Places { root: place("root"), bundle: place("bundle"), state: place("state"), users };
+
+    let root = match container.root {
+        None => worker_root(launch, container, &sources, &private, &places)?,
+        Some(image) => image_root(container, image, &sources, &places)?,
+    };
+    if let Some(contents) = resolver {
+        write_in_etc(root.as_fd(), "resolv.conf", contents.as_bytes())
+            .map_err(Failed::while_doing("write /etc/resolv.conf"))?;
+    }
+    let hosts = hosts::contents(root.as_fd(), &hostname(container));
+    if let Some(hosts) = hosts.map_err(Failed::while_doing("read /etc/hosts"))? {
+        write_in_etc(root.as_fd(), "hosts", &hosts).map_err(Failed::while_doing("write /etc/hosts"))?;
+    }
+    fresh_directories(root.as_fd()).map_err(Failed::while_doing("mount /tmp and /run"))?;
+    // libcontainer would make them as a user that the mount does not map, which fails.
+    for path in ["/proc", "/sys", "/dev"].map(Path::new) {
+        mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
+    }
+
+    let directory = container.directory.as_path();
+    let make_directory = || {
+        let (opened, made) = mounts::directory_in(root.as_fd(), directory).map_err(at("make", directory))?;
+        if made { own(opened.as_fd(), launch, container).map_err(at("own", directory)) } else { Ok(()) }
+    };
+    if container.make_directory {
+        make_directory()?;
+    }
+    for mount in &container.mounts {
+        let path = mount.path.as_path();
+        let (target, _) = mounts::directory_in(root.as_fd(), path).map_err(at("make", path))?;
+        let read_only =
+            if mount.read_only { MountAttrFlags::MOUNT_ATTR_RDONLY } else { MountAttrFlags::empty() };
+        let contents = sources.contents(mount.volume)?;
+        let shown =
+            mounts::clone_of(&contents, mounts::CONFINED | read_only).map_err(at("show", &contents))?;
+        mounts::attach(shown.as_fd(), target.as_fd()).map_err(at("mount a volume at", path))?;
+    }
+    if container.make_directory {
+        // A volume may have been mounted over it.
+        make_directory()?;
+    }
+    drop(root);
+    forget_volumes(&mounted, &launch.state_dir).map_err(Failed::while_doing("unmount volumes"))?;
+    Ok(places)
+}
+
+/// The root of an image: the container's own, to write to. Nothing of the worker is in it.
+fn image_root(
+    container: &Container,
+    image: VolumeHandle,
+    sources: &Sources<'_>,
+    places: &Places,
+) -> Result<OwnedFd, Failed> {
+    let contents = sources.contents(image)?.join(ROOT);
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let root = mounts::clone_of(&contents, attributes(container)).map_err(at("mount", &contents))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+    Ok(root)
+}
+
+/// The image `host`: the container's own, to write to, with what is shown of the worker bound read-only.
+fn worker_root(
+    launch: &Launch,
+    container: &Container,
+    sources: &Sources<'_>,
+    private: &Path,
+    places: &Places,
+) -> Result<OwnedFd, Failed> {
+    let at = |doing: &str, path: &Path| Failed::while_doing(format!("{doing} {}", path.display()));
+    let image = Image { named: &launch.host_paths };
+    let own = private.join(LOWER);
+    image.make_own(&own).map_err(Failed::while_doing("make the image `host`"))?;
+    let layer = if launch.upper_in_memory { private } else { &sources.own };
+    let layers = [layer.join("upper"), own];
+    // What is written to a container's root never outlives the machine, so nobody waits for the disk because of it.
+    let root = volumes::overlay(&layers, true, &["volatile"], attributes(container))
+        .map_err(Failed::while_doing("mount the root"))?;
+    mounts::attach_at(root.as_fd(), &places.root).map_err(at("mount at", &places.root))?;
+
+    let nobody = user_namespace::of_nobody().map_err(Failed::while_doing("make a user namespace"))?;
+    let bound = image.bound().map_err(Failed::while_doing("list the parts of the image `host`"))?;
+    for path in bound {
+        let tree = mounts::clone_of(&path, mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY)
+            .map_err(at("show", &path))?;
+        let mapped = match mounts::map_owners(tree.as_fd(), nobody.as_fd()) {
+            Ok(()) => true,
+            // The root of a container engine's container, whose image has no secrets of a machine.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => false,
+            Err(error) => return Err(at("show", &path)(error)),
+        };
+        let target = mounts::open_in(root.as_fd(), &path, OFlags::PATH).map_err(at("show", &path))?;
+        mounts::attach(tree.as_fd(), target.as_fd()).map_err(at("show", &path))?;
+        let closed = if mapped || !path.starts_with("/etc") {
+            Vec::new()
+        } else {
+            host_image::unreadable(&path).map_err(at("look at", &path))?
+        };
+        let ours = launch.hidden.iter().filter_map(|ours| Some(path.join(host_image::within(&path, ours)?)));
+        for hidden in closed.into_iter().chain(ours) {
+            cover(root.as_fd(), &hidden).map_err(at("hide", &hidden))?;
+        }
+    }
+    Ok(root)
+}
+
+/// How a container's root is mounted. Root of the machine may make devices on it; anybody else may not use them.
+fn attributes(container: &Container) -> MountAttrFlags {
+    if container.privileged { MountAttrFlags::empty() } else { mounts::CONFINED }
+}
+
+/// Where what a container sees of the worker's disk is taken from.
+struct Sources<'a> {
+    /// The volumes.
+    volumes: PathBuf,
+    /// The container's own directory.
+    own: PathBuf,
+    /// Where volumes with several layers are mounted when they are first asked for.
+    merged: PathBuf,
+    /// How these are mounted. `None`: the worker has mounted them.
+    overlay_options: Option<&'a [String]>,
+    /// The volumes that the container may write to.
+    written: Vec<VolumeHandle>,
+}
+
+impl Sources<'_> {
+    /// Where the contents of a volume are. Of several layers one mount is made, wherever the container sees them.
+    fn contents(&self, handle: VolumeHandle) -> Result<PathBuf, Failed> {
+        let contents = self.volumes.join(handle.to_string()).join("contents");
+        let Some(options) = self.overlay_options else { return Ok(contents) };
+        let layers = volumes::layers(&self.volumes, handle)
+            .map_err(Failed::while_doing(format!("list the layers of volume {handle}")))?;
+        let merged = self.merged.join(handle.to_string());
+        if layers.len() < 2 {
+            return Ok(contents);
+        }
+        let mount = || {
+            if merged.exists() {
+                return Ok(());
+            }
+            fs::create_dir(&merged)?;
+            let writable = self.written.contains(&handle);
+            let overlay = volumes::overlay(&layers, writable, options, MountAttrFlags::empty())?;
+            mounts::attach_at(overlay.as_fd(), &merged)
+        };
+        mount().map_err(Failed::while_doing(format!("mount the layers of volume {handle}")))?;
+        Ok(merged)
+    }
+}
+
+/// Shows `from` at `to` with the owners that the container sees.
+fn map(from: &Path, to: &Path, users: BorrowedFd<'_>) -> io::Result<()> {
+    let tree = mounts::clone_of(from, MountAttrFlags::empty())?;
+    mounts::map_owners(tree.as_fd(), users)?;
+    mounts::attach_at(tree.as_fd(), to)
+}
+
+/// Enters namespaces of mounts and of the network, and connects the second as the container asks.
+fn enter_namespaces(launch: &Launch, container: &Container) -> io::Result<()> {
+    let own_network = container.network != OwnNetwork::Host;
+    let machine = network::Machine::open()?;
+    let mut namespaces = UnshareFlags::NEWNS;
+    if own_network {
+        namespaces |= UnshareFlags::NEWNET;
+    }
+    // SAFETY: this process has one thread, so none is left behind in another namespace.
+    unsafe { rustix::thread::unshare_unsafe(namespaces)? };
+    rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC)?;
+    match (container.network, launch.network_pool) {
+        (OwnNetwork::Host, _) => return Ok(()),
+        (OwnNetwork::None, _) => network::only_loopback()?,
+        (OwnNetwork::Private, Some(pool)) => network::connect(&machine, pool, &launch.cgroup)?,
+        (OwnNetwork::Private, None) => return Err(io::Error::other("this machine has no private networks")),
+    }
+    network::open_low_ports();
+    Ok(())
+}
+
+fn make_private(at: &Path) -> io::Result<()> {
+    let memory = mounts::tmpfs(&[("mode", "0700")], MountAttrFlags::empty())?;
+    mounts::attach_at(memory.as_fd(), at)?;
+    for name in ["root", "bundle", "state", LOWER, "upper", "work", VOLUMES, OWN, MERGED] {
+        // What is the container's `/` has the mode of one.
+        let mode = if matches!(name, LOWER | "upper") { 0o755 } else { 0o700 };
+        fs::DirBuilder::new().mode(mode).create(at.join(name))?;
+    }
+    Ok(())
+}
+
+/// Puts something empty in the place of what is at `path`, if anything is.
+fn cover(root: BorrowedFd<'_>, path: &Path) -> io::Result<()> {
+    let target = match mounts::open_in(root, path, OFlags::PATH) {
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Ok(());
+        }
+        result => result?,
+    };
+    let stat = rustix::fs::fstat(&target)?;
+    let attributes = mounts::CONFINED | MountAttrFlags::MOUNT_ATTR_RDONLY;
+    let empty = if rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
+        mounts::tmpfs(&[("size", "4k"), ("mode", "0755")], attributes)?
+    } else {
+        mounts::clone_of(Path::new("/dev/null"), attributes)?
+    };
+    mounts::attach(empty.as_fd(), target.as_fd())
+}
+
+fn fresh_directories(root: BorrowedFd<'_>) -> io::Result<()> {
+    // Of the machine's memory. A memory limit of the container counts it too.
+    for (path, mode, size) in [("/tmp", "1777", "25%"), ("/run", "0755", "5%")] {
+        let (target, _) = mounts::directory_in(root, Path::new(path))?;
+        let attributes = MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV;
+        let memory = mounts::tmpfs(&[("mode", mode), ("size", size)], attributes)?;
+        mounts::attach(memory.as_fd(), target.as_fd())?;
+        if path == "/run" {
+            rustix::fs::mkdirat(&memory, "lock", Mode::from_raw_mode(0o1777))?;
+            rustix::fs::chmodat(&memory, "lock", Mode::from_raw_mode(0o1777), AtFlags::empty())?;
+        }
+    }
+    Ok(())
+}
+
+/// The `resolv.conf` of a container. `None`: it resolves no names, or the machine itself has none.
+fn resolver(container: &Container, pool: Option<network::Pool>) -> Option<String> {
+    match container.network {
+        OwnNetwork::Private => pool.map(network::resolver::configuration),
+        OwnNetwork::Host => fs::read_to_string(RESOLVER).ok(),
+        OwnNetwork::None => None,
+    }
+}
+
+fn write_in_etc(root: BorrowedFd<'_>, name: &str, contents: &[u8]) -> io::Result<()> {
+    // An image in which this is no directory resolves no names.
+    let Ok((etc, _)) = mounts::directory_in(root, Path::new("/etc")) else { return Ok(()) };
+    match rustix::fs::unlinkat(&etc, name, AtFlags::empty()) {
+        Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(&etc, name, flags, Mode::from_raw_mode(0o644))?;
+    io::Write::write_all(&mut fs::File::from(file), contents)
+}
+
+/// Gives a directory to the container's user.
+fn own(directory: BorrowedFd<'_>, launch: &Launch, container: &Container) -> io::Result<()> {
+    let (uid, gid) =
+        (Uid::from_raw(launch.id(container.user.uid)?), Gid::from_raw(launch.id(container.user.gid)?));
+    Ok(rustix::fs::chownat(directory, "", Some(uid), Some(gid), AtFlags::EMPTY_PATH)?)
+}
+
+/// Lets go of the volumes' mounts that this namespace has copies of, so that they can be destroyed while this process lives.
+fn forget_volumes(mounted: &[Mounted], state_dir: &Path) -> io::Result<()> {
+    let volumes = mounted.iter().rev().filter(|mount| mount.at.starts_with(state_dir.join("volumes")));
+    volumes.map(|mount| mount.at.as_path()).try_for_each(mounts::unmount)
+}

@@ -1,0 +1,466 @@
+//! Volumes: directories, and copy-on-write children of them.
+//!
+//! A child is an overlay over its parent's contents, mounted when it is asked for, so also after a reboot. A child of a child
+//! names all layers below it, because overlays do not stack deep; where there are too many, or no overlays at all, it is a
+//! copy instead.
+//!
+//! Overlays are mounted `volatile`: neither what runs in a container nor unmounting one waits for the disk, which would be the
+//! whole disk of the worker. So after a crash of the machine all contents count as suspect.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use domain::{ArtifactId, VolumeHandle};
+use runtime::{Notes, RuntimeError, VolumeSource};
+use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
+use rustix::io::Errno;
+use rustix::mount::MountAttrFlags;
+
+use super::filesystem::{self, at};
+use super::mounts::{self, Mounted, Overlay, Upper};
+use super::tree_copy::{copy_files, copy_tree};
+use super::user_namespace::Range;
+use crate::util::keyed_locks::lock;
+
+/// What a half-made volume is called, and one that is being destroyed.
+const UNFINISHED: [&str; 2] = [".new-", ".gone-"];
+
+/// How copy-on-write children are made.
+#[derive(Debug)]
+enum CopyOnWrite {
+    Overlay {
+        options: &'static [&'static str],
+    },
+    /// And why.
+    Copy(String),
+}
+
+/// With these, a change of owner leaves the contents where they are.
+const METACOPY: &[&str] = &["volatile", "index=off", "redirect_dir=on", "metacopy=on"];
+/// What older kernels know, and still older ones.
+const PLAIN: [&[&str]; 2] = [&["volatile", "index=off"], &["index=off"]];
+
+#[derive(Debug)]
+pub(super) struct Volumes {
+    directory: PathBuf,
+    copy_on_write: CopyOnWrite,
+    /// Why containers cannot see volumes with other owners than the disk has, where they cannot.
+    owners_fixed: Option<String>,
+    /// Of each volume that is a layer of others: those right above it.
+    children: Mutex<HashMap<VolumeHandle, HashSet<VolumeHandle>>>,
+}
+
+impl Volumes {
+    /// Finds out how to make children, and removes what a crash left half-made, as far as it can be removed.
+    pub(super) fn open(state_dir: &Path, mounted: &[Mounted]) -> Result<Self, RuntimeError> {
+        let directory = state_dir.join("volumes");
+        filesystem::make_directory(&directory).map_err(at("make", &directory))?;
+        let mut left = Vec::new();
+        for entry in fs::read_dir(&directory).map_err(at("list", &directory))? {
+            let entry = entry.map_err(at("list", &directory))?;
+            if entry.file_name().to_string_lossy().starts_with('.') {
+                left.push(entry.path());
+            }
+        }
+        let stale = mounted.iter().rev().map(|mount| &mount.at).filter(|at| at.starts_with(&directory));
+        for path in stale {
+            let volume = path.parent().filter(|volume| volume.parent() == Some(&directory));
+            if volume.is_none_or(|volume| left.iter().any(|left| left == volume)) {
+                mounts::unmount(path).map_err(at("unmount", path))?;
+            }
+        }
+        left.iter().for_each(|path| filesystem::remove_or_leave(path));
+        let copy_on_write = probe(&directory).map_err(at("try overlays in", &directory))?;
+        let owners = probe_owners(&directory, copy_on_write.options());
+        let owners_fixed = owners.err().map(|error| error.to_string());
+        let volumes = Self { directory, copy_on_write, owners_fixed, children: Mutex::default() };
+        for child in volumes.list()? {
+            if let Some(parent) = volumes.parent(child)? {
+                lock(&volumes.children).entry(parent).or_default().insert(child);
+            }
+        }
+        Ok(volumes)
+    }
+
+    /// Whether the file system can hold the upper layer of an overlay.
+    pub(super) fn overlays(&self) -> bool {
+        matches!(self.copy_on_write, CopyOnWrite::Overlay { .. })
+    }
+
+    /// How overlays are made. `None`: there are none.
+    pub(super) fn overlay_options(&self) -> Option<&'static [&'static str]> {
+        self.copy_on_write.options()
+    }
+
+    /// Why containers cannot see volumes with other owners than the disk has. `None`: they can.
+    pub(super) fn owners_fixed(&self) -> Option<&str> {
+        self.owners_fixed.as_deref()
+    }
+
+    /// How children are made, for people.
+    pub(super) fn copy_on_write(&self) -> String {
+        match &self.copy_on_write {
+            CopyOnWrite::Overlay { options: METACOPY } => "overlay, with metacopy".to_owned(),
+            CopyOnWrite::Overlay { .. } => "overlay; the kernel refuses metacopy".to_owned(),
+            CopyOnWrite::Copy(why) => format!("copy: no overlays here: {why}"),
+        }
+    }
+
+    fn volume(&self, handle: VolumeHandle) -> PathBuf {
+        self.directory.join(handle.to_string())
+    }
+
+    fn unfinished(&self, handle: VolumeHandle) -> [PathBuf; 2] {
+        UNFINISHED.map(|prefix| self.directory.join(format!("{prefix}{handle}")))
+    }
+
+    pub(super) fn list(&self) -> Result<Vec<VolumeHandle>, RuntimeError> {
+        let mut handles = filesystem::handles_in(&self.directory, &UNFINISHED)?;
+        handles.sort_unstable();
+        handles.dedup();
+        Ok(handles)
+    }
+
+    pub(super) fn create(&self, handle: VolumeHandle, source: &VolumeSource) -> Result<(), RuntimeError> {
+        let volume = self.volume(handle);
+        if filesystem::exists(&volume).map_err(at("look for", &volume))? {
+            return Ok(());
+        }
+        let [new, _] = self.unfinished(handle);
+        let made = self
+            .fill(handle, &new, source)
+            .and_then(|()| fs::rename(&new, &volume).map_err(at("make", &volume)));
+        if made.is_err() {
+            // What it fails with matters more than what is left, which the next attempt or opening removes.
+            if let Err(error) = filesystem::remove_tree(&new) {
+                tracing::warn!(volume.handle = %handle, %error, "could not remove a half-made volume");
+            }
+            self.forget_child(handle);
+        }
+        made
+    }
+
+    fn fill(&self, handle: VolumeHandle, new: &Path, source: &VolumeSource) -> Result<(), RuntimeError> {
+        filesystem::remove_tree(new).map_err(at("remove", new))?;
+        let make = |name: &str| {
+            let path = new.join(name);
+            fs::create_dir(&path).map_err(at("make", &path)).map(|()| path)
+        };
+        fs::create_dir(new).map_err(at("make", new))?;
+        let contents = make("contents")?;
+        let (parent, names) = match source {
+            VolumeSource::Empty => return Ok(()),
+            VolumeSource::CopyOnWrite { parent } => (*parent, &[][..]),
+            VolumeSource::CopyOnWriteLinked { parent, names } => (*parent, &names[..]),
+            VolumeSource::Copy { original } => {
+                let from = self.directory(*original)?;
+                return copy_tree(&from, &contents).map_err(at("copy", &from));
+            }
+            VolumeSource::Brought(what) => {
+                return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
+            }
+        };
+        let layers = layers(&self.directory, parent)?;
+        let max_layers = mounts::max_layers().map_err(at("ask for overlays below", new))?;
+        if !self.overlays() || layers.len() >= max_layers {
+            let from = self.directory(parent)?;
+            return copy_tree(&from, &contents).map_err(at("copy", &from));
+        }
+        let (upper, _) = (make("upper")?, make("work")?);
+        // The root of the topmost layer is what is seen.
+        let top = layers.first().map_or(&contents, |layer| layer);
+        like(&upper, top).map_err(at("make", &upper))?;
+        if !names.is_empty() {
+            // An overlay copies a file up by one name and leaves the others as they are. A file that is up already is one.
+            let from = self.directory(parent)?;
+            copy_files(&from, &upper, names).map_err(at("copy", &from))?;
+        }
+        let path = new.join("parent");
+        fs::write(&path, parent.to_string()).map_err(at("write", &path))?;
+        lock(&self.children).entry(parent).or_default().insert(handle);
+        Ok(())
+    }
+
+    /// A volume is gone: it needs its parent no more.
+    fn forget_child(&self, child: VolumeHandle) {
+        lock(&self.children).retain(|_, children| {
+            children.remove(&child);
+            !children.is_empty()
+        });
+    }
+
+    fn parent(&self, handle: VolumeHandle) -> Result<Option<VolumeHandle>, RuntimeError> {
+        parent(&self.volume(handle))
+    }
+
+    /// Notes whose bytes a volume holds, beside them.
+    pub(super) fn note_artifact(
+        &self,
+        handle: VolumeHandle,
+        artifact: ArtifactId,
+    ) -> Result<(), RuntimeError> {
+        let path = self.existing(handle)?.join("artifact");
+        fs::write(&path, artifact.to_string()).map_err(at("write", &path))
+    }
+
+    pub(super) fn notes(&self, handle: VolumeHandle) -> Result<Notes, RuntimeError> {
+        let path = self.existing(handle)?.join("artifact");
+        let artifact = filesystem::read_if_there(&path).map_err(at("read", &path))?;
+        let artifact = artifact.and_then(|text| String::from_utf8(text).ok()?.parse().ok());
+        Ok(Notes { parent: self.parent(handle)?, artifact })
+    }
+
+    fn existing(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        let volume = self.volume(handle);
+        let exists = filesystem::exists(&volume).map_err(at("look for", &volume))?;
+        exists.then_some(volume).ok_or(RuntimeError::VolumeNotFound(handle))
+    }
+
+    /// Where the machine sees a volume.
+    pub(super) fn directory(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        self.view(handle, true)
+    }
+
+    /// Where the machine sees a volume that a container writes to. What it writes later may be seen there or not.
+    pub(super) fn directory_while_written(&self, handle: VolumeHandle) -> Result<PathBuf, RuntimeError> {
+        self.view(handle, false)
+    }
+
+    fn view(&self, handle: VolumeHandle, writable: bool) -> Result<PathBuf, RuntimeError> {
+        let volume = self.volume(handle);
+        let contents = volume.join("contents");
+        if !filesystem::exists(&contents).map_err(at("look for", &contents))? {
+            return Err(RuntimeError::VolumeNotFound(handle));
+        }
+        if self.parent(handle)?.is_none() {
+            return Ok(contents);
+        }
+        if mounts::is_mount_point(&contents).map_err(at("look at", &contents))? {
+            return Ok(contents);
+        }
+        let CopyOnWrite::Overlay { options } = &self.copy_on_write else {
+            return Err(RuntimeError::Unsupported(format!("volume {handle} needs overlays")));
+        };
+        let layers = layers(&self.directory, handle)?;
+        let mount = overlay(&layers, writable, options, mounts::CONFINED)
+            .map_err(at("mount the layers of", &volume))?;
+        mounts::attach_at(mount.as_fd(), &contents).map_err(at("mount at", &contents))?;
+        Ok(contents)
+    }
+
+    /// Makes a directory of one volume the contents of another, which is empty.
+    ///
+    /// The mark comes before the rename, so that a repeat after a crash can tell a directory that was taken from one that never was there.
+    pub(super) fn take(
+        &self,
+        from: VolumeHandle,
+        path: &Path,
+        into: VolumeHandle,
+    ) -> Result<(), RuntimeError> {
+        let (source, target) = (self.directory(from)?, self.directory(into)?);
+        let mark = self.volume(into).join("taken");
+        let missing = || RuntimeError::OutputMissing(path.to_string_lossy().into_owned());
+        let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else { return Err(missing()) };
+
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = |directory: BorrowedFd<'_>, path: &Path| match openat2(
+            directory,
+            path,
+            flags,
+            Mode::empty(),
+            resolve,
+        ) {
+            Ok(opened) => Ok(Some(opened)),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::XDEV) => Ok(None),
+            Err(error) => Err(at("open", &source.join(path))(error.into())),
+        };
+        let root = rustix::fs::open(&source, flags, Mode::empty())
+            .map_err(|error| at("open", &source)(error.into()))?;
+        let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
+        let parent = open(root.as_fd(), parent)?;
+        let there = match &parent {
+            Some(parent) => open(parent.as_fd(), Path::new(name))?,
+            None => None,
+        };
+        let (Some(parent), Some(_)) = (parent, there) else {
+            let taken = filesystem::exists(&mark).map_err(at("look for", &mark))?;
+            return if taken { Ok(()) } else { Err(missing()) };
+        };
+        fs::write(&mark, b"").map_err(at("write", &mark))?;
+        match rustix::fs::renameat(&parent, name, rustix::fs::CWD, &target) {
+            Ok(()) => Ok(()),
+            // Of a volume that is mounted by itself.
+            Err(Errno::XDEV) => {
+                copy_tree(&source.join(path), &target).map_err(at("copy", &source.join(path)))
+            }
+            Err(error) => Err(at("take", &source.join(path))(error.into())),
+        }
+    }
+
+    /// Lets go of what the machine sees of a volume, which changes elsewhere.
+    pub(super) fn unmount(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        let contents = self.volume(handle).join("contents");
+        mounts::unmount(&contents).map_err(at("unmount", &contents))
+    }
+
+    /// Unmounts every volume but these.
+    pub(super) fn unmount_all_but(&self, used: &HashSet<VolumeHandle>) -> Result<(), RuntimeError> {
+        for handle in self.list()? {
+            if !used.contains(&handle) {
+                self.unmount(handle)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn destroy(&self, handle: VolumeHandle) -> Result<(), RuntimeError> {
+        if lock(&self.children).contains_key(&handle) {
+            return Err(RuntimeError::HasChildren(handle));
+        }
+        let volume = self.volume(handle);
+        let [new, gone] = self.unfinished(handle);
+        if filesystem::exists(&volume).map_err(at("look for", &volume))? {
+            self.unmount(handle)?;
+            filesystem::remove_tree(&gone).map_err(at("remove", &gone))?;
+            fs::rename(&volume, &gone).map_err(at("remove", &volume))?;
+        }
+        for path in [gone, new] {
+            filesystem::remove_tree(&path).map_err(at("remove", &path))?;
+        }
+        self.forget_child(handle);
+        Ok(())
+    }
+}
+
+impl CopyOnWrite {
+    fn options(&self) -> Option<&'static [&'static str]> {
+        match self {
+            Self::Overlay { options } => Some(options),
+            Self::Copy(_) => None,
+        }
+    }
+}
+
+/// The layers of one of the volumes in `directory`, topmost first.
+pub(super) fn layers(directory: &Path, handle: VolumeHandle) -> Result<Vec<PathBuf>, RuntimeError> {
+    let mut layers = Vec::new();
+    let mut next = Some(handle);
+    while let Some(handle) = next {
+        let volume = directory.join(handle.to_string());
+        if !filesystem::exists(&volume).map_err(at("look for", &volume))? {
+            return Err(RuntimeError::VolumeNotFound(handle));
+        }
+        next = parent(&volume)?;
+        layers.push(volume.join(if next.is_some() { "upper" } else { "contents" }));
+    }
+    Ok(layers)
+}
+
+/// Mounts the layers of a child over each other, attached nowhere. Only one such mount at a time may be writable.
+pub(super) fn overlay(
+    layers: &[PathBuf],
+    writable: bool,
+    options: &[impl AsRef<str>],
+    attributes: MountAttrFlags,
+) -> io::Result<OwnedFd> {
+    let options: Vec<_> = options.iter().map(AsRef::as_ref).collect();
+    let (Some((upper, lower)), true) = (layers.split_first(), writable) else {
+        let options: Vec<_> = options.into_iter().filter(|option| *option != "volatile").collect();
+        return Overlay { lower: layers, upper: None, options: &options, attributes }.make();
+    };
+    let work = upper.with_file_name("work");
+    forget_volatile(&work)?;
+    let upper = Some(Upper { upper, work: &work });
+    Overlay { lower, upper, options: &options, attributes }.make()
+}
+
+/// The volume that the one in the directory `volume` is a child of.
+fn parent(volume: &Path) -> Result<Option<VolumeHandle>, RuntimeError> {
+    let path = volume.join("parent");
+    let Some(text) = filesystem::read_if_there(&path).map_err(at("read", &path))? else { return Ok(None) };
+    let parent = String::from_utf8(text).ok().and_then(|text| text.parse().ok());
+    // Written before the volume had its name; only a crash of the machine can have cut it.
+    parent.map(Some).ok_or_else(|| RuntimeError::Other(format!("{} names no volume", path.display())))
+}
+
+/// Gives a directory the owner and the mode of another.
+fn like(directory: &Path, model: &Path) -> io::Result<()> {
+    let model = fs::metadata(model)?;
+    std::os::unix::fs::chown(directory, Some(model.uid()), Some(model.gid()))?;
+    fs::set_permissions(directory, model.permissions())
+}
+
+/// Takes away the mark that a `volatile` mount leaves, which forbids another one. Whether its contents can be trusted after a
+/// crash is for others to find out.
+pub(super) fn forget_volatile(work: &Path) -> io::Result<()> {
+    filesystem::remove_tree(&work.join("work/incompat"))
+}
+
+/// Tries what kind of overlay works, by making a child and reading through it.
+fn probe(directory: &Path) -> io::Result<CopyOnWrite> {
+    let place = directory.join(".probe");
+    filesystem::remove_tree(&place)?;
+    let names = ["lower", "upper", "work", "merged"];
+    fs::create_dir(&place)?;
+    let [lower, upper, work, merged] = names.map(|name| place.join(name));
+    for path in [&lower, &upper, &work, &merged] {
+        fs::create_dir(path)?;
+    }
+    fs::write(lower.join("file"), "below")?;
+    let attempt = |options: &'static [&'static str]| {
+        forget_volatile(&work)?;
+        let (lower, attributes) = (std::slice::from_ref(&lower), mounts::CONFINED);
+        let upper = Some(Upper { upper: &upper, work: &work });
+        let mount = Overlay { lower, upper, options, attributes }.make()?;
+        mounts::attach_at(mount.as_fd(), &merged)?;
+        drop(mount);
+        let works = fs::write(merged.join("file"), "above").and_then(|()| fs::read(merged.join("file")));
+        mounts::unmount(&merged)?;
+        works.map(|_| CopyOnWrite::Overlay { options })
+    };
+    let found = attempt(METACOPY).or_else(|_| attempt(PLAIN[0])).or_else(|_| attempt(PLAIN[1]));
+    filesystem::remove_tree(&place)?;
+    Ok(found.unwrap_or_else(|error| CopyOnWrite::Copy(error.to_string())))
+}
+
+/// Tries whether a container can see other owners than the disk has, as its supervisor does it: by changing a file through layers with
+/// mapped owners.
+fn probe_owners(directory: &Path, options: Option<&[&str]>) -> io::Result<()> {
+    let place = directory.join(".probe");
+    filesystem::remove_tree(&place)?;
+    let names = ["volumes", "volumes/lower", "volumes/upper", "volumes/work", "mapped", "merged"];
+    fs::create_dir(&place)?;
+    names.iter().try_for_each(|name| fs::create_dir(place.join(name)))?;
+    fs::write(place.join("volumes/lower/file"), "below")?;
+    let range = Range::of(domain::ContainerHandle::new());
+    let (mapped, merged) = (place.join("mapped"), place.join("merged"));
+    let changed = (|| {
+        let mount = mounts::clone_of(&place.join("volumes"), mounts::CONFINED)?;
+        mounts::map_owners(mount.as_fd(), range.namespace()?.as_fd())?;
+        mounts::attach_at(mount.as_fd(), &mapped)?;
+        let _acting = range.act()?;
+        let Some(options) = options else { return fs::write(mapped.join("lower/new"), "") };
+        let (lower, attributes) = (&[mapped.join("lower")], mounts::CONFINED);
+        let upper = Some(Upper { upper: &mapped.join("upper"), work: &mapped.join("work") });
+        let overlay = Overlay { lower, upper, options, attributes }.make()?;
+        mounts::attach_at(overlay.as_fd(), &merged)?;
+        fs::write(merged.join("file"), "above")?;
+        fs::write(merged.join("new"), "")?;
+        let owners = [merged.join("file"), place.join("volumes/upper/file"), place.join("volumes/upper/new")]
+            .map(|path| fs::metadata(path).map(|found| found.uid()));
+        match owners {
+            [Ok(seen), Ok(0), Ok(0)] if Ok(seen) == range.id(0).map_err(|_| ()) => Ok(()),
+            _ => Err(io::Error::other("an overlay of layers with mapped owners shows wrong ones")),
+        }
+    })();
+    mounts::unmount(&merged)?;
+    mounts::unmount(&mapped)?;
+    filesystem::remove_tree(&place)?;
+    changed
+}

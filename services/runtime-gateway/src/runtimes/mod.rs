@@ -1,0 +1,6 @@
+//! Implementations of the [`runtime::Runtime`] trait.
+
+pub(crate) mod exit_record;
+pub mod garden;
+pub mod host;
+pub(crate) mod output_spool;

@@ -1,0 +1,339 @@
+//! Reports to an artifact store whose answers each test gives.
+
+use super::*;
+use crate::test_support::store::{Asked, LIFE, Store, session};
+use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, TestWorker, within};
+use domain::AttemptId;
+use domain::worker::Receipt;
+use domain::workload::{Limits, Network};
+use rpc::pb::artifacts as pb;
+use runtime::Holdings;
+use runtime::{ContainerSpec, Ended, Root};
+use testing::fake::FakeWorker;
+
+#[test]
+fn reports_are_spread_by_a_fifth_of_their_interval_and_no_more() {
+    let drawn: Vec<_> = (0..10_000).map(|_| jittered(Duration::from_secs(10))).collect();
+    assert!(drawn.iter().all(|drawn| (Duration::from_secs(8)..Duration::from_secs(12)).contains(drawn)));
+    // Over the whole of it: that none of 10,000 falls into a twentieth happens to nobody.
+    assert!(drawn.iter().any(|drawn| *drawn < Duration::from_millis(8_200)));
+    assert!(drawn.iter().any(|drawn| *drawn > Duration::from_millis(11_800)));
+}
+
+/// An empty container of a worker.
+async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
+    let handle = ContainerHandle::new();
+    let spec = ContainerSpec {
+        team: "main".to_owned(),
+        root: Root::Host,
+        mounts: Vec::new(),
+        directory: b"/workspace".to_vec(),
+        user: None,
+        limits: Limits::default(),
+        privileged: false,
+        network: Network::Private,
+    };
+    machine.runtime().create_container(handle, spec).await.expect("made");
+    handle
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_other() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (mut containers, mut volumes) = (Vec::new(), Vec::new());
+    for _ in 0..4 * DESTROYED_AT_ONCE {
+        containers.push(container(&machine).await);
+        volumes.push(machine.volume("marked").await);
+    }
+    let mut destroys = machine.faults.destroys();
+    let held = machine.faults.hold_destroys();
+    let destroying = {
+        let (worker, containers) = (worker.clone(), containers.clone());
+        tokio::spawn(async move { destroy(&worker.transfers, containers, Vec::new()).await })
+    };
+    let full = destroys.wait_for(|destroys| destroys.under_way >= DESTROYED_AT_ONCE);
+    within("as many as may be", full).await.expect("it is there");
+    drop(held);
+    assert!(within("the end", destroying).await.expect("no panic"));
+    assert_eq!(destroys.borrow().most, DESTROYED_AT_ONCE);
+    assert_eq!(machine.runtime().list().await.expect("listed").containers, []);
+
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (parent, child) = (volumes[0], volumes[1]);
+    for volume in [parent, child] {
+        machine.runtime().create_volume(volume, runtime::VolumeSource::Empty).await.expect("made");
+    }
+    assert!(destroy(&worker.transfers, Vec::new(), vec![child, parent]).await);
+    assert_eq!(machine.faults.destroys().borrow().most, 1, "children go before their parents");
+}
+
+/// Answers the next report, which must name all that is there. Where the store knows it, or has set it aside, nothing is unknown.
+async fn answer_report(
+    store: &mut Store,
+    machine: &Arc<FakeWorker>,
+    response: pb::ReportResponse,
+) -> pb::ReportOpen {
+    let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+    assert_eq!(volumes, machine.runtime().list().await.expect("listed").volumes);
+    answer.send(Ok(response)).expect("it waits");
+    store.opened().expect("it was opened")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_life_is_learned() {
+    const OTHER: &str = "0197c1a2-0000-7000-8000-000000000002";
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    let volume = machine.volume("made before the backup was restored").await;
+    let container = container(&machine).await;
+    let unknown = pb::ReportResponse {
+        unknown_volume_handles: vec![volume.to_string()],
+        unknown_container_handles: vec![container.to_string()],
+        ..pb::ReportResponse::default()
+    };
+    let receipt = Receipt([9; 32]);
+    let aside = pb::ReportResponse {
+        orphans: 2,
+        receipt: receipt.0.to_vec().into(),
+        ..pb::ReportResponse::default()
+    };
+    // The store that the worker belongs to; one that came out of a backup, and first says what no store says; and again, as it should.
+    for (life, response, before, after, kept) in [
+        (LIFE, pb::ReportResponse::default(), "", LIFE, None),
+        (OTHER, unknown.clone(), LIFE, LIFE, None),
+        (OTHER, aside.clone(), LIFE, OTHER, Some(receipt)),
+        (OTHER, aside, OTHER, OTHER, Some(receipt)),
+    ] {
+        let had = machine.runtime().store_mark().await.expect("looked for").and_then(|mark| mark.receipt);
+        store.begin_life(life);
+        let session = session("credential");
+        let (reported, opened) =
+            tokio::join!(report(&worker.transfers, &session), answer_report(&mut store, &machine, response));
+        reported.expect("reported");
+        assert_eq!(opened.worker_life, before, "{life}");
+        let begun = store.begun().expect("it was begun");
+        assert_eq!(begun.receipt, had.map(|receipt| receipt.0.to_vec()).unwrap_or_default());
+        assert_eq!(
+            begun.last.map(|last| last.store_life).unwrap_or_default(),
+            before,
+            "the last token is shown"
+        );
+        let mark = machine.runtime().store_mark().await.expect("a mark").expect("kept");
+        assert_eq!((mark.life.to_string(), mark.receipt), (after.to_owned(), kept), "{life}");
+        let left = machine.runtime().list().await.expect("listed");
+        assert_eq!((&left.volumes[..], &left.containers[..]), (&[volume][..], &[container][..]));
+    }
+    // From now on what is unknown is garbage as ever.
+    let session = session("credential");
+    let (reported, _) =
+        tokio::join!(report(&worker.transfers, &session), answer_report(&mut store, &machine, unknown));
+    reported.expect("reported");
+    assert_eq!(machine.runtime().list().await.expect("listed"), Holdings::default());
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
+    for machine in [FakeWorker::near(), FakeWorker::far()] {
+        let mut store = Store::start().await;
+        let worker = machine.attended(NOBODY, &store.endpoint);
+        let (complete, artifact) = (machine.volume("complete").await, domain::ArtifactId::new());
+        let runtime = machine.runtime();
+        let manifest = worker.transfers.manifests.scan(&*runtime, complete, "main").await.expect("scanned");
+        runtime.note_artifact(complete, artifact).await.expect("noted");
+        let child = VolumeHandle::new();
+        let source = runtime::VolumeSource::CopyOnWrite { parent: complete };
+        runtime.create_volume(child, source).await.expect("made");
+        let (gone, illegible) = (VolumeHandle::new(), machine.volume("illegible").await);
+        machine.faults.set_illegible(illegible);
+        let undescribed = [complete, gone, illegible, child];
+        let response = pb::ReportResponse {
+            orphans: 3,
+            undescribed_volume_handles: undescribed.map(|volume| volume.to_string()).to_vec(),
+            ..pb::ReportResponse::default()
+        };
+        let session = session("credential");
+        let (reported, described) = tokio::join!(report(&worker.transfers, &session), async {
+            answer_report(&mut store, &machine, response).await;
+            let Asked::DescribeOrphans(described, answer) = store.asked().await else {
+                panic!("nothing said")
+            };
+            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("it waits");
+            described
+        });
+        reported.expect("reported");
+        let complete = pb::VolumeDescription {
+            volume_handle: complete.to_string(),
+            parent_handle: String::new(),
+            team: "main".to_owned(),
+            artifact_id: artifact.to_string(),
+            digest: manifest.tree_digest().as_bytes().to_vec().into(),
+            size_bytes: manifest.size_bytes(),
+        };
+        let child = pb::VolumeDescription {
+            volume_handle: child.to_string(),
+            parent_handle: complete.volume_handle.clone(),
+            ..pb::VolumeDescription::default()
+        };
+        assert_eq!(described.session_credential, "credential");
+        let illegible = pb::VolumeDescription {
+            volume_handle: illegible.to_string(),
+            ..pb::VolumeDescription::default()
+        };
+        assert_eq!(described.volumes, [complete, illegible, child], "it is in nobody's way");
+        store.end().await;
+    }
+}
+
+/// The volumes of a worker are of the life that a store begins with.
+async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
+    let mark = StoreMark { life: LIFE.parse().expect("a life"), sequence: 1, receipt: None };
+    machine.runtime().set_store_mark(mark).await.expect("kept");
+}
+
+/// A worker with a volume that does not hold what the store says.
+async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, TestWorker, VolumeHandle) {
+    let machine = FakeWorker::near();
+    belongs_to_the_store(&machine).await;
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    let damaged = machine.volume("not what it should be").await;
+    worker
+        .transfers
+        .manifests
+        .verify(&*machine.runtime(), damaged, "main", domain::Digest([7; 32]))
+        .await
+        .expect_err("it has another digest");
+    (machine, worker, damaged)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_forgotten_it() {
+    let mut store = Store::start().await;
+    let (machine, worker, damaged) = with_a_damaged_volume(&store).await;
+    let whole = machine.volume("as it should be").await;
+    let session = session("credential");
+
+    for known in [true, false] {
+        let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
+            let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
+            assert_eq!(asked.volume_handles, [damaged.to_string()], "what is reported needs no question");
+            let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
+            let volumes = known.then_some(volume).into_iter().collect();
+            let page = pb::ListVolumesResponse { volumes, ..pb::ListVolumesResponse::default() };
+            answer.send(Ok(page)).expect("it waits");
+            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            let mut reported = pb::ReportResponse::default();
+            if known {
+                assert_eq!(volumes, [whole], "to the store the damaged one is lost");
+            } else {
+                assert!(volumes.contains(&damaged), "as anything that it may not know");
+                reported.unknown_volume_handles = vec![damaged.to_string()];
+            }
+            answer.send(Ok(reported)).expect("it waits");
+        });
+        reported.expect("reported");
+        assert_eq!(machine.has(damaged), known);
+        assert_eq!(worker.transfers.manifests.damaged().contains(&damaged), known);
+    }
+    assert!(machine.has(whole));
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_held_stays_though_the_store_does_not_know_it() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    belongs_to_the_store(&machine).await;
+    let (held, free) = (machine.holding(NOBODY, &store.endpoint), machine.attended(NOBODY, &store.endpoint));
+    let unknown = machine.volume("unknown").await;
+    for (worker, stays) in [(held, true), (free, false)] {
+        let session = session("credential");
+        let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
+            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            assert_eq!(volumes, [unknown], "what is held is there");
+            let unknown_volume_handles = vec![unknown.to_string()];
+            let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
+            answer.send(Ok(response)).expect("it waits");
+        });
+        reported.expect("reported");
+        assert_eq!(machine.has(unknown), stays);
+    }
+    store.end().await;
+}
+
+#[tokio::test]
+async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    let (first, second) = (machine.volume("marked").await, machine.volume("marked").await);
+    // As a process that was frozen finds it.
+    worker.session.extend_exclusive(crate::util::clock::since_boot());
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![first, second]).await, "it is to be told again");
+    assert!(machine.has(first) && machine.has(second));
+    worker.session.extend_exclusive(crate::util::clock::since_boot() + Duration::from_secs(60));
+    assert!(destroy(&worker.transfers, Vec::new(), vec![first]).await);
+    assert!(!machine.has(first) && machine.has(second));
+    worker.session.set(None);
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![second]).await, "another has been");
+    assert!(machine.has(second));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+#[expect(clippy::disallowed_methods, reason = "the test waits for it")]
+async fn a_report_is_dropped_when_the_session_is_another() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    let volume = machine.volume("contents").await;
+    worker.session.set(Some(session("first")));
+    let reporting = tokio::spawn(report_forever(worker.transfers.clone()));
+
+    let Asked::Report(credential, _, mut first) = store.asked().await else { panic!("no report") };
+    assert_eq!(credential, "first");
+    worker.session.set(Some(session("second")));
+    // The first is not answered before the second is made.
+    let Asked::Report(credential, volumes, second) = store.asked().await else { panic!("no report") };
+    assert_eq!((credential.as_str(), &volumes[..]), ("second", &[volume][..]));
+    within("the end of the first call", first.closed()).await;
+    let unknown_volume_handles = vec![volume.to_string()];
+    let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
+    assert!(first.send(Ok(response)).is_err(), "nobody waits for it any more");
+    second.send(Ok(pb::ReportResponse::default())).expect("it waits");
+
+    worker.report_due.notify_one();
+    let Asked::Report(_, volumes, third) = store.asked().await else { panic!("no report") };
+    assert_eq!(volumes, [volume], "nothing was destroyed for an answer in an old session");
+    third.send(Ok(pb::ReportResponse::default())).expect("it waits");
+    worker.stopping.cancel();
+    reporting.await.expect("no panic");
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_ended_with_its_container_is_told_from_one_that_was_stopped() {
+    let machine = FakeWorker::near();
+    let worker = machine.attended(NOBODY, NOBODY);
+    for destroyed in [true, false] {
+        let (handle, attempt) = (container(&machine).await, AttemptId::new());
+        let sleeping = testing::conformance::process(&["sleep", "3600"].map(str::to_owned));
+        machine.runtime().start(handle, attempt, sleeping).await.expect("started");
+        let ended = async {
+            let ended = worker.runtime.wait(attempt).await.expect("it ends");
+            (ended, worker.was_destroyed(attempt).await.expect("it is known"))
+        };
+        let end = async {
+            if destroyed {
+                assert!(destroy(&worker.transfers, vec![handle], Vec::new()).await);
+            } else {
+                worker.runtime.stop(attempt, Duration::ZERO).await.expect("it is told");
+            }
+        };
+        let ((ended, known), ()) = within("its end", async { tokio::join!(ended, end) }).await;
+        assert!(!matches!(ended, Ended::Exited { stopped: false, .. }), "{ended:?}");
+        assert_eq!(known, destroyed);
+    }
+}

@@ -1,0 +1,5 @@
+//! The loops that keep a worker in step with scheduler and artifact store.
+
+pub(crate) mod base_type_import;
+pub(crate) mod inventory_sync;
+pub(crate) mod scheduler_stream;

@@ -1,0 +1,331 @@
+//! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
+//!
+//! Each message names all leases, so a stream that breaks costs only time. The scheduler says once on each stream what to run and what to
+//! stop. An attempt is started once per lease, in a task that survives the stream, and that task is told to stop it.
+//!
+//! The worker is told of contact as [`crate::worker::heartbeat`] says: as of a message of ours that the scheduler says it heard.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::workload::FailureReason;
+use domain::{AttemptId, GatewayInstance, LeaseId, chain};
+use rpc::Reason;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::attempt;
+use crate::attempt::context::AttemptContext;
+use crate::clients::scheduler_stream::{
+    AttemptPhase, DesiredLease, DesiredState, Directive, LeaseRequest, LeaseState, Registration,
+    SchedulerStream, StreamError, WorkerState,
+};
+use crate::util::clock::since_boot;
+use crate::worker::Worker;
+use crate::worker::attempts::{AttemptEntry, StopRequest};
+use crate::worker::heartbeat::{Heartbeats, NeverSent};
+use crate::worker::session::OpenSession;
+use crate::worker::usage::Usage;
+
+/// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
+const LISTED: Duration = Duration::from_millis(1100);
+
+/// Why a stream to the scheduler ended.
+#[derive(Debug, thiserror::Error)]
+enum Ended {
+    #[error(transparent)]
+    Stream(#[from] StreamError),
+    #[error("the worker cannot say who it is")]
+    Runtime(#[from] runtime::RuntimeError),
+    #[error("the scheduler received a message that was never sent")]
+    NeverSent,
+    #[error("the scheduler has forgotten this worker")]
+    Forgotten,
+}
+
+/// Keeps a stream to the scheduler open until the gateway stops.
+pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
+    let worker = &context.worker;
+    let mut pause = Duration::from_millis(20);
+    let (mut standing_by, mut retired) = (false, false);
+    loop {
+        let ended = tokio::select! {
+            ended = speak(&context, instance, &mut pause) => ended,
+            () = worker.stopping.cancelled() => return,
+        };
+        match &ended {
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
+                tracing::warn!(
+                    worker.name = worker.config.worker_name,
+                    "another gateway has taken over this worker"
+                );
+                worker.session.set(None);
+                worker.runtime.taken_over().await;
+                instance = GatewayInstance::new();
+            }
+            Ended::Forgotten => {
+                tracing::warn!(
+                    worker.name = worker.config.worker_name,
+                    "this worker was forgotten: it registers anew"
+                );
+                worker.session.set(None);
+            }
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
+                if !std::mem::replace(&mut retired, true) {
+                    tracing::warn!(
+                        worker.name = worker.config.worker_name,
+                        "this worker was retired: it starts and destroys nothing any more, unless it is told to run again"
+                    );
+                }
+                worker.session.set(None);
+            }
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
+                tracing::debug!(error = %refusal, "the scheduler does not answer");
+            }
+            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
+                if !std::mem::replace(&mut standing_by, true) {
+                    tracing::info!(
+                        worker.name = worker.config.worker_name,
+                        "another gateway attends this worker: this one stands by"
+                    );
+                }
+            }
+            ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
+        }
+        standing_by &= worker.session.current().is_none();
+        retired &= worker.session.current().is_none();
+        tokio::select! {
+            () = tokio::time::sleep(pause) => {}
+            () = worker.stopping.cancelled() => return,
+        }
+        pause = (pause * 2).min(Duration::from_secs(2));
+    }
+}
+
+/// Speaks for the worker on one stream, from the registration to the end of the stream.
+async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
+    match try_speak(context, instance, pause).await {
+        Ok(never) => match never {},
+        Err(ended) => ended,
+    }
+}
+
+async fn try_speak(
+    context: &Arc<AttemptContext>,
+    instance: GatewayInstance,
+    pause: &mut Duration,
+) -> Result<Infallible, Ended> {
+    let worker = &context.worker;
+    let registration = registration(worker, instance).await?;
+    let registered_at = since_boot();
+    let mut heartbeats = Heartbeats::new(registered_at);
+    let (mut stream, welcome) = SchedulerStream::open(&worker.clients.scheduler, registration).await?;
+    let session = OpenSession {
+        credential: welcome.credential,
+        worker: welcome.worker,
+        incarnation: welcome.incarnation,
+        session: welcome.session,
+    };
+    tracing::info!(
+        worker.id = %session.worker,
+        worker.name = worker.config.worker_name,
+        incarnation = session.incarnation.0,
+        session = session.session.0,
+        "speaking for the worker"
+    );
+    worker.session.extend_exclusive(registered_at + welcome.worker_ttl);
+    worker.session.set(Some(session.clone()));
+    *pause = Duration::from_millis(20);
+
+    let (mut applied, mut directive) = (0, Directive::Run);
+    let listed = Instant::now() + LISTED;
+    loop {
+        let mut state = worker_state(worker, &session, applied).await?;
+        state.number = heartbeats.sending(since_boot());
+        stream.send(state).await?;
+        let due = welcome.heartbeat / 2;
+        let until_listed = listed.saturating_duration_since(Instant::now());
+        let due = if until_listed.is_zero() { due } else { due.min(until_listed) };
+        let due = tokio::time::sleep(due);
+        tokio::pin!(due);
+        loop {
+            tokio::select! {
+                desired = stream.receive() => {
+                    let desired = desired?;
+                    let contact = heartbeats
+                        .received(desired.received, welcome.heartbeat)
+                        .map_err(|NeverSent| Ended::NeverSent)?;
+                    if let Some(sent) = contact {
+                        worker.session.extend_exclusive(sent + welcome.worker_ttl);
+                        // A supervisor that does not answer must not delay others.
+                        worker.tasks.spawn(report_contact(worker.clone(), sent, welcome.stop_after));
+                    }
+                    let before = std::mem::replace(&mut applied, desired.generation);
+                    let wanted = desired.directive;
+                    if std::mem::replace(&mut directive, wanted) != wanted {
+                        log_directive(worker, wanted);
+                    }
+                    let changed = apply(context, desired);
+                    if wanted == Directive::RegisterAgain {
+                        return Err(Ended::Forgotten);
+                    }
+                    if changed || applied != before {
+                        break;
+                    }
+                }
+                () = worker.attempts.changed() => break,
+                () = &mut due => break,
+            }
+        }
+    }
+}
+
+/// Logs that the scheduler wants something else of the worker as a whole. It gives the worker no work then, so
+/// there is nothing to do about it here.
+fn log_directive(worker: &Worker, directive: Directive) {
+    let name = &worker.config.worker_name;
+    match directive {
+        Directive::Run => tracing::info!(worker.name = name, "this worker may take work"),
+        Directive::Land => tracing::info!(worker.name = name, "this worker lands: it gets no more work"),
+        Directive::Retire => {
+            tracing::info!(worker.name = name, "this worker is being retired: it gets no more work");
+        }
+        Directive::RegisterAgain => {}
+    }
+}
+
+async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, Ended> {
+    let marker = worker.runtime.marker().await?;
+    let disk = worker.runtime.disk().await?;
+    let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
+    Ok(Registration::new(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
+}
+
+async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> Result<WorkerState, Ended> {
+    let disk = worker.runtime.disk().await?;
+    let attempts = worker.attempts.lock();
+    let leases = attempts.iter().map(|(lease, attempt)| LeaseState {
+        lease: *lease,
+        phase: attempt.phase,
+        inputs: attempt.inputs.clone(),
+    });
+    let Usage { containers, volumes } = worker.usage.now();
+    Ok(WorkerState {
+        credential: session.credential.clone(),
+        applied_generation: applied,
+        leases: leases.collect(),
+        containers,
+        volumes,
+        disk_free_bytes: disk.map_or(0, |disk| disk.free_bytes),
+        number: 0,
+    })
+}
+
+/// Applies the state that the scheduler wants. Returns whether that changed anything here.
+fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
+    let worker = &context.worker;
+    let mut named = Vec::with_capacity(desired.leases.len());
+    let mut changed = false;
+    for DesiredLease { lease, request } in desired.leases {
+        named.push(lease);
+        if let Some(request) = request {
+            changed |= apply_request(context, lease, request);
+        }
+    }
+    let mut attempts = worker.attempts.lock();
+    attempts.retain(|lease, attempt| {
+        if named.contains(lease) {
+            return true;
+        }
+        // Over without us: whatever still runs of it has to end. The task tells when it has.
+        if attempt.phase != AttemptPhase::Ended {
+            let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
+            attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+            return true;
+        }
+        changed = true;
+        false
+    });
+    changed
+}
+
+/// Takes a lease up, in a task of its own that `attend` makes.
+fn attend<F>(
+    context: &Arc<AttemptContext>,
+    lease: LeaseId,
+    wish: Option<StopRequest>,
+    (attempt, token): (Option<AttemptId>, String),
+    attend: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
+) where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let worker = &context.worker;
+    let (stop, stopped) = watch::channel(wish);
+    let attempting = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
+    worker.attempts.lock().insert(lease, attempting);
+    worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
+}
+
+fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRequest) -> bool {
+    let worker = &context.worker;
+    match request {
+        LeaseRequest::Stop { attempt, token, grace, reason } => {
+            stop(context, lease, (attempt, token), StopRequest { grace, reason })
+        }
+        LeaseRequest::Run(_) | LeaseRequest::Invalid { .. }
+            if worker.attempts.lock().contains_key(&lease) =>
+        {
+            false
+        }
+        LeaseRequest::Run(task) => {
+            let whose = (Some(task.attempt), task.token.clone());
+            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), *task, stopped));
+            true
+        }
+        LeaseRequest::Invalid { attempt, token, why } => {
+            tracing::error!(lease.id = %lease, error = why, "an attempt cannot be understood");
+            attend(context, lease, None, (attempt, token.clone()), |_| {
+                attempt::refuse(worker.clone(), lease, attempt, token, why)
+            });
+            true
+        }
+    }
+}
+
+/// Asks the task of an attempt to stop it. Of an attempt without a task, an earlier gateway may have started a
+/// process.
+fn stop(
+    context: &Arc<AttemptContext>,
+    lease: LeaseId,
+    (attempt, token): (Option<AttemptId>, String),
+    wish: StopRequest,
+) -> bool {
+    let worker = &context.worker;
+    if let Some(attempt) = worker.attempts.lock().get(&lease) {
+        return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+    }
+    let whose = (attempt, token.clone());
+    match attempt {
+        Some(attempt) => attend(context, lease, Some(wish), whose, |stopped| {
+            attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
+        }),
+        None => {
+            tracing::error!(lease.id = %lease, "the attempt that shall stop is no UUID");
+            let why = "attempt_id: is no UUID".to_owned();
+            attend(context, lease, Some(wish), whose, |_| {
+                attempt::refuse(worker.clone(), lease, None, token, why)
+            });
+        }
+    }
+    true
+}
+
+async fn report_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
+    if let Err(error) = worker.runtime.contact(sent, stop_after).await {
+        tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,145 @@
+//! A scheduler that tells by which key tickets are signed, and nothing else.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use super::NOBODY;
+use domain::worker::{TicketClaims, TicketOperation};
+use domain::{Timestamp, VolumeHandle, WorkerId};
+use rpc::pb::scheduler as pb;
+use rpc::pb::scheduler::workers_server::{Workers, WorkersServer};
+use rpc::token::TokenSigner;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+#[derive(Clone)]
+pub(crate) struct Schedule {
+    signer: TokenSigner,
+    calls_for_keys: Arc<AtomicUsize>,
+}
+
+fn no_part<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("no part of this test"))
+}
+
+impl Schedule {
+    pub(crate) fn new() -> Self {
+        Self { signer: TokenSigner::from_seed(&[7; 32]), calls_for_keys: Arc::default() }
+    }
+
+    /// How often it was asked for its keys.
+    pub(crate) fn calls_for_keys(&self) -> usize {
+        self.calls_for_keys.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn service(&self) -> WorkersServer<Self> {
+        WorkersServer::new(self.clone())
+    }
+
+    /// A ticket, and what it says.
+    pub(crate) fn ticket(
+        &self,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+    ) -> (String, TicketClaims) {
+        self.ticket_at(NOBODY, worker, volume, operation)
+    }
+
+    /// A ticket for a worker whose gateway listens at `endpoint`, and what it says.
+    pub(crate) fn ticket_at(
+        &self,
+        endpoint: &str,
+        worker: WorkerId,
+        volume: VolumeHandle,
+        operation: TicketOperation,
+    ) -> (String, TicketClaims) {
+        let expires_at = Timestamp::now() + Duration::from_secs(600);
+        let (team, endpoint) = ("main".to_owned(), endpoint.to_owned());
+        let claims = TicketClaims { worker, volume, team, operation, expires_at, endpoint };
+        (self.signer.sign(&claims), claims)
+    }
+}
+
+#[tonic::async_trait]
+impl Workers for Schedule {
+    type SynchronizeStream = ReceiverStream<Result<pb::SynchronizeResponse, Status>>;
+
+    async fn synchronize(
+        &self,
+        _: Request<Streaming<pb::SynchronizeRequest>>,
+    ) -> Result<Response<Self::SynchronizeStream>, Status> {
+        no_part()
+    }
+
+    async fn issue_ticket(
+        &self,
+        _: Request<pb::IssueTicketRequest>,
+    ) -> Result<Response<pb::IssueTicketResponse>, Status> {
+        no_part()
+    }
+
+    async fn list_workers(
+        &self,
+        _: Request<pb::ListWorkersRequest>,
+    ) -> Result<Response<pb::ListWorkersResponse>, Status> {
+        no_part()
+    }
+
+    async fn get_worker(
+        &self,
+        _: Request<pb::GetWorkerRequest>,
+    ) -> Result<Response<pb::GetWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
+        self.calls_for_keys.fetch_add(1, Ordering::Relaxed);
+        Ok(Response::new(pb::KeysResponse { keys: vec![self.signer.public()] }))
+    }
+
+    async fn issue_proxy_ticket(
+        &self,
+        _: Request<pb::IssueProxyTicketRequest>,
+    ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
+        no_part()
+    }
+
+    type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
+
+    async fn watch_workers(
+        &self,
+        _: Request<pb::WatchWorkersRequest>,
+    ) -> Result<Response<Self::WatchWorkersStream>, Status> {
+        no_part()
+    }
+
+    async fn cordon_worker(
+        &self,
+        _: Request<pb::CordonWorkerRequest>,
+    ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn run_worker(
+        &self,
+        _: Request<pb::RunWorkerRequest>,
+    ) -> Result<Response<pb::RunWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn retire_worker(
+        &self,
+        _: Request<pb::RetireWorkerRequest>,
+    ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
+        no_part()
+    }
+
+    async fn prune_worker(
+        &self,
+        _: Request<pb::PruneWorkerRequest>,
+    ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
+        no_part()
+    }
+}

@@ -1,0 +1,81 @@
+//! The beginning and the end of a volume that a transfer fills.
+
+use std::sync::Arc;
+
+use domain::{VolumeHandle, chain};
+use rpc::Refusal;
+use runtime::{Contents, RuntimeError, VolumeSource};
+use transfer::Manifest;
+
+use super::error::WriteVolumeError;
+use super::{Transfers, WriterPermit};
+use crate::util::retry::{is_superseded, until_answered};
+
+/// Makes the volume of a transfer, empty. What an earlier try left in it is thrown away.
+///
+/// Refused where the volume exists and no transfer fills it.
+pub(crate) async fn make_empty(transfers: &Transfers, volume: VolumeHandle) -> Result<(), WriteVolumeError> {
+    if transfers.manifests.is_filling(volume) {
+        transfers.worker.runtime.destroy_volume(volume).await?;
+    } else {
+        match transfers.worker.runtime.contents(volume).await {
+            Err(RuntimeError::VolumeNotFound(_)) => {}
+            Ok(_) => return Err(WriteVolumeError::InUse(volume)),
+            Err(error) => return Err(error.into()),
+        }
+        transfers.manifests.begin_filling(volume).await?;
+    }
+    Ok(transfers.worker.runtime.create_volume(volume, VolumeSource::Empty).await?)
+}
+
+/// Ends a volume that has its final bytes: its manifest is kept, and the artifact store told.
+pub(crate) async fn settle(
+    transfers: &Transfers,
+    volume: VolumeHandle,
+    team: &str,
+    manifest: Arc<Manifest>,
+    turn: WriterPermit,
+) -> Result<Arc<Manifest>, WriteVolumeError> {
+    // StoredManifest before the store is told: what it knows as complete must never be taken for a half-written volume here.
+    if let Err(error) =
+        transfers.manifests.keep(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
+    {
+        turn.discard(transfers).await;
+        return Err(error.into());
+    }
+    transfers.manifests.end_filling(volume).await;
+    if let Err(refusal) = complete(transfers, volume, &manifest).await {
+        // To the gateway that speaks for this worker now, it may be complete.
+        if !is_superseded(&refusal) {
+            transfers.manifests.forget(volume).await;
+            // What is kept beside a volume goes with it only.
+            if let Ok(Contents::Remote(_)) = transfers.worker.runtime.contents(volume).await {
+                turn.discard(transfers).await;
+            }
+        }
+        return Err(refusal.into());
+    }
+    Ok(manifest)
+}
+
+/// Tells the artifact store that a volume has its final bytes. Whose they are is noted with the volume, and nobody waits for that.
+pub(crate) async fn complete(
+    transfers: &Transfers,
+    volume: VolumeHandle,
+    manifest: &transfer::Manifest,
+) -> Result<(), Refusal> {
+    let session = transfers.worker.session.opened().await;
+    let (size_bytes, digest) = (manifest.size_bytes(), manifest.tree_digest());
+    let store = &transfers.worker.clients.store;
+    let call = || store.complete_volume(&session.credential, volume, size_bytes, digest);
+    let artifact = until_answered("say that a volume is complete", call).await?;
+    if let Some(artifact) = artifact {
+        let runtime = transfers.worker.runtime.clone();
+        transfers.worker.tasks.spawn(async move {
+            if let Err(error) = runtime.note_artifact(volume, artifact).await {
+                tracing::debug!(volume.handle = %volume, error = chain(&error), "cannot note whose a volume is");
+            }
+        });
+    }
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! Reservations of disk space by transfers, which say before the first byte how much they write.
+//!
+//! [`crate::transfer::write`] declares what a manifest says when a transfer begins. Each copy of an extent counts,
+//! because each is written. Invariant: the bytes that all transfers have declared and not written yet fit the free
+//! space less a reserve. The lock on the sum enforces it. What containers write is not known before, so a disk may
+//! be full nevertheless.
+
+use std::sync::{Arc, Mutex};
+
+use runtime::Disk;
+use transfer::Manifest;
+
+use crate::util::disk_reserve::reserve;
+use crate::util::keyed_locks::lock;
+
+/// Bytes that an entry takes on a disk, besides content: its inode, and the end of its last block.
+const ENTRY_BYTES: u64 = 4096;
+
+/// Bytes that a tree takes on a disk. Each copy of an extent counts; holes do not.
+pub(crate) fn needs(manifest: &Manifest) -> u64 {
+    let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
+    manifest.extent_bytes().saturating_add(entries.saturating_mul(ENTRY_BYTES))
+}
+
+/// A transfer declares more than there is room for.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot begin a transfer of {needs} bytes: transfers may take {available} bytes of the worker's disk now"
+)]
+pub(crate) struct InsufficientDisk {
+    needs: u64,
+    available: u64,
+}
+
+/// Bytes that transfers have declared and not written yet.
+#[derive(Debug, Default)]
+pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
+
+impl DiskReservations {
+    /// Declares a transfer, if `disk` has room for it beside the others. `None`: the worker does not say how large its disk is.
+    pub(crate) fn declare(
+        &self,
+        disk: Option<Disk>,
+        needs: u64,
+    ) -> Result<DiskReservation, InsufficientDisk> {
+        let mut declared = lock(&self.0);
+        if let Some(Disk { total_bytes, free_bytes }) = disk {
+            let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*declared);
+            if needs > available {
+                return Err(InsufficientDisk { needs, available });
+            }
+        }
+        *declared = declared.saturating_add(needs);
+        Ok(DiskReservation { of: self.0.clone(), left: needs })
+    }
+}
+
+/// A transfer that was declared. Gives back what it has not written when it is dropped.
+#[derive(Debug)]
+pub(crate) struct DiskReservation {
+    of: Arc<Mutex<u64>>,
+    left: u64,
+}
+
+impl DiskReservation {
+    /// So much of it was written: the free space says so from now on.
+    pub(crate) fn wrote(&mut self, bytes: u64) {
+        let bytes = bytes.min(self.left);
+        self.left -= bytes;
+        let mut declared = lock(&self.of);
+        *declared = declared.saturating_sub(bytes);
+    }
+}
+
+impl Drop for DiskReservation {
+    fn drop(&mut self) {
+        self.wrote(self.left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use transfer::{Entry, EntryKind, Extent, Limits};
+
+    use super::*;
+
+    fn disk(free_bytes: u64) -> Option<Disk> {
+        Some(Disk { total_bytes: 10_000, free_bytes })
+    }
+
+    #[test]
+    fn transfers_together_fit_the_free_space_less_the_reserve() {
+        let room = DiskReservations::default();
+        let mut one = room.declare(disk(1000), 500).expect("there is room");
+        room.declare(disk(1000), 401).expect_err("the reserve is 100");
+        let two = room.declare(disk(1000), 400).expect("there is room");
+        drop(two);
+        one.wrote(300);
+        room.declare(disk(700), 401).expect_err("200 are to come");
+        room.declare(disk(700), 400).expect("there is room");
+        drop(one);
+        room.declare(disk(700), 601).expect_err("the reserve is left free");
+        room.declare(None, u64::MAX).expect("nobody knows");
+        assert_eq!(*lock(&room.0), 0);
+    }
+
+    #[test]
+    fn each_copy_of_an_extent_counts() {
+        let entry = |path: Vec<u8>, kind| Entry {
+            path,
+            mode: 0o755,
+            uid: 0,
+            gid: 0,
+            mtime_seconds: 0,
+            mtime_nanos: 0,
+            xattrs: Vec::new(),
+            kind,
+        };
+        let digest = domain::Digest([7; 32]);
+        let extents = (0..1000).map(|at| Extent { offset: at << 20, length: 1 << 20, digest }).collect();
+        let file = entry(b"file".to_vec(), EntryKind::File { size_bytes: 1 << 40, extents });
+        let root = entry(Vec::new(), EntryKind::Directory);
+        let manifest = Manifest::new([root, file], Limits::default()).expect("valid");
+        assert_eq!(needs(&manifest), (1000 << 20) + 2 * ENTRY_BYTES);
+    }
+}

@@ -1,0 +1,302 @@
+//! The copy of a volume from other workers into a planned volume.
+//!
+//! The manifest comes first. Extents that this worker has are copied here. The rest is read from one source after
+//! the other, and each goes on where the one before broke off. So a source that dies costs only what was in
+//! flight. A worker on another machine takes whole files, so the next source begins again.
+//!
+//! If both workers are on other machines and reach one another, the source's worker sends the volume itself
+//! ([`crate::transfer::peer_copy`]). A failure of that costs only time.
+//!
+//! Invariant: the volume counts only if it has the tree that was asked for ([`super::write`]): its manifest has
+//! that digest, and each extent has the digest that the manifest says.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use domain::worker::TicketClaims;
+use domain::{Digest, chain};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use transfer::{ExtentData, Manifest, Outstanding, Runs, Verified};
+
+use super::Transfers;
+use super::error::WriteVolumeError;
+use super::write::VolumeWriter;
+use crate::clients::gateway::{Source, SourceError, VolumeReader};
+use crate::transfer::peer_copy::Sender;
+
+/// Longest pause of a source, which may have to scan a large volume before it goes on.
+const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
+
+/// How far a fetch is, in bytes of content.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// What this worker had already.
+    pub(crate) saved: u64,
+    /// The place of the source that is read.
+    pub(crate) source: usize,
+    /// Whether the worker of that source sent it all by itself.
+    pub(crate) by_peer: bool,
+}
+
+/// A volume could not be fetched.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FetchError {
+    /// This worker failed, or the store refused.
+    #[error(transparent)]
+    Here(#[from] WriteVolumeError),
+    /// Each source failed, in their order.
+    #[error("no source could give all that is missing: {}", listed(.0))]
+    Sources(Vec<SourceError>),
+}
+
+/// The errors of sources, for people.
+fn listed(errors: &[SourceError]) -> String {
+    let mut text = String::new();
+    for (place, error) in errors.iter().enumerate() {
+        let separator = if place == 0 { "" } else { "; " };
+        // Writing to a string does not fail.
+        _ = write!(text, "{separator}{}", chain(error));
+    }
+    text
+}
+
+/// Why nothing more came from a source.
+enum Failed {
+    There(SourceError),
+    Here(WriteVolumeError),
+}
+
+impl From<SourceError> for Failed {
+    fn from(error: SourceError) -> Self {
+        Self::There(error)
+    }
+}
+
+/// Longest pause of a source while there are others to try.
+const OTHERS_LEFT: Duration = Duration::from_secs(120);
+
+/// The volume to be filled, and what permits it.
+pub(crate) struct Destination {
+    /// What the ticket says.
+    pub(crate) ticket: TicketClaims,
+    /// The ticket itself.
+    pub(crate) signed: String,
+}
+
+/// Fills the volume that the ticket of `to` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+///
+/// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
+pub(crate) async fn fetch(
+    transfers: &Arc<Transfers>,
+    to: Destination,
+    digest: Digest,
+    sources: Vec<Source>,
+    progress: impl Fn(Progress),
+) -> Result<Arc<Manifest>, FetchError> {
+    let mut fetch = Fetch { transfers, to, digest, under_way: None, progress };
+    let mut failed = Vec::new();
+    for (place, source) in sources.iter().enumerate() {
+        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { SOURCE_PAUSE };
+        match fetch.from(place, source, pause).await {
+            Ok(filling) => return Ok(filling.commit(transfers).await?),
+            Err(Failed::Here(error)) => return Err(error.into()),
+            Err(Failed::There(error)) => {
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = chain(&error), "a source failed");
+                failed.push(error);
+            }
+        }
+    }
+    Err(FetchError::Sources(failed))
+}
+
+/// What is kept from one source to the next.
+struct Fetch<'w, P> {
+    transfers: &'w Arc<Transfers>,
+    to: Destination,
+    digest: Digest,
+    under_way: Option<UnderWay>,
+    progress: P,
+}
+
+/// A volume of which some is there.
+struct UnderWay {
+    filling: VolumeWriter,
+    manifest: Arc<Manifest>,
+    /// What no source has sent yet.
+    missing: Runs,
+    progress: Progress,
+}
+
+impl<P: Fn(Progress)> Fetch<'_, P> {
+    /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
+    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<VolumeWriter, Failed> {
+        let mut reader = source.read(pause).await?;
+        let manifest = reader.manifest().await?;
+        if manifest.tree_digest() != self.digest {
+            return Err(SourceError::OtherBytes.into());
+        }
+        let mut under_way = match self.under_way.take() {
+            Some(under_way) => under_way,
+            None => self.begin(place, source, Arc::new(manifest)).await.map_err(Failed::Here)?,
+        };
+        under_way.progress.source = place;
+        (self.progress)(under_way.progress);
+
+        match self.receive(&mut under_way, &mut reader).await {
+            Ok(()) => {
+                debug_assert!(under_way.missing.is_empty(), "everything was received");
+                Ok(under_way.filling)
+            }
+            // The next source may begin with another file.
+            Err(failed) if under_way.filling.takes_whole_files() => {
+                under_way.filling.abandon().await;
+                Err(failed)
+            }
+            Err(failed) => {
+                self.under_way = Some(under_way);
+                Err(failed)
+            }
+        }
+    }
+
+    /// Makes the volume. Where the worker of `source` can, it fills it, too.
+    async fn begin(
+        &self,
+        place: usize,
+        source: &Source,
+        manifest: Arc<Manifest>,
+    ) -> Result<UnderWay, WriteVolumeError> {
+        let total = manifest.extent_bytes();
+        let (compared, mut told) = watch::channel(0);
+        let left = CancellationToken::new();
+        let _left = left.clone().drop_guard();
+        let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
+        let begun =
+            VolumeWriter::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
+        let telling = async {
+            while told.changed().await.is_ok() {
+                let done = *told.borrow_and_update();
+                (self.progress)(Progress { done, total, saved: 0, source: place, by_peer: true });
+            }
+            std::future::pending::<()>().await;
+        };
+        let filling = tokio::select! {
+            begun = begun => begun?,
+            () = telling => return Err(WriteVolumeError::BrokenOff),
+        };
+        let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
+        let done = total.saturating_sub(missing);
+        let saved = if by_peer { 0 } else { done };
+        let progress = Progress { done, total, saved, source: place, by_peer };
+        Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
+    }
+
+    async fn receive(&self, under_way: &mut UnderWay, reader: &mut VolumeReader) -> Result<(), Failed> {
+        if under_way.missing.is_empty() {
+            return Ok(());
+        }
+        let bytes = under_way.manifest.bytes_of(&under_way.missing);
+        reader.request(&under_way.missing, bytes).await?;
+        let wanted = under_way.missing.clone();
+        let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
+        let received = loop {
+            match reader.extents().await {
+                Ok(Some(extents)) => {
+                    let verified = verify(&under_way.manifest, extents, &mut expected);
+                    let verified = match verified {
+                        Ok(verified) => verified,
+                        Err(error) => break Err(error.into()),
+                    };
+                    let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
+                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
+                    under_way.filling.put_verified(self.transfers, extents).await.map_err(Failed::Here)?;
+                    for ordinal in ordinals {
+                        missing.remove(ordinal);
+                    }
+                    (self.progress)(under_way.progress);
+                }
+                Ok(None) if expected.is_empty() => break Ok(()),
+                Ok(None) => break Err(SourceError::Truncated.into()),
+                Err(error) => break Err(error.into()),
+            }
+        };
+        under_way.missing = missing.runs();
+        received
+    }
+}
+
+type Received = (u64, u64, Verified<bytes::Bytes>);
+
+/// Verifies extents that arrived: those that are expected, each once. Returns their ordinals and lengths, too.
+fn verify(
+    manifest: &Manifest,
+    extents: Vec<ExtentData>,
+    expected: &mut Outstanding,
+) -> Result<Vec<Received>, SourceError> {
+    let verified = extents.into_iter().map(|extent| {
+        if !expected.take(manifest, extent.ordinal) {
+            return Err(SourceError::Protocol);
+        }
+        let length = u64::try_from(extent.data.len()).unwrap_or(u64::MAX);
+        let verified = manifest.verify(extent.ordinal, extent.data).map_err(|_| SourceError::OtherBytes)?;
+        Ok((extent.ordinal, length, verified))
+    });
+    verified.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chunk(extents: &[(u64, &'static str)]) -> Vec<ExtentData> {
+        let extents = extents.iter().map(|(ordinal, text)| ExtentData {
+            ordinal: *ordinal,
+            data: bytes::Bytes::from_static(text.as_bytes()),
+        });
+        extents.collect()
+    }
+
+    #[test]
+    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+        let directory = tempfile::tempdir().expect("a directory");
+        for name in ["a", "b", "c"] {
+            std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
+        }
+        let manifest = crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest;
+        let mut wanted = Runs::new();
+        for ordinal in [0, 2] {
+            wanted.insert(ordinal).expect("ascending");
+        }
+        let refused = [
+            ("not asked for", chunk(&[(2, "ccc"), (1, "bbb")])),
+            ("twice", chunk(&[(2, "ccc"), (2, "ccc")])),
+            ("nowhere", chunk(&[(7, "ccc")])),
+            ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
+        ];
+        for (what, chunk) in refused {
+            let verified = verify(&manifest, chunk, &mut Outstanding::new(&wanted));
+            verified.map(|_| ()).expect_err(what);
+        }
+        let mut expected = Outstanding::new(&wanted);
+        let verified =
+            verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
+        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
+        verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
+    }
+
+    #[tokio::test]
+    async fn source_that_says_nothing_is_left() {
+        // The kernel accepts connections, and no process reads them.
+        let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
+        let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
+        let left = source.read(Duration::from_millis(50)).await;
+        assert!(matches!(left, Err(SourceError::Truncated)));
+    }
+}

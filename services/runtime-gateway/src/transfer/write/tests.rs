@@ -1,0 +1,259 @@
+//! Volumes that are filled, with an artifact store whose answers each test gives.
+
+use std::time::Duration;
+
+use rpc::pb::artifacts as pb;
+use tokio::time::timeout;
+
+use super::*;
+use crate::test_support::store::{Asked, Store, session};
+use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use testing::fake::FakeWorker;
+
+/// A gateway, as one that was just started, of this machine.
+fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
+    let worker = machine.attended(NOBODY, &store.endpoint);
+    worker.session.set(Some(session("credential")));
+    worker
+}
+
+fn ticket(volume: VolumeHandle) -> TicketClaims {
+    TicketClaims {
+        worker: domain::WorkerId::new(),
+        volume,
+        team: "main".to_owned(),
+        operation: domain::worker::TicketOperation::Write,
+        expires_at: domain::Timestamp::now(),
+        endpoint: String::new(),
+    }
+}
+
+/// A tree with one file.
+fn tree(text: &str) -> Arc<Manifest> {
+    let directory = tempfile::tempdir().expect("a directory");
+    std::fs::write(directory.path().join("file"), text).expect("write");
+    Arc::new(crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest)
+}
+
+async fn begin(
+    worker: &TestWorker,
+    volume: VolumeHandle,
+    tree: &Arc<Manifest>,
+) -> Result<VolumeWriter, WriteVolumeError> {
+    within("the start of a transfer", VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
+        .await
+}
+
+/// Begins, and sends everything.
+async fn fill(
+    worker: &TestWorker,
+    volume: VolumeHandle,
+    tree: &Arc<Manifest>,
+    text: &'static str,
+) -> VolumeWriter {
+    let mut filling = begin(worker, volume, tree).await.expect("it may be filled");
+    assert_eq!(filling.missing_bytes(), text.len() as u64);
+    filling.put(&worker.transfers, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
+    filling
+}
+
+async fn completed(
+    store: &mut Store,
+    volume: VolumeHandle,
+) -> crate::test_support::store::Answer<pb::VolumeCompleteResponse> {
+    let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+    assert_eq!(request.volume_handle, volume.to_string());
+    answer
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let volume = VolumeHandle::new();
+    let killed = gateway(&machine, &store);
+    let wanted = tree("contents");
+    let filling = fill(&killed, volume, &wanted, "contents").await;
+    tokio::select! {
+        _ = filling.commit(&killed.transfers) => panic!("it was not answered"),
+        // The manifest is kept, and whether the store heard is never learnt.
+        answer = completed(&mut store, volume) => drop(answer),
+    }
+    drop(killed);
+    machine.overwrite(volume, "CONTENTS");
+
+    let worker = gateway(&machine, &store);
+    let other = begin(&worker, volume, &tree("something else")).await.err();
+    assert!(matches!(other, Some(WriteVolumeError::Complete(of)) if of == volume), "{other:?}");
+    let filling = begin(&worker, volume, &wanted).await.expect("the same again");
+    assert_eq!(filling.missing_bytes(), 0);
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
+    });
+    committed.expect("the store has heard");
+    assert_eq!(machine.read(volume), "CONTENTS", "it was not touched");
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
+    // Nothing can be written there, as on a full disk.
+    let in_the_way = worker.config.manifest_dir.join(format!("{volume}.tmp"));
+    std::fs::create_dir(&in_the_way).expect("make");
+    let wanted = tree("contents");
+    let refused = fill(&worker, volume, &wanted, "contents").await.commit(&worker.transfers).await;
+    assert!(matches!(refused, Err(WriteVolumeError::Worker(_))), "{refused:?}");
+    assert!(!machine.has(volume), "its room is free again");
+
+    std::fs::remove_dir(&in_the_way).expect("remove");
+    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
+        // The first that it hears.
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
+    });
+    committed.expect("the store has heard");
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_manifest_that_cannot_be_read_is_not_taken_for_none() {
+    let store = Store::start().await;
+    let machine = FakeWorker::near();
+    let (volume, worker) = (machine.volume("contents").await, gateway(&machine, &store));
+    // Reading a directory fails, as a failing disk does.
+    std::fs::create_dir(worker.config.manifest_dir.join(volume.to_string())).expect("make");
+    let refused = begin(&worker, volume, &tree("contents")).await.err();
+    assert!(matches!(refused, Some(WriteVolumeError::Worker(_))), "{refused:?}");
+    assert_eq!(machine.read(volume), "contents", "it may be complete");
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    let refusals =
+        [(rpc::Reason::StaleSession, "one", true), (rpc::Reason::DigestMismatch, "another", false)];
+    for (reason, text, kept) in refusals {
+        let volume = VolumeHandle::new();
+        let filling = fill(&worker, volume, &tree(text), text).await;
+        let (refused, ()) = tokio::join!(filling.commit(&worker.transfers), async {
+            let refusal = reason.status("gantry.test", "no");
+            completed(&mut store, volume).await.send(Err(refusal)).expect("it waits");
+        });
+        assert!(
+            matches!(&refused, Err(WriteVolumeError::Refused(refusal)) if refusal.is(reason)),
+            "{refused:?}"
+        );
+        assert_eq!(worker.transfers.manifests.kept(volume).await.expect("read").is_some(), kept, "{reason}");
+    }
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is_made() {
+    let store = Store::start().await;
+    let machine = FakeWorker::near();
+    let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
+    let tree = tree("contents");
+    let making = machine.faults.hold_volumes();
+    let taken = async {
+        while worker.transfers.filling.lock().expect("a set").is_empty() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::select! {
+        _ = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
+        () = within("the turn", taken) => {}
+    }
+    let other = timeout(PATIENCE, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
+        .await
+        .expect("an answer");
+    assert!(matches!(other.err(), Some(WriteVolumeError::Busy(of)) if of == volume));
+
+    drop(making);
+    let filling = within("the end of the first", async {
+        loop {
+            match VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()).await {
+                Err(WriteVolumeError::Busy(_)) => tokio::time::sleep(Duration::from_millis(5)).await,
+                begun => break begun,
+            }
+        }
+    });
+    assert_eq!(filling.await.expect("it may be filled").missing_bytes(), 8);
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn ticket_to_write_is_refused_for_a_volume_in_use() {
+    let mut store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    // As an attempt makes its volumes; and a replica whose manifest was lost.
+    let used = VolumeHandle::new();
+    machine.runtime().create_volume(used, runtime::VolumeSource::Empty).await.expect("made");
+    let replica = machine.volume("contents").await;
+    for volume in [used, replica] {
+        let refused = begin(&worker, volume, &tree("something else")).await.err();
+        assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
+        let unpacking = crate::transfer::archives::ArchiveUpload::begin(&worker.transfers, ticket(volume));
+        let refused = within("an end", unpacking.commit()).await.err();
+        assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
+        assert!(machine.has(volume));
+    }
+    assert_eq!(machine.read(replica), "contents", "nothing was written");
+
+    // What a killed gateway began to fill is filled by the next one, and by nobody once it is complete.
+    let volume = VolumeHandle::new();
+    let wanted = tree("contents");
+    drop(fill(&worker, volume, &wanted, "contents").await);
+    drop(worker);
+    let worker = gateway(&machine, &store);
+    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
+        completed(&mut store, volume)
+            .await
+            .send(Ok(pb::VolumeCompleteResponse::default()))
+            .expect("it waits");
+    });
+    committed.expect("it is complete");
+    assert!(!worker.transfers.manifests.is_filling(volume));
+    std::fs::remove_file(worker.config.manifest_dir.join(volume.to_string())).expect("remove");
+    drop(worker);
+    let worker = gateway(&machine, &store);
+    let refused = begin(&worker, volume, &tree("something else")).await.err();
+    assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
+    store.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
+    let store = Store::start().await;
+    let machine = FakeWorker::near();
+    let worker = gateway(&machine, &store);
+    // One extent that the worker may have, 100,000 times: more than is free, without a byte that has to be sent.
+    let digest = domain::Digest([7; 32]);
+    let extents = (0..100_000).map(|at| transfer::Extent { offset: at << 20, length: 1 << 20, digest });
+    let kind = transfer::EntryKind::File { size_bytes: 100_000 << 20, extents: extents.collect() };
+    let small = tree("contents");
+    let mut entries = small.entries().to_vec();
+    entries[1].kind = kind;
+    let large = Arc::new(Manifest::new(entries, transfer::Limits::default()).expect("valid"));
+    let volume = VolumeHandle::new();
+    let refused = begin(&worker, volume, &large).await.err();
+    assert!(matches!(refused, Some(WriteVolumeError::InsufficientDisk(_))), "{refused:?}");
+    assert!(!machine.has(volume), "nothing was kept");
+    // What was refused takes no room.
+    drop(fill(&worker, volume, &small, "contents").await);
+    store.end().await;
+}

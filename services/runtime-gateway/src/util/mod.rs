@@ -1,0 +1,7 @@
+//! Helpers without a subject of their own.
+
+pub(crate) mod blocking;
+pub(crate) mod clock;
+pub(crate) mod disk_reserve;
+pub(crate) mod keyed_locks;
+pub(crate) mod retry;

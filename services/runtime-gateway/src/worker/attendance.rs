@@ -1,0 +1,191 @@
+//! The attendance of processes: whether a caller is attached to one that may wait for a caller.
+//!
+//! A process waits for its caller when it reads its standard input, and when it has written more output than is
+//! kept. A caller that died never comes back. So the caller has a term, which it renews by being attached. After
+//! the term the gateway leaves the process to itself: its input ends, and its output waits for no reader.
+//!
+//! [`crate::attempt`] minds the term of its process; each `Attach` call counts as long as it lasts.
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use domain::workload::{OutputMode, Stdin};
+use domain::{AttemptId, Timestamp};
+use runtime::{Attachment, Offsets, Runtime, RuntimeError};
+use server::Caller;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::util::keyed_locks::lock;
+
+/// Longest term of a caller whose connection was closed at its end. One that lives is attached again within seconds; one that does not
+/// answer may be asleep, and has the whole term.
+const AFTER_HANG_UP: Duration = Duration::from_secs(30);
+
+/// Pause before a process that could not be left to itself is asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(5);
+
+/// How a process stands with its callers.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttendanceState {
+    /// Whether its attempt minds the term.
+    is_minded: bool,
+    /// Callers that are attached.
+    pub(crate) attached: u32,
+    /// Since when none is, or the last change.
+    since: (Instant, Timestamp),
+    term: Duration,
+    /// Whether it was left to itself.
+    pub(crate) is_left: bool,
+}
+
+impl AttendanceState {
+    fn new(term: Duration) -> Self {
+        Self {
+            is_minded: false,
+            attached: 0,
+            since: (Instant::now(), Timestamp::now()),
+            term,
+            is_left: false,
+        }
+    }
+
+    /// Since when no caller is attached, and when the term ends. `None`: one is attached.
+    pub(crate) fn unattended(&self) -> Option<(Timestamp, Timestamp)> {
+        (self.attached == 0).then_some((self.since.1, self.since.1 + self.term))
+    }
+}
+
+/// The processes of one worker that may wait for a caller.
+pub(crate) struct Attendance {
+    /// How long a process waits for a caller while none is attached.
+    term: Duration,
+    processes: Mutex<HashMap<AttemptId, watch::Sender<AttendanceState>>>,
+}
+
+impl Attendance {
+    pub(crate) fn new(term: Duration) -> Self {
+        Self { term, processes: Mutex::default() }
+    }
+
+    fn processes(&self) -> MutexGuard<'_, HashMap<AttemptId, watch::Sender<AttendanceState>>> {
+        lock(&self.processes)
+    }
+
+    /// How a process stands with its callers. `None`: it waits for none, or does not run.
+    pub(crate) fn of(&self, process: AttemptId) -> Option<AttendanceState> {
+        self.processes()
+            .get(&process)
+            .map(|standing| *standing.borrow())
+            .filter(|standing| standing.is_minded)
+    }
+
+    /// Changes how a process stands. A caller may come back before its attempt is taken up again, after a restart of the gateway. What neither an
+    /// attempt nor a caller needs is forgotten.
+    fn change(
+        &self,
+        process: AttemptId,
+        change: impl FnOnce(&mut AttendanceState),
+    ) -> watch::Receiver<AttendanceState> {
+        let mut processes = self.processes();
+        let standing =
+            processes.entry(process).or_insert_with(|| watch::Sender::new(AttendanceState::new(self.term)));
+        standing.send_modify(change);
+        let (changes, now) = (standing.subscribe(), *standing.borrow());
+        if !now.is_minded && now.attached == 0 {
+            processes.remove(&process);
+        }
+        changes
+    }
+}
+
+/// An `Attach` call, for as long as it lasts.
+pub(crate) struct AttachGuard {
+    attendance: Arc<Attendance>,
+    process: AttemptId,
+    caller: Option<Caller>,
+}
+
+impl AttachGuard {
+    pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
+        attendance.change(process, |standing| standing.attached += 1);
+        Self { attendance, process, caller }
+    }
+}
+
+impl Drop for AttachGuard {
+    fn drop(&mut self) {
+        let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
+        let term = self.attendance.term;
+        self.attendance.change(self.process, |standing| {
+            standing.attached = standing.attached.saturating_sub(1);
+            standing.since = (Instant::now(), Timestamp::now());
+            standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+        });
+    }
+}
+
+/// An attempt that minds the term of its process.
+struct TermGuard<'a>(&'a Attendance, AttemptId);
+
+impl Drop for TermGuard<'_> {
+    fn drop(&mut self) {
+        let Self(attendance, process) = *self;
+        attendance.change(process, |standing| standing.is_minded = false);
+    }
+}
+
+/// Leaves a process to itself when no caller has been attached for its term.
+pub(crate) async fn mind(
+    attendance: &Attendance,
+    runtime: &dyn Runtime,
+    process: AttemptId,
+    (stdin, output): (Stdin, OutputMode),
+) -> Infallible {
+    if stdin == Stdin::None && output == OutputMode::Spooled {
+        return std::future::pending().await;
+    }
+    let mut changes = attendance.change(process, |standing| standing.is_minded = true);
+    let _minded = TermGuard(attendance, process);
+    loop {
+        let now = *changes.borrow_and_update();
+        let term = async {
+            if now.attached > 0 || now.is_left {
+                std::future::pending::<()>().await;
+            }
+            tokio::time::sleep_until(now.since.0 + now.term).await;
+        };
+        tokio::select! {
+            // Its sender is there for as long as the process is minded.
+            _ = changes.changed() => continue,
+            () = term => {}
+        }
+        match leave(runtime, process, (stdin, output)).await {
+            Ok(()) => {
+                tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
+                attendance.change(process, |standing| standing.is_left = true);
+            }
+            Err(error) => {
+                tracing::debug!(attempt.id = %process, error = %domain::chain(&error), "cannot leave a process to itself");
+                tokio::time::sleep(ASK_AGAIN).await;
+            }
+        }
+    }
+}
+
+async fn leave(
+    runtime: &dyn Runtime,
+    process: AttemptId,
+    (stdin, output): (Stdin, OutputMode),
+) -> Result<(), RuntimeError> {
+    let Attachment { input, .. } = runtime.attach(process, Offsets { stdout: 0, stderr: 0 }).await?;
+    if output == OutputMode::Attached {
+        input.detach().await?;
+    }
+    if stdin == Stdin::Attached {
+        input.close_stdin().await?;
+    }
+    Ok(())
+}

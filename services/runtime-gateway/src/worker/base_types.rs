@@ -1,0 +1,126 @@
+//! Which base types of a worker are imported as artifacts: images of resource types, and certificates.
+//!
+//! Attempts wait here for what they need. The import loop ([`crate::sync::base_type_import`]) carries out the tries.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard};
+
+use domain::ArtifactId;
+use runtime::Brought;
+use tokio::sync::{Notify, watch};
+
+use crate::util::keyed_locks::lock;
+
+/// How far the imports of a worker are.
+#[derive(Debug, Default)]
+pub(crate) struct BaseTypeImports {
+    standings: watch::Sender<BTreeMap<Brought, ImportState>>,
+    tries: Mutex<BTreeMap<Brought, ImportTries>>,
+    /// Wakes the importing task.
+    pub(crate) wake: Notify,
+}
+
+/// How far an import is. One that was not tried yet has none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum ImportState {
+    Imported(ArtifactId),
+    /// The try of this number failed.
+    Failed(u64, String),
+}
+
+/// How often something was tried.
+#[derive(Debug, Clone, Copy, Default)]
+struct ImportTries {
+    begun: u64,
+    /// Whether somebody waits for another one.
+    is_wanted: bool,
+}
+
+impl BaseTypeImports {
+    /// What something is that the worker brings along, as soon as it is imported. Where it is not, it is tried at once.
+    ///
+    /// Errors: why a try failed that began after this call.
+    pub(crate) async fn wanted(&self, what: &Brought) -> Result<ArtifactId, String> {
+        let mut standings = self.standings.subscribe();
+        if let Some(artifact) = self.known(what) {
+            return Ok(artifact);
+        }
+        let begun = self.want(what);
+        let is_told = |now: &BTreeMap<Brought, ImportState>| match now.get(what) {
+            Some(ImportState::Imported(_)) => true,
+            Some(ImportState::Failed(number, _)) => *number > begun,
+            None => false,
+        };
+        let told = standings.wait_for(is_told).await.map(|now| now.get(what).cloned());
+        match told {
+            Ok(Some(ImportState::Imported(artifact))) => Ok(artifact),
+            Ok(Some(ImportState::Failed(_, why))) => Err(why),
+            // The sender lives as long as this.
+            Ok(None) | Err(_) => Err("it is not imported".to_owned()),
+        }
+    }
+
+    /// What something is, if it was imported, without a wait.
+    pub(crate) fn known(&self, what: &Brought) -> Option<ArtifactId> {
+        match self.standings.borrow().get(what) {
+            Some(ImportState::Imported(artifact)) => Some(*artifact),
+            Some(ImportState::Failed(..)) | None => None,
+        }
+    }
+
+    /// An artifact is not on the worker any more, or not every team's. Answers whether it was imported.
+    pub(crate) fn lost(&self, artifact: ArtifactId) -> bool {
+        let mut lost = None;
+        self.standings.send_if_modified(|standings| {
+            lost = standings
+                .iter()
+                .find_map(|(what, known)| (*known == ImportState::Imported(artifact)).then(|| what.clone()));
+            lost.as_ref().is_some_and(|what| standings.remove(what).is_some())
+        });
+        lost.is_some_and(|what| {
+            self.want(&what);
+            true
+        })
+    }
+
+    fn tries(&self) -> MutexGuard<'_, BTreeMap<Brought, ImportTries>> {
+        lock(&self.tries)
+    }
+
+    /// Asks for a try, and answers how many have begun.
+    fn want(&self, what: &Brought) -> u64 {
+        let begun = {
+            let mut tries = self.tries();
+            let tries = tries.entry(what.clone()).or_default();
+            tries.is_wanted = true;
+            tries.begun
+        };
+        self.wake.notify_one();
+        begun
+    }
+
+    pub(crate) fn is_wanted(&self, what: &Brought) -> bool {
+        self.tries().get(what).is_some_and(|tries| tries.is_wanted)
+    }
+
+    /// A try begins. Answers its number.
+    pub(crate) fn begin(&self, what: &Brought) -> u64 {
+        let mut tries = self.tries();
+        let tries = tries.entry(what.clone()).or_default();
+        *tries = ImportTries { begun: tries.begun + 1, is_wanted: false };
+        tries.begun
+    }
+
+    pub(crate) fn imported(&self, what: &Brought, artifact: ArtifactId) {
+        self.tries().entry(what.clone()).or_default().is_wanted = false;
+        self.standings.send_modify(|standings| {
+            standings.insert(what.clone(), ImportState::Imported(artifact));
+        });
+    }
+
+    pub(crate) fn failed(&self, what: &Brought, number: u64, why: String) {
+        self.standings.send_modify(|standings| {
+            standings.insert(what.clone(), ImportState::Failed(number, why));
+        });
+    }
+}

@@ -1,0 +1,299 @@
+//! The workers that a gateway attends, and the worker that a call is for.
+//!
+//! All of them share one `Containers` and one `Volumes`. A gateway never forwards a call for another worker, because
+//! it stands beside untrusted code: the caller is told which gateway to call, as the scheduler knows it.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+
+use domain::worker::{ProxyClaims, TicketClaims, TicketOperation};
+use domain::{GatewayInstance, Timestamp, WorkerId};
+use rpc::Refusal;
+use rpc::client::Outgoing;
+use rpc::token::Keys;
+use runtime::Runtime;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::Config;
+use crate::attempt::context::AttemptContext;
+use crate::attempt::image::ImageDefaults;
+use crate::clients::scheduler::SchedulerClient;
+use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
+use crate::transfer::Transfers;
+use crate::worker::Worker;
+use crate::worker::attendance::Attendance;
+use crate::worker::base_types::BaseTypeImports;
+
+/// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
+const STARTING: Duration = Duration::from_secs(5);
+/// How long the scheduler may take to say where to go.
+const ASK: Duration = Duration::from_secs(5);
+
+/// A worker that this gateway attends, with the features that calls and loops use.
+pub(crate) struct AttendedWorker {
+    pub(crate) worker: Arc<Worker>,
+    pub(crate) transfers: Arc<Transfers>,
+    pub(crate) attendance: Arc<Attendance>,
+    pub(crate) imports: Arc<BaseTypeImports>,
+    pub(crate) attempts: Arc<AttemptContext>,
+}
+
+impl AttendedWorker {
+    /// `boot` is the life of the machine.
+    ///
+    /// # Errors
+    ///
+    /// The directory of manifests cannot be read.
+    pub(crate) fn open(worker: Arc<Worker>, boot: String) -> std::io::Result<Arc<Self>> {
+        let transfers = Transfers::open(worker.clone(), boot)?;
+        let attendance = Arc::new(Attendance::new(worker.config.intervals.caller_term));
+        let imports = Arc::new(BaseTypeImports::default());
+        let attempts = Arc::new(AttemptContext {
+            worker: worker.clone(),
+            transfers: transfers.clone(),
+            attendance: attendance.clone(),
+            imports: imports.clone(),
+            images: ImageDefaults::default(),
+        });
+        Ok(Arc::new(Self { worker, transfers, attendance, imports, attempts }))
+    }
+}
+
+/// The only worker that a call may be for, because its ticket names that one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct OnlyFor(pub(crate) WorkerId);
+
+/// A call or a transfer is not admitted.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AdmitError {
+    /// The ticket is forged, expired, or for something else.
+    #[error("the ticket is not good for this")]
+    Ticket,
+    /// The scheduler's keys are not available.
+    #[error("cannot verify the ticket")]
+    Keys(#[source] Refusal),
+    /// The ticket is for another worker.
+    #[error(transparent)]
+    NotAttended(#[from] NotAttended),
+    /// The gateway runs the most transfers that it may.
+    #[error("this gateway has as many transfers under way as it takes")]
+    TooManyTransfers,
+}
+
+impl From<rpc::token::VerifyError> for AdmitError {
+    fn from(error: rpc::token::VerifyError) -> Self {
+        match error {
+            rpc::token::VerifyError::Invalid(_) => Self::Ticket,
+            rpc::token::VerifyError::KeysUnavailable(refusal) => Self::Keys(refusal),
+        }
+    }
+}
+
+/// A gateway: it attends the workers that were given to it. Clones share them.
+#[derive(Clone)]
+pub struct WorkerSet(Arc<Inner>, Option<OnlyFor>);
+
+struct Inner {
+    workers: RwLock<Vec<Arc<AttendedWorker>>>,
+    keys: Keys,
+    scheduler: SchedulerClient,
+    tasks: TaskTracker,
+    stopping: CancellationToken,
+    /// Permits of transfers that read volumes here, and of those that write. They are separate because a write may wait for a read elsewhere.
+    reads: Arc<Semaphore>,
+    writes: Arc<Semaphore>,
+}
+
+/// Most transfers of each direction at a time. Each transfer takes a blocking thread, and a quarter of the threads stays free.
+const TRANSFERS: usize = 192;
+
+/// Longest time that a transfer waits for a permit.
+const PERMIT_WAIT: Duration = Duration::from_secs(30);
+
+/// A call is for a worker that this gateway does not attend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this gateway does not attend worker {worker}")]
+pub(crate) struct NotAttended {
+    pub(crate) worker: WorkerId,
+    /// The gateway that attends it. `None`: none does, or the scheduler does not say.
+    pub(crate) endpoint: Option<String>,
+}
+
+impl WorkerSet {
+    pub(crate) fn of(
+        workers: Vec<Arc<AttendedWorker>>,
+        scheduler: &str,
+        token: Option<&str>,
+        tasks: TaskTracker,
+        stopping: CancellationToken,
+    ) -> anyhow::Result<Self> {
+        let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
+        Ok(Self(
+            Arc::new(Inner {
+                workers: RwLock::new(workers),
+                keys: Keys::new(scheduler.clone()),
+                scheduler: SchedulerClient::new(scheduler),
+                tasks,
+                stopping,
+                reads: Arc::new(Semaphore::new(TRANSFERS)),
+                writes: Arc::new(Semaphore::new(TRANSFERS)),
+            }),
+            None,
+        ))
+    }
+
+    /// Attends the worker behind `runtime`, too, from now on.
+    ///
+    /// # Errors
+    ///
+    /// The worker cannot say who it is, or an address in `config` is malformed.
+    pub async fn attend(&self, config: Config, runtime: Arc<dyn Runtime>) -> anyhow::Result<()> {
+        self.attend_as(GatewayInstance::new(), config, runtime).await
+    }
+
+    /// The same, as an instance that may have a session already.
+    pub(crate) async fn attend_as(
+        &self,
+        instance: GatewayInstance,
+        config: Config,
+        runtime: Arc<dyn Runtime>,
+    ) -> anyhow::Result<()> {
+        if config.hold_destruction {
+            tracing::warn!(
+                worker.name = config.worker_name,
+                "destruction is held: no container and no volume is destroyed, and the disk fills up"
+            );
+        }
+        let boot = runtime.marker().await?.boot;
+        let worker = Worker::new(config, runtime, self.0.tasks.clone(), self.0.stopping.clone())?;
+        let attended = AttendedWorker::open(worker, boot)?;
+        self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(attended.clone());
+        let AttendedWorker { transfers, imports, attempts, .. } = &*attended;
+        self.0.tasks.spawn(scheduler_stream::forever(attempts.clone(), instance));
+        self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
+        self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));
+        self.0.tasks.spawn(base_type_import::import_forever(transfers.clone(), imports.clone()));
+        Ok(())
+    }
+
+    /// Resolves when this gateway has been told to stop.
+    pub(crate) async fn stopped(&self) {
+        self.0.stopping.cancelled().await;
+    }
+
+    pub(crate) fn tasks(&self) -> &TaskTracker {
+        &self.0.tasks
+    }
+
+    pub(crate) fn stopping(&self) -> &CancellationToken {
+        &self.0.stopping
+    }
+
+    /// This gateway, for a call that may be for one worker only if a ticket let it in.
+    pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
+        Self(self.0.clone(), extensions.get::<OnlyFor>().copied().or(self.1))
+    }
+
+    pub(crate) fn workers(&self) -> Vec<Arc<AttendedWorker>> {
+        self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The only worker that is attended here. `None`: there is none, or there are several.
+    pub(crate) fn only_worker(&self) -> Option<Arc<AttendedWorker>> {
+        let mut workers = self.workers();
+        workers.pop().filter(|_| workers.is_empty())
+    }
+
+    /// The worker with this id, if this gateway speaks for it.
+    pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<AttendedWorker>, NotAttended> {
+        if self.1.is_some_and(|OnlyFor(only)| only != id) {
+            return Err(NotAttended { worker: id, endpoint: None });
+        }
+        let workers = self.workers();
+        let find = || {
+            workers
+                .iter()
+                .find(|attended| attended.worker.session.current().is_some_and(|open| open.worker == id))
+        };
+        if let Some(worker) = find() {
+            return Ok(worker.clone());
+        }
+        // Who they are is not known before they have been let in.
+        let let_in =
+            futures::future::join_all(workers.iter().map(|attended| attended.worker.session.opened()));
+        // Whether that was enough shows in what is found now.
+        tokio::time::timeout(STARTING, let_in).await.ok();
+        match find() {
+            Some(worker) => Ok(worker.clone()),
+            None => Err(NotAttended { worker: id, endpoint: self.elsewhere(id).await }),
+        }
+    }
+
+    /// Where the scheduler says that a worker is attended, if not here.
+    async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
+        let asked = self.0.scheduler.gateway_of(worker);
+        let endpoint = match tokio::time::timeout(ASK, asked).await {
+            Ok(Ok(endpoint)) => endpoint?,
+            Ok(Err(error)) => {
+                tracing::debug!(worker.id = %worker, %error, "the scheduler does not say who attends a worker");
+                return None;
+            }
+            Err(_) => return None,
+        };
+        let ours = self.workers().iter().any(|attended| attended.worker.config.endpoint == endpoint);
+        Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
+    }
+
+    /// Verifies a ticket for `operation`, and answers the worker that it names.
+    pub(crate) async fn admit(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<(Arc<AttendedWorker>, TicketClaims), AdmitError> {
+        let claims = self.permitted(ticket, operation).await?;
+        let worker = self.worker(claims.worker).await?;
+        Ok((worker, claims))
+    }
+
+    /// Waits for the permit of a transfer, which ends when it is dropped.
+    ///
+    /// Errors: [`AdmitError::TooManyTransfers`].
+    pub(crate) async fn acquire_transfer(
+        &self,
+        operation: TicketOperation,
+    ) -> Result<OwnedSemaphorePermit, AdmitError> {
+        let permits = match operation {
+            TicketOperation::Read => &self.0.reads,
+            TicketOperation::Write => &self.0.writes,
+        };
+        let permit = tokio::time::timeout(PERMIT_WAIT, permits.clone().acquire_owned()).await;
+        permit.ok().and_then(Result::ok).ok_or(AdmitError::TooManyTransfers)
+    }
+
+    /// Verifies a ticket for `operation`, whoever attends the worker that it names.
+    pub(crate) async fn permitted(
+        &self,
+        ticket: &str,
+        operation: TicketOperation,
+    ) -> Result<TicketClaims, AdmitError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
+        if claims.operation != operation || claims.expires_at < Timestamp::now() {
+            return Err(AdmitError::Ticket);
+        }
+        Ok(claims)
+    }
+
+    /// Verifies the ticket of a proxy, and answers the worker that it names.
+    pub(crate) async fn admit_proxy(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
+        let claims: ProxyClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
+    }
+
+    /// Verifies that a ticket is one for any transfer, and answers the worker that it names. For which transfer it is good [`Self::admit`] says.
+    pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
+        let claims: TicketClaims = self.0.keys.verify(ticket).await?;
+        if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
+    }
+}
