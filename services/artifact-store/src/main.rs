@@ -101,7 +101,7 @@ impl server::Program for Arguments {
     fn commands() -> Vec<clap::Command> {
         // What is said of a group of settings would be said of the command that has them.
         let restored = db::DatabaseArgs::augment_args(clap::Command::new(RESTORED));
-        let about = "Say that the database was restored from a backup, before it is started: what workers made since is set aside, and not swept";
+        let about = "Say that the database was restored from a backup, before it is started: what workers made since are orphans, and not swept";
         vec![restored.about(about)]
     }
 
@@ -112,7 +112,7 @@ impl server::Program for Arguments {
             .await
             .context("cannot begin a new life of the store's database")?;
         Ok(format!(
-            "the artifact store's database has begun the life {life}: what workers hold and it does not know is set aside when they report"
+            "the artifact store's database has begun the life {life}: what workers hold and it does not know are orphans when they report"
         ))
     }
 

@@ -33,12 +33,12 @@ pub struct Config {
     pub timeout_grace: Duration,
     /// How long a finished workload can be asked for, and which workers have gone is remembered.
     pub keep_finished: Duration,
-    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is set aside.
-    pub set_aside_after: u32,
+    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is quarantined.
+    pub quarantine_after: u32,
     /// For how long, the first time. Each time in a row is twice as long.
-    pub set_aside_for: Duration,
+    pub quarantine_for: Duration,
     /// For how long at most.
-    pub set_aside_for_at_most: Duration,
+    pub quarantine_for_at_most: Duration,
     /// How often what the artifact store holds for us is compared with what we know.
     pub reconcile_every: Duration,
     /// How long a holder of pins may be unknown or finished here before it is settled.
@@ -92,9 +92,9 @@ impl Config {
             ticket_validity: Duration::from_secs(5 * 60),
             timeout_grace: Duration::from_secs(10),
             keep_finished: Duration::from_secs(7 * 24 * 3600),
-            set_aside_after: 5,
-            set_aside_for: Duration::from_secs(10),
-            set_aside_for_at_most: Duration::from_secs(10 * 60),
+            quarantine_after: 5,
+            quarantine_for: Duration::from_secs(10),
+            quarantine_for_at_most: Duration::from_secs(10 * 60),
             reconcile_every: Duration::from_secs(60),
             reconcile_grace: Duration::from_secs(5 * 60),
             chains: Chains::default(),
@@ -119,11 +119,11 @@ impl Config {
         ensure!(self.lost_after > self.stop_after, "--lost-after must be longer than --stop-after");
         ensure!(!self.lease_term.is_zero(), "--lease-term must not be zero");
         ensure!(!self.ticket_validity.is_zero(), "--ticket-validity must not be zero");
-        ensure!(self.set_aside_after > 0, "--set-aside-after must not be 0");
-        ensure!(!self.set_aside_for.is_zero(), "--set-aside-for must not be zero");
+        ensure!(self.quarantine_after > 0, "--quarantine-after must not be 0");
+        ensure!(!self.quarantine_for.is_zero(), "--quarantine-for must not be zero");
         ensure!(
-            self.set_aside_for_at_most >= self.set_aside_for,
-            "--set-aside-for-at-most must not be shorter than --set-aside-for"
+            self.quarantine_for_at_most >= self.quarantine_for,
+            "--quarantine-for-at-most must not be shorter than --quarantine-for"
         );
         ensure!(self.most_waiting > 0, "--max-waiting-per-team must not be 0");
         ensure!(self.most_waiting_bytes > 0, "--max-waiting-bytes-per-team must not be 0");

@@ -52,21 +52,21 @@ struct Arguments {
     /// How long a finished workload can be asked for, and which workers have gone is remembered
     #[arg(long, env = "GANTRY_KEEP_FINISHED", value_name = "DURATION", default_value = "7d", value_parser = duration)]
     keep_finished: Duration,
-    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is set aside
-    #[arg(long, env = "GANTRY_SET_ASIDE_AFTER", value_name = "COUNT", default_value = "5")]
-    set_aside_after: u32,
-    /// How long a worker is set aside the first time. Each time in a row is twice as long
-    #[arg(long, env = "GANTRY_SET_ASIDE_FOR", value_name = "DURATION", default_value = "10s", value_parser = term)]
-    set_aside_for: Duration,
-    /// How long a worker is set aside at most
+    /// After how many attempts in a row that ended before their process had started, through its fault, a worker is quarantined
+    #[arg(long, env = "GANTRY_QUARANTINE_AFTER", value_name = "COUNT", default_value = "5")]
+    quarantine_after: u32,
+    /// How long a worker is quarantined the first time. Each time in a row is twice as long
+    #[arg(long, env = "GANTRY_QUARANTINE_FOR", value_name = "DURATION", default_value = "10s", value_parser = term)]
+    quarantine_for: Duration,
+    /// How long a worker is quarantined at most
     #[arg(
         long,
-        env = "GANTRY_SET_ASIDE_FOR_AT_MOST",
+        env = "GANTRY_QUARANTINE_FOR_AT_MOST",
         value_name = "DURATION",
         default_value = "10m",
         value_parser = term
     )]
-    set_aside_for_at_most: Duration,
+    quarantine_for_at_most: Duration,
     /// How often what the artifact store holds for workloads is compared with what the scheduler knows
     #[arg(
         long,
@@ -254,9 +254,9 @@ impl Arguments {
             ticket_validity: self.ticket_validity,
             timeout_grace: self.timeout_grace,
             keep_finished: self.keep_finished,
-            set_aside_after: self.set_aside_after,
-            set_aside_for: self.set_aside_for,
-            set_aside_for_at_most: self.set_aside_for_at_most,
+            quarantine_after: self.quarantine_after,
+            quarantine_for: self.quarantine_for,
+            quarantine_for_at_most: self.quarantine_for_at_most,
             reconcile_every: self.reconcile_interval,
             reconcile_grace: self.reconcile_grace,
             share_hints: true,

@@ -64,9 +64,9 @@ const KNOWN: &[&str] = &[
     "GANTRY_RUNTIME_DIR",
     "GANTRY_SCHEDULER",
     "GANTRY_SERVER",
-    "GANTRY_SET_ASIDE_AFTER",
-    "GANTRY_SET_ASIDE_FOR",
-    "GANTRY_SET_ASIDE_FOR_AT_MOST",
+    "GANTRY_QUARANTINE_AFTER",
+    "GANTRY_QUARANTINE_FOR",
+    "GANTRY_QUARANTINE_FOR_AT_MOST",
     "GANTRY_STATE_DIR",
     "GANTRY_STOP_AFTER",
     "GANTRY_STREAMER",
@@ -104,6 +104,12 @@ const RENAMED: &[(&str, &str)] = &[
     ("--door", "--proxy"),
     ("GANTRY_DOOR", "GANTRY_PROXY"),
     ("GANTRY_GATEWAY_DOOR", "GANTRY_GATEWAY_PROXY"),
+    ("--set-aside-after", "--quarantine-after"),
+    ("--set-aside-for", "--quarantine-for"),
+    ("--set-aside-for-at-most", "--quarantine-for-at-most"),
+    ("GANTRY_SET_ASIDE_AFTER", "GANTRY_QUARANTINE_AFTER"),
+    ("GANTRY_SET_ASIDE_FOR", "GANTRY_QUARANTINE_FOR"),
+    ("GANTRY_SET_ASIDE_FOR_AT_MOST", "GANTRY_QUARANTINE_FOR_AT_MOST"),
 ];
 
 /// A flag or variable has another name now.

@@ -477,7 +477,7 @@ impl From<PurgeError> for Status {
         match &error {
             PurgeError::NotFound(id, _) => about(Reason::UnknownId, *id),
             PurgeError::NotOrphaned(id) => about(Reason::NotOrphaned, *id),
-            PurgeError::Database(source) => database("purge what is set aside", source),
+            PurgeError::Database(source) => database("purge orphans", source),
         }
     }
 }

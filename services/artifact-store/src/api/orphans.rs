@@ -29,7 +29,7 @@ impl Handlers {
 
         let rows = aside::list(self.store.db.read(), worker, page)
             .await
-            .map_err(|error| errors::database("list what is set aside", &error))?;
+            .map_err(|error| errors::database("list orphans", &error))?;
 
         let found = rows.into_iter().map(|row| (row.handle, listed(row))).collect();
         let (orphans, next_page_token) = super::end_page(page, found);

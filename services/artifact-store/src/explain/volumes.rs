@@ -119,7 +119,7 @@ fn label(row: &volume::Model) -> String {
     };
     match (&row.name, row.adopted_at) {
         (Some(name), _) => format!("{purpose} {name}"),
-        (None, Some(_)) => format!("{purpose}, adopted after it had been set aside"),
+        (None, Some(_)) => format!("{purpose}, adopted after it had been an orphan"),
         (None, None) => purpose.to_owned(),
     }
 }

@@ -53,7 +53,7 @@ enum Reference {
     Copy,
     Undeletion,
     /// An orphan becomes a replica of it.
-    ReplicaSetAside,
+    ReplicaOrphaned,
     ResourceCacheUse,
     TaskCacheUse,
 }
@@ -68,13 +68,13 @@ const OF_ARTIFACTS: [Reference; 9] = [
     Reference::TaskCache,
     Reference::Copy,
     Reference::Undeletion,
-    Reference::ReplicaSetAside,
+    Reference::ReplicaOrphaned,
 ];
 
 impl Reference {
     /// Whether it takes the mark back of what was marked before it.
     fn takes_back(self) -> bool {
-        matches!(self, Self::Undeletion | Self::ReplicaSetAside)
+        matches!(self, Self::Undeletion | Self::ReplicaOrphaned)
     }
 }
 
@@ -307,7 +307,7 @@ impl Target {
                 let kept_by = KeptBy::Build(self.build);
                 restore::undelete(txn, TEAM, self.artifact, kept_by, NOW).await.is_err()
             }
-            Reference::ReplicaSetAside => {
+            Reference::ReplicaOrphaned => {
                 let adoption = orphans::Adoption {
                     team: TEAM.to_owned(),
                     volume: self.aside,

@@ -41,11 +41,11 @@ use crate::sessions::{SessionError, fence};
 use crate::{inventory, marks};
 
 /// Why what is purged is garbage.
-const PURGED: &str = "an operator purged it: it was set aside after a backup had been restored";
+const PURGED: &str = "an operator purged it: it was an orphan after a backup had been restored";
 
 /// Why something is gone that was never decided upon.
 const VANISHED: &str =
-    "it was set aside after a backup had been restored, and its worker does not have it any more";
+    "it was an orphan after a backup had been restored, and its worker does not have it any more";
 
 /// The orphans of a worker.
 pub(crate) async fn of_worker(
@@ -185,9 +185,9 @@ impl fmt::Display for Where {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdoptionError {
-    #[error("no volume {0} is set aside for this team{1}")]
+    #[error("no volume {0} is an orphan of this team{1}")]
     NotFound(VolumeHandle, Where),
-    #[error("volume {0} is not set aside: it was adopted or purged, or the store knew it all along")]
+    #[error("volume {0} is no orphan: it was adopted or purged, or the store knew it all along")]
     NotOrphaned(VolumeHandle),
     #[error("{0} cannot be adopted: it is a container, or it is not known what it holds")]
     NotAdoptable(VolumeHandle),
@@ -381,9 +381,9 @@ pub(crate) struct Purged {
 pub(crate) enum PurgeError {
     #[error("nothing has the handle {0}{1}")]
     NotFound(Uuid, Where),
-    #[error("{0} is not set aside: it was adopted, or the store knew it all along")]
+    #[error("{0} is no orphan: it was adopted, or the store knew it all along")]
     NotOrphaned(Uuid),
-    #[error("database failed while purging what is set aside")]
+    #[error("database failed while purging orphans")]
     Database(#[from] DbErr),
 }
 

@@ -235,7 +235,7 @@ async fn add_orphans(
             worker.id = %claims.worker,
             volumes = volumes.len(),
             containers = containers.len(),
-            "a worker holds what this store does not know: it is set aside, for its volumes are of another store life"
+            "a worker holds what this store does not know: it is an orphan, for its volumes are of another store life"
         );
     }
     Ok(u64::try_from(number).unwrap_or(u64::MAX))

@@ -54,7 +54,7 @@ pub(crate) enum ForgetError {
     #[error("worker {0} has the last replica of {1}")]
     LastReplica(WorkerId, LastReplicas),
     #[error(
-        "volumes or containers of worker {0} are set aside, and no operator has decided what becomes of them"
+        "volumes or containers of worker {0} are orphans, and no operator has decided what becomes of them"
     )]
     HoldsOrphans(WorkerId),
     /// Nothing speaks against it, and the caller wants to know no more: what was done is rolled back.

@@ -29,7 +29,7 @@ use crate::worker::session::OpenSession;
 /// Volumes that the store is asked for in one message: its largest page.
 const LISTED_AT_ONCE: usize = 1_000;
 
-/// Volumes that are set aside, in one message.
+/// Orphans, in one message.
 const DESCRIBED_AT_ONCE: usize = 500;
 
 /// Sweeping or reporting went wrong. It is tried again.
@@ -229,7 +229,7 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     if destroy(transfers, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
 }
 
-/// Tells the store what the worker knows of volumes that are set aside. There may be more: then the next report comes at once.
+/// Tells the store what the worker knows of orphans. There may be more: then the next report comes at once.
 async fn describe(
     transfers: &Transfers,
     session: &OpenSession,
@@ -241,7 +241,7 @@ async fn describe(
         for volume in some {
             match description(transfers, *volume).await {
                 Ok(description) => volumes.push(description),
-                // It went meanwhile, and so will be what is set aside.
+                // It went meanwhile, and so will its orphans.
                 Err(RuntimeError::VolumeNotFound(_)) => {}
                 Err(error) => {
                     tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot tell what a volume holds");

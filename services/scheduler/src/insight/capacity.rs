@@ -102,7 +102,7 @@ impl Removable {
             None => "busy".to_owned(),
         };
         let would_lose = match self.would_lose {
-            Some(true) => "; something that is kept has its last replica there, or is set aside there",
+            Some(true) => "; something that is kept has its last replica there, or orphans are there",
             Some(false) => "; nothing that is kept would be lost with it",
             None => "",
         };
@@ -295,7 +295,7 @@ impl Supply {
         let is_in_service = worker.state == State::Running
             && worker.desired == Desired::Run
             && worker.unsupported_versions.is_empty()
-            && !matches!(&worker.trust, Trust::SetAside(failing) if failing.counts_for(None));
+            && !matches!(&worker.trust, Trust::Quarantined(failing) if failing.counts_for(None));
         if is_in_service {
             self.in_service += 1;
             self.idle += usize::from(worker.load.tasks == 0);

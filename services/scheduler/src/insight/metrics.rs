@@ -176,10 +176,10 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     }
 
     let why = [
-        ("landing", worker::Column::Desired.eq(worker::Desired::Land)),
+        ("cordoned", worker::Column::Desired.eq(worker::Desired::Land)),
         ("retiring", worker::Column::Desired.eq(worker::Desired::Retire)),
         (
-            "set_aside",
+            "quarantined",
             worker::Column::QuarantinedUntil.is_not_null().and(worker::Column::FailedTeam.is_null()),
         ),
         ("incompatible", worker::Column::UnsupportedVersions.ne("[]")),

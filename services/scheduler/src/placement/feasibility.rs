@@ -48,7 +48,7 @@ pub(crate) enum Refusal {
     /// It is out of contact.
     Stalled,
     /// It fails again and again, and is not tried for now, or only with one task.
-    SetAside(String),
+    Quarantined(String),
     /// The team has workers of its own, and keeps to them.
     TeamKeepsToItsOwn,
     /// It is reserved for another that waits for more than comes free at a time.
@@ -119,7 +119,7 @@ impl Refusal {
             | Self::Gone
             | Self::Landing
             | Self::Stalled
-            | Self::SetAside(_)
+            | Self::Quarantined(_)
             | Self::TeamKeepsToItsOwn
             | Self::Reserved
             | Self::Full { .. }
@@ -145,8 +145,10 @@ impl Refusal {
 
     /// What is told before others is less: first what will not pass by itself, then what is no matter of what is on it.
     pub(super) fn order(&self) -> impl Ord + use<> {
-        let is_of_worker =
-            matches!(self, Self::JustLost | Self::Gone | Self::Landing | Self::Stalled | Self::SetAside(_));
+        let is_of_worker = matches!(
+            self,
+            Self::JustLost | Self::Gone | Self::Landing | Self::Stalled | Self::Quarantined(_)
+        );
         (self.passes(), self.passes() && !is_of_worker)
     }
 
@@ -171,7 +173,7 @@ impl Refusal {
             Self::NotSame => "NOT_SAME",
             Self::Landing => "CORDONED",
             Self::Stalled => "STALLED",
-            Self::SetAside(_) => "QUARANTINED",
+            Self::Quarantined(_) => "QUARANTINED",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
             Self::Reserved => "RESERVED",
             Self::Full { .. } => "FULL",
@@ -201,7 +203,7 @@ impl Refusal {
             Self::Avoided => "it is not among those to be avoided".to_owned(),
             Self::NotSame => "it need not be near something else".to_owned(),
             Self::Landing => "it is told to run again".to_owned(),
-            Self::SetAside(_) => "it was tried again, and works".to_owned(),
+            Self::Quarantined(_) => "it was tried again, and works".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
             Self::Reserved => "the one that it is reserved for is placed".to_owned(),
             Self::Full { .. } => "one of its tasks ends".to_owned(),
@@ -228,7 +230,7 @@ impl Refusal {
         match self {
             Self::OnlyTagged(_) => Self::OnlyTagged(Vec::new()),
             Self::Incompatible(_) => Self::Incompatible(Vec::new()),
-            Self::SetAside(_) => Self::SetAside(String::new()),
+            Self::Quarantined(_) => Self::Quarantined(String::new()),
             other => other,
         }
     }
@@ -263,7 +265,7 @@ impl Refusal {
             Self::Avoided => 1,
             Self::FailedThere(_) => 2,
             Self::TeamKeepsToItsOwn => 3,
-            Self::SetAside(_) => 4,
+            Self::Quarantined(_) => 4,
             Self::Full { .. } => 5,
             Self::FullOfContainers { .. } => 6,
             Self::FullOfVolumes { .. } => 7,
@@ -288,7 +290,7 @@ impl Refusal {
         match (self, other) {
             (Self::Incompatible(_), Self::Incompatible(_))
             | (Self::FailedThere(_), Self::FailedThere(_))
-            | (Self::SetAside(_), Self::SetAside(_))
+            | (Self::Quarantined(_), Self::Quarantined(_))
             | (Self::Full { .. }, Self::Full { .. })
             | (Self::FullOfContainers { .. }, Self::FullOfContainers { .. })
             | (Self::FullOfVolumes { .. }, Self::FullOfVolumes { .. }) => true,
@@ -321,7 +323,7 @@ impl Refusal {
             Self::NotSame => "are not the worker that is asked for".to_owned(),
             Self::Landing => "are cordoned".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
-            Self::SetAside(_) => "are quarantined, for they fail again and again".to_owned(),
+            Self::Quarantined(_) => "are quarantined, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
             Self::Reserved => "are reserved for others that have waited long for so much".to_owned(),
             Self::Full { .. } => "are full".to_owned(),
@@ -367,7 +369,7 @@ impl fmt::Display for Refusal {
             Self::NotSame => f.write_str("is not the worker that is asked for"),
             Self::Landing => f.write_str("is cordoned"),
             Self::Stalled => f.write_str("is out of contact"),
-            Self::SetAside(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
+            Self::Quarantined(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
             Self::Reserved => f.write_str("is reserved for another that has waited long for so much"),
             Self::Full { active, max } => write!(f, "is full ({active} of {max} tasks)"),

@@ -95,7 +95,7 @@ pub(crate) enum Trust {
     /// It is tried with one task at a time.
     OnProbation(Failing),
     /// It is not tried for now.
-    SetAside(Failing),
+    Quarantined(Failing),
 }
 
 /// Attempts that failed on a worker one after the other.
@@ -395,11 +395,11 @@ fn of_class(shape: &Shape, worker: &Worker) -> Vec<Refusal> {
     if worker.state == State::Stalled {
         refusals.push(Refusal::Stalled);
     }
-    if let Trust::SetAside(failing) = &worker.trust
+    if let Trust::Quarantined(failing) = &worker.trust
         && shape.process.is_some()
         && failing.counts_for(Some(&shape.team))
     {
-        refusals.push(Refusal::SetAside(failing.why.clone()));
+        refusals.push(Refusal::Quarantined(failing.why.clone()));
     }
     refusals
 }
@@ -482,7 +482,7 @@ fn full_with(team: Option<&str>, worker: &Worker, load: &Load) -> impl Iterator<
     let (containers, volumes) = (load.containers(), load.volumes());
     let on_trial = match &worker.trust {
         Trust::OnProbation(failing) if load.tasks > 0 && failing.counts_for(team) => {
-            Some(Refusal::SetAside(failing.why.clone()))
+            Some(Refusal::Quarantined(failing.why.clone()))
         }
         _ => None,
     };

@@ -162,7 +162,7 @@ impl Facts {
             gone: just_lost && (row.ephemeral || row.leaving.is_some()),
             unsupported_versions: from_json(&row.unsupported_versions)?,
             trust: match row.quarantined_until {
-                Some(_) => Trust::SetAside(failing(row)),
+                Some(_) => Trust::Quarantined(failing(row)),
                 None if row.quarantines > 0 => Trust::OnProbation(failing(row)),
                 None => Trust::Full,
             },

@@ -1,14 +1,14 @@
-//! Workers that fail again and again are set aside, and tried again after a while.
+//! Workers that fail again and again are quarantined, and tried again after a while.
 //!
 //! ```text
-//! trusted ─fails so often in a row─▶ set aside ─its time has passed─▶ on probation ─a process starts there─▶ trusted
+//! trusted ─fails so often in a row─▶ quarantined ─its time has passed─▶ on probation ─a process starts there─▶ trusted
 //!                                       ▲─────────fails, for twice as long────┘
 //! ```
 //!
 //! What counts is an attempt that ended before its process had started, through a fault of the worker ([`crate::outcome::fault`]). One that
-//! is set aside gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
+//! is quarantined gets no workload, one on probation gets one at a time. The workload goes elsewhere, as long as another worker could take it.
 //!
-//! The fault may be that of an image. So a worker is set aside, and on probation, for the team whose attempts failed. If an attempt of a
+//! The fault may be that of an image. So a worker is quarantined, and on probation, for the team whose attempts failed. If an attempt of a
 //! second team fails, the count starts again at 1, and failures count for every team.
 
 use std::time::Duration;
@@ -24,10 +24,10 @@ use crate::db::entity::worker;
 use crate::notify::changes::Effects;
 use crate::workers::revisions;
 
-/// How long a worker is set aside for the `time`th time in a row, from 1 on.
+/// How long a worker is quarantined for the `time`th time in a row, from 1 on.
 fn term(config: &Config, time: i64) -> Duration {
     let doublings = u32::try_from(time.saturating_sub(1)).unwrap_or(u32::MAX).min(20);
-    config.set_aside_for.saturating_mul(1 << doublings).min(config.set_aside_for_at_most)
+    config.quarantine_for.saturating_mul(1 << doublings).min(config.quarantine_for_at_most)
 }
 
 /// An attempt of `team` has ended on `worker` through its fault. The transaction that ends it calls this.
@@ -50,8 +50,8 @@ pub(crate) async fn failed(
     } else {
         (row.failures + 1, row.quarantines, row.quarantined_until)
     };
-    // Those that were under way when it was set aside say nothing new.
-    let again = until.is_none() && (quarantines > 0 || failures >= i64::from(config.set_aside_after));
+    // Those that were under way when it was quarantined say nothing new.
+    let again = until.is_none() && (quarantines > 0 || failures >= i64::from(config.quarantine_after));
     let mut noted = worker::ActiveModel {
         failures: Set(failures),
         failed_team: Set(is_of_one_team.then(|| team.to_owned())),
@@ -70,7 +70,7 @@ pub(crate) async fn failed(
             failures,
             why,
             for_seconds = term.as_secs(),
-            "a worker fails again and again, and is set aside"
+            "a worker fails again and again, and is quarantined"
         );
     }
     worker::Entity::update_many().set(noted).filter(worker::Column::Id.eq(worker)).exec(txn).await?;
@@ -148,8 +148,8 @@ mod tests {
     #[test]
     fn each_time_is_twice_as_long_up_to_a_bound() {
         let config = Config {
-            set_aside_for: Duration::from_secs(10),
-            set_aside_for_at_most: Duration::from_secs(60),
+            quarantine_for: Duration::from_secs(10),
+            quarantine_for_at_most: Duration::from_secs(60),
             ..Config::new("sqlite:///x", "http://a:1")
         };
         let terms: Vec<_> = [1, 2, 3, 4, 5, i64::MAX].map(|time| term(&config, time).as_secs()).into();

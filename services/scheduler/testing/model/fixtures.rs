@@ -32,9 +32,9 @@ pub(super) fn config(database: &str, store: &str) -> Config {
         lost_after: 95 * MINUTE,
         lease_term: 45 * MINUTE,
         keep_finished: 995 * MINUTE,
-        set_aside_after: 2,
-        set_aside_for: 25 * MINUTE,
-        set_aside_for_at_most: 105 * MINUTE,
+        quarantine_after: 2,
+        quarantine_for: 25 * MINUTE,
+        quarantine_for_at_most: 105 * MINUTE,
         reconcile_grace: Duration::ZERO,
         remember_lost: Duration::ZERO,
         // Who is reserved for whom is another matter.

@@ -186,7 +186,7 @@ async fn another(gateway: &mut Gateway, attempts: &HashSet<String>) -> pb::RunAt
 
 pub(crate) async fn a_worker_that_is_full_is_not_at_fault_and_is_asked_again(database: TestDatabase) {
     // One fault would do.
-    let scheduler = Running::start(Config { set_aside_after: 1, ..config(&database) }).await;
+    let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
     let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let mut attempts = HashSet::new();
@@ -258,7 +258,7 @@ pub(crate) async fn what_an_attempt_used_is_told_and_kept(database: TestDatabase
 }
 
 pub(crate) async fn an_input_that_is_damaged_on_one_worker_is_used_on_another(database: TestDatabase) {
-    let scheduler = Running::start(Config { set_aside_after: 1, ..config(&database) }).await;
+    let scheduler = Running::start(Config { quarantine_after: 1, ..config(&database) }).await;
     let mut first = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let id = scheduler.submit(spec()).await.expect("accepted");
     let (_, run) = first.run(id).await;

@@ -49,7 +49,7 @@ fn quiet(config: Config) -> Config {
         reconcile_every: hour,
         remember_lost: hour,
         queue_aging: Duration::ZERO,
-        set_aside_after: u32::MAX,
+        quarantine_after: u32::MAX,
         ..config
     }
 }

@@ -707,9 +707,9 @@ pub(crate) async fn what_one_worker_cannot_start_another_does(database: TestData
 
 pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_again(database: TestDatabase) {
     let config = Config {
-        set_aside_after: 2,
-        set_aside_for: Duration::from_millis(300),
-        set_aside_for_at_most: Duration::from_secs(3600),
+        quarantine_after: 2,
+        quarantine_for: Duration::from_millis(300),
+        quarantine_for_at_most: Duration::from_secs(3600),
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
@@ -725,7 +725,7 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
         waiting.push(scheduler.submit(spec()).await.expect("it waits, or is tried"));
     }
     let mut failures = 2;
-    let set_aside = within("it is set aside for long", async {
+    let quarantined = within("it is quarantined for long", async {
         loop {
             let worker = scheduler.worker("one").await;
             assert_eq!(worker.failures, failures);
@@ -750,8 +750,8 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
         }
     })
     .await;
-    assert_eq!((set_aside.failed_team.as_str(), reasons(&set_aside)), ("main", vec![]));
-    assert_eq!(set_aside.last_failure, "it does not work (START_FAILED)");
+    assert_eq!((quarantined.failed_team.as_str(), reasons(&quarantined)), ("main", vec![]));
+    assert_eq!(quarantined.last_failure, "it does not work (START_FAILED)");
     let id = scheduler.submit(spec()).await.expect("it waits");
     let expected = "one: is quarantined, for it fails again and again: it does not work (START_FAILED)";
     until("it is told", async || {
@@ -774,9 +774,9 @@ pub(crate) async fn a_worker_that_fails_again_and_again_is_set_aside_and_tried_a
 
 pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatabase) {
     let config = Config {
-        set_aside_after: 1,
-        set_aside_for: Duration::from_millis(50),
-        set_aside_for_at_most: Duration::from_millis(50),
+        quarantine_after: 1,
+        quarantine_for: Duration::from_millis(50),
+        quarantine_for_at_most: Duration::from_millis(50),
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
@@ -803,15 +803,15 @@ pub(crate) async fn a_process_that_starts_ends_the_probation(database: TestDatab
 
 pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(database: TestDatabase) {
     let config = Config {
-        set_aside_after: 2,
-        set_aside_for: Duration::from_secs(3600),
-        set_aside_for_at_most: Duration::from_secs(3600),
+        quarantine_after: 2,
+        quarantine_for: Duration::from_secs(3600),
+        quarantine_for_at_most: Duration::from_secs(3600),
         ..config(&database)
     };
     let scheduler = Running::start(config).await;
     let mut gateway = Gateway::connect(&scheduler, hello("one")).await.expect("welcome");
     let of = |team: &str| pb::WorkloadSpec { team: team.to_owned(), ..spec() };
-    let set_aside = async || {
+    let quarantined = async || {
         let worker = scheduler.worker("one").await;
         let refusals = worker.refusals.iter().map(|refusal| refusal.reason.clone()).collect::<Vec<_>>();
         (worker.quarantined_until.is_some(), worker.failed_team, refusals)
@@ -821,18 +821,18 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
         fail_on(&scheduler, &mut gateway, id).await;
         gateway.holds_nothing().await;
     }
-    assert_eq!(set_aside().await, (true, "main".to_owned(), vec![]));
+    assert_eq!(quarantined().await, (true, "main".to_owned(), vec![]));
     let waits = scheduler.submit(of("main")).await.expect("it waits");
 
     // The other team uses the worker. With a failure of its own they count anew, for every team.
     let other = scheduler.submit(of("other")).await.expect("accepted");
     fail_on(&scheduler, &mut gateway, other).await;
     gateway.holds_nothing().await;
-    assert_eq!(set_aside().await, (false, String::new(), vec![]));
+    assert_eq!(quarantined().await, (false, String::new(), vec![]));
     assert_eq!(scheduler.worker("one").await.failures, 1);
     fail_on(&scheduler, &mut gateway, waits).await;
     gateway.holds_nothing().await;
-    assert_eq!(set_aside().await, (true, String::new(), vec!["QUARANTINED".to_owned()]));
+    assert_eq!(quarantined().await, (true, String::new(), vec!["QUARANTINED".to_owned()]));
     let waits = scheduler.submit(of("main")).await.expect("it waits");
 
     // A process that starts ends it. One that was only about to start does not.
@@ -845,7 +845,7 @@ pub(crate) async fn worker_is_set_aside_for_the_team_whose_attempts_fail(databas
     assert_eq!(scheduler.worker("one").await.failures, 1);
     gateway.observe(&[(&lease, pb::LeasePhase::Running)]).await;
     until("the worker is trusted", async || {
-        (set_aside().await == (false, String::new(), vec![])).then_some(())
+        (quarantined().await == (false, String::new(), vec![])).then_some(())
     })
     .await;
     assert_eq!(scheduler.worker("one").await.failures, 0);

@@ -137,7 +137,7 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_set_aside_is_described_by_what_is_kept_with_it() {
+async fn orphans_are_described_by_what_is_kept_with_them() {
     for machine in [FakeWorker::near(), FakeWorker::far()] {
         let mut store = Store::start().await;
         let worker = machine.attended(NOBODY, &store.endpoint);

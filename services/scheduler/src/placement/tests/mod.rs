@@ -162,7 +162,7 @@ fn a_worker_says_all_that_speaks_against_it() {
     let all = [
         Refusal::FailedThere(failure()),
         Refusal::Avoided,
-        Refusal::SetAside("why".to_owned()),
+        Refusal::Quarantined("why".to_owned()),
         Refusal::Reserved,
         Refusal::Full { active: 1, max: 1 },
         Refusal::FullOfContainers { count: 5, max: 3 },
@@ -175,13 +175,13 @@ fn those_that_say_the_same_are_told_together_whether_they_are_tried_or_not() {
     let reserved = |name: &str, trust: Trust| Worker { trust, ..busy(1, worker(name)) };
     let workers = [
         reserved("tried", Trust::OnProbation(failing("why"))),
-        reserved("not", Trust::SetAside(failing("why"))),
+        reserved("not", Trust::Quarantined(failing("why"))),
     ];
     let mut index = index(workers.clone());
     workers.iter().for_each(|worker| index.reserve(worker.id, Some(Uuid::from_u128(1))));
     let outlook = index.outlook(&demand(), &[], &Tell::first(0), Timestamp(0));
     let groups: Vec<_> = outlook.groups.iter().map(|group| (group.count, &*group.refusals)).collect();
-    assert_eq!(groups, [(2, &[Refusal::SetAside("why".to_owned()), Refusal::Reserved][..])]);
+    assert_eq!(groups, [(2, &[Refusal::Quarantined("why".to_owned()), Refusal::Reserved][..])]);
 }
 
 #[test]
@@ -267,12 +267,12 @@ fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
     let main = demand();
     let other = Shape { team: "other".to_owned(), ..Shape::clone(&main.shape) };
     let other = other.asked_by(Uuid::nil());
-    for trust in [Trust::SetAside(of_main()), Trust::OnProbation(of_main())] {
+    for trust in [Trust::Quarantined(of_main()), Trust::OnProbation(of_main())] {
         let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
         assert_eq!(index.choose(&main, &[]), Choice::NotNow);
         assert!(placed(&mut index, &other, &[]).is_some(), "no attempt of this team failed");
     }
-    for trust in [Trust::SetAside(failing("why")), Trust::OnProbation(failing("why"))] {
+    for trust in [Trust::Quarantined(failing("why")), Trust::OnProbation(failing("why"))] {
         let mut index = index([Worker { trust, ..busy(1, worker("one")) }]);
         assert_eq!(index.choose(&other, &[]), Choice::NotNow, "attempts of several teams failed");
     }
@@ -283,9 +283,9 @@ fn whatever_passes_by_itself_is_waited_for() {
     let full = busy(2, worker("full"));
     let stalled = Worker { state: State::Stalled, ..worker("stalled") };
     let landing = Worker { desired: Desired::Land, ..worker("landing") };
-    let set_aside = Worker { trust: Trust::SetAside(failing("why")), ..worker("set-aside") };
+    let quarantined = Worker { trust: Trust::Quarantined(failing("why")), ..worker("quarantined") };
     let on_probation = Worker { trust: Trust::OnProbation(failing("why")), ..worker("tried") };
-    for worker in [full, stalled, landing, set_aside, busy(1, on_probation.clone())] {
+    for worker in [full, stalled, landing, quarantined, busy(1, on_probation.clone())] {
         assert_eq!(index([worker]).choose(&demand(), &[]), Choice::NotNow);
     }
     assert!(placed(&mut index([on_probation]), &demand(), &[]).is_some(), "one task is tried");

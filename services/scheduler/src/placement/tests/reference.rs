@@ -112,11 +112,11 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
         Trust::Full => {}
         Trust::OnProbation(Failing { why, team }) => {
             let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
-            against.for_now(is_meant && load.tasks != 0 && !is_lost, Refusal::SetAside(why.clone()));
+            against.for_now(is_meant && load.tasks != 0 && !is_lost, Refusal::Quarantined(why.clone()));
         }
-        Trust::SetAside(Failing { why, team }) => {
+        Trust::Quarantined(Failing { why, team }) => {
             let is_meant = team.as_ref().is_none_or(|team| *team == asked.team);
-            against.for_now(is_meant, Refusal::SetAside(why.clone()));
+            against.for_now(is_meant, Refusal::Quarantined(why.clone()));
         }
     }
     let is_for_another = worker.reserved_for.is_some() && worker.reserved_for != Some(demand.waits_as);

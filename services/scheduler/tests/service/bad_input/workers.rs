@@ -77,7 +77,7 @@ pub(super) fn ends(world: &World<'_>) -> Vec<Call> {
     };
     let kept = || {
         let mut bad = but("worker", "with the last replica of something", "away", LastReplica);
-        bad.extend(but("worker", "with something that is set aside", "aside", HoldsOrphans));
+        bad.extend(but("worker", "with an orphan", "aside", HoldsOrphans));
         bad
     };
     vec![

@@ -140,7 +140,7 @@ async fn left(scheduler: &Running, hello: pb::Hello) -> pb::Welcome {
 }
 
 /// Of which the worker knows nothing that is not on it.
-async fn set_aside(place: &Place, worker: WorkerId) -> Result<(), Refusal> {
+async fn orphan(place: &Place, worker: WorkerId) -> Result<(), Refusal> {
     use store::report_request::Message;
     let (mut inventory, session_credential) = (InventoryClient::new(place.peer()), credential(worker));
     let begin =
@@ -338,7 +338,7 @@ impl Workers {
         let away = left(scheduler, tagged("away")).await;
         at.upload_of(TEAM, away.worker_id.parse().expect("an id")).await.expect("uploaded");
         let aside = left(scheduler, tagged("aside")).await;
-        set_aside(at, aside.worker_id.parse().expect("an id")).await.expect("reported");
+        orphan(at, aside.worker_id.parse().expect("an id")).await.expect("reported");
         left(scheduler, tagged("doomed")).await;
         let three = Gateway::connect(scheduler, tagged("three")).await.expect("welcome");
         place(scheduler, &lease_on("three")).await;
