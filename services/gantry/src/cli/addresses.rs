@@ -75,8 +75,8 @@ impl Addresses {
         for item in text.split(',').map(str::trim) {
             let address = match item.split_once('=').filter(|(name, _)| !name.contains(':')) {
                 Some((name, address)) => {
-                    if name == "proxy" {
-                        return Err("`proxy=` was renamed: use `proxy=`".to_owned());
+                    if name == "door" {
+                        return Err("`door=` was renamed: use `proxy=`".to_owned());
                     }
                     let known = NAMES.iter().position(|known| *known == name);
                     let known = known.ok_or_else(|| format!("{name:?} is none of {}", NAMES.join(", ")))?;
@@ -232,7 +232,7 @@ mod tests {
         assert!(refused("scheduler=http://s:1").contains("artifacts=ADDRESS"));
         assert!(refused("shceduler=http://s:1").contains("\"shceduler\" is none of scheduler"));
         assert!(refused("proxy=http://a:1,proxy=http://b:1,http://c").contains("twice"));
-        assert!(refused("http://a:1,proxy=http://b:1").contains("use `proxy=`"));
+        assert!(refused("http://a:1,door=http://b:1").contains("use `proxy=`"));
         assert!(refused("nowhere").contains("no address"));
         assert!(refused("").contains("no address"));
     }
