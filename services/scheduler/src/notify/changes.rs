@@ -1,6 +1,6 @@
 //! Effects: what a transaction changed that somebody should hear of once it is committed.
 //!
-//! Domain functions collect them while they work; [`crate::app::Scheduler`] announces them after the commit.
+//! Domain functions collect them while they work; [`crate::notify::Notifier`] announces them after the commit.
 
 use domain::{WorkerId, WorkloadId};
 

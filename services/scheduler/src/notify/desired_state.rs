@@ -224,7 +224,7 @@ mod tests {
         };
         states.forget([worker]);
         assert_eq!(hears(), (false, None), "its stream looks by itself");
-        let landing = known(7, Desired::Land);
+        let landing = known(7, Desired::Cordon);
         said(landing);
         assert_eq!(hears(), (true, Some(landing)));
         for old in [known(6, Desired::Run), landing] {

@@ -24,7 +24,7 @@ struct Inner {
     dispatch: Notify,
     timer: Notify,
     registry: Notify,
-    /// Whether a worker shall land or go, as far as is known here.
+    /// Whether a worker shall be cordoned or removed, as far as is known here.
     any_leaving: AtomicBool,
 }
 
@@ -109,7 +109,10 @@ impl LocalNotifier {
 
     /// Takes what the dispatcher shall look at.
     pub(crate) fn take_changed(&self) -> Changed {
-        std::mem::take(&mut *self.0.changed.lock().unwrap_or_else(PoisonError::into_inner))
+        let mut changed = self.0.changed.lock().unwrap_or_else(PoisonError::into_inner);
+        // What is told by `take_much` stays.
+        let much = changed.much;
+        std::mem::replace(&mut *changed, Changed { much, ..Changed::default() })
     }
 
     /// It could not be looked at; it is with the next look, which nobody hurries.
@@ -124,12 +127,12 @@ impl LocalNotifier {
         &self.0.timer
     }
 
-    /// Something is to be done about workers that shall land or go.
+    /// Something is to be done about workers that shall be cordoned or removed.
     pub(crate) fn registry(&self) -> &Notify {
         &self.0.registry
     }
 
-    /// Whether a worker shall land or go: then whatever changes about a worker's leases may be what that waits for.
+    /// Whether a worker shall be cordoned or removed: then whatever changes about a worker's leases may be what that waits for.
     pub(crate) fn any_leaving(&self, someone: bool) {
         self.0.any_leaving.store(someone, Ordering::Relaxed);
     }

@@ -268,6 +268,12 @@ impl Queue {
         line.into_iter().flat_map(|line| line.waiting.values().map(|waiting| waiting.id))
     }
 
+    /// Whether these two wait in one line.
+    pub(crate) fn are_in_one_line(&self, one: Uuid, other: Uuid) -> bool {
+        let line = |id| self.places.get(&id).map(|(line, _)| *line);
+        line(one).is_some_and(|of_one| line(other) == Some(of_one))
+    }
+
     /// What those of each line ask for, how many they are, and since when the oldest waits. Each of several that are asked for at once
     /// counts by itself.
     pub(crate) fn demand(&self) -> impl Iterator<Item = (&Arc<Demand>, usize, Timestamp)> {

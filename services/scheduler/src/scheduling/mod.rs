@@ -1,14 +1,14 @@
 //! Dispatch: whatever asks for a worker, from submission or call to grant.
 //!
-//! One task of each replica does it ([`dispatch_forever`]), in rounds ([`rounds`]): it decides all that is asked for while the round before
+//! One task of each replica does it ([`dispatch_forever`]), in rounds ([`pipeline`]): it decides all that is asked for while the round before
 //! is written, on what it remembers of the workers ([`crate::workers::cache`]), and has it granted in one transaction ([`crate::commit`]). So the more
 //! is asked for at once, the less each costs. What did not hold there is decided anew. Before and after that those that wait in the
 //! queue have their turns ([`crate::queue`]), when there is something new for them.
 //!
-//! Calls for leases may wait, too ([`asking`]): they have their turns in the same queue, at this replica.
+//! Calls for leases may wait, too ([`waiters`]): they have their turns in the same queue, at this replica.
 //!
 //! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
-//! it. For one that has waited long and asks for more than comes free at a time a worker is reserved ([`reserve`]).
+//! it. For one that has waited long and asks for more than comes free at a time a worker is reserved ([`reservations`]).
 //!
 //! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
 
@@ -222,7 +222,6 @@ pub(crate) struct Dispatcher {
     reservations: Reservations,
     /// Whether those that wait may find something that they did not find before.
     look: bool,
-    /// Whether rows said that others had placed something of which nothing is known here, since the last look at what others changed.
     /// Where slots came free of which others are told once those that wait here have had their turns.
     freed: HashSet<WorkerId>,
     /// When all that waits was read last.

@@ -1,4 +1,4 @@
-//! Rounds: all that was asked for meanwhile is decided together and written in one transaction. And while it is written, what is asked for
+//! The pipeline: all that was asked for meanwhile is decided together and written in one transaction. And while it is written, what is asked for
 //! then is decided already, so that neither the database nor this replica waits for the other.
 //!
 //! What is decided ahead rests on what the rounds before planned, which counts on top of what rows said last ([`Index::plan`]), and not on

@@ -1,4 +1,4 @@
-//! Turns: those that wait are asked again, when there is something new for them.
+//! Queue passes: requests that wait are asked again, when there is something new for them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

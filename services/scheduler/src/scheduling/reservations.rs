@@ -12,7 +12,7 @@
 //! and once all were tried none is for that time.
 //!
 //! Of the replicas where the same request waits, one reserves and says so in a table
-//! ([`told`]). A grant is not checked against it: a replica that has not read it yet may place one
+//! ([`table`]). A grant is not checked against it: a replica that has not read it yet may place one
 //! more request there, which costs time and breaks no rule.
 //!
 //! Invariant: after each queue pass a worker is reserved only for a request that waits here and did
@@ -34,7 +34,7 @@ use self::table::Difference;
 use super::Dispatcher;
 use crate::db::entity::reservation;
 use crate::placement::{Index, Part};
-use crate::queue::Waiting;
+use crate::queue::{Queue, Waiting};
 
 /// How long a worker is reserved, and how long a request has none after all workers were tried.
 const HELD: Duration = Duration::from_secs(3600);
@@ -52,11 +52,20 @@ pub(super) struct Reservations {
     replica: Uuid,
     /// The reservations that this replica made, by the request that they are for.
     own: HashMap<Uuid, Reservation>,
-    /// The workers that other replicas reserved. None: that request has none for a time.
-    others: HashMap<Uuid, BTreeSet<WorkerId>>,
+    /// What other replicas reserved, by the request.
+    others: HashMap<Uuid, Other>,
     /// When the last pass began.
     pass_at: Timestamp,
     choices_left: usize,
+}
+
+/// The workers that another replica reserved for one request. None: it has none for a time.
+#[derive(Debug)]
+struct Other {
+    replica: Uuid,
+    workers: BTreeSet<WorkerId>,
+    /// Whether the request was seen in this queue: then it is known here when it waits no more.
+    seen_here: bool,
 }
 
 /// The workers that are reserved for one request.
@@ -82,6 +91,17 @@ impl Reservation {
             self.until = now;
         }
     }
+
+    /// Its time is over: what it had was in vain.
+    fn end_if_due(&mut self, now: Timestamp) {
+        if self.until > now {
+            return;
+        }
+        if std::mem::take(&mut self.rests) {
+            self.tried.clear();
+        }
+        self.tried.extend(std::mem::take(&mut self.workers));
+    }
 }
 
 impl Reservations {
@@ -104,54 +124,68 @@ impl Reservations {
         self.apply_to_turn(id, workers);
     }
 
+    /// The first of a line takes over what is reserved for another of that line, which has no turn.
+    fn inherit(&mut self, id: Uuid, queue: &Queue) {
+        let is_behind = |other: &&Uuid| **other != id && queue.are_in_one_line(id, **other);
+        let behind: Vec<_> = self.own.keys().filter(is_behind).copied().collect();
+        for other in behind {
+            let Some(reservation) = self.own.remove(&other) else { continue };
+            self.own.entry(id).or_insert(reservation);
+        }
+    }
+
     fn renew(&mut self, of: &mut Reservation, parts: &[Part], workers: &mut Index, now: Timestamp) {
-        if of.until <= now {
-            if std::mem::take(&mut of.rests) {
-                of.tried.clear();
-            }
-            of.tried.extend(std::mem::take(&mut of.workers));
+        of.end_if_due(now);
+        let kept = workers.choose_to_reserve(parts, &of.workers, None);
+        if !kept.is_empty() {
+            of.workers = kept;
+            return;
         }
-        if !of.workers.is_empty() {
-            // Workers that could not take it any more are replaced.
-            of.workers = workers.choose_to_reserve(parts, &of.workers, None);
-            if of.workers.is_empty() {
-                of.until = now;
-            }
-        }
-        if of.until > now {
+        // Workers that could not take it any more are replaced, for what is left of the time.
+        let before = std::mem::take(&mut of.workers);
+        let until = if before.is_empty() { now + HELD } else { of.until };
+        if before.is_empty() && of.until > now {
             return;
         }
         let Some(left) = self.choices_left.checked_sub(1) else { return };
         self.choices_left = left;
-        let mut taken = self.reserved().map(|(worker, _)| worker).collect();
         of.until = now + AGAIN;
+        let mut taken: HashSet<_> = self.reserved().map(|(worker, _)| worker).collect();
         if workers.are_enough_reserved(parts, &taken) {
             return;
         }
+        let could_be = workers.choose_to_reserve(parts, &before, Some(&taken));
         taken.extend(&of.tried);
-        of.workers = workers.choose_to_reserve(parts, &BTreeSet::new(), Some(&taken));
-        of.rests = of.workers.is_empty() && !of.tried.is_empty();
-        if !of.workers.is_empty() || of.rests {
+        of.workers = workers.choose_to_reserve(parts, &before, Some(&taken));
+        of.rests = of.workers.is_empty() && !could_be.is_empty();
+        if of.rests {
             of.until = now + HELD;
+        } else if !of.workers.is_empty() {
+            of.until = until;
         }
     }
 
     /// From the turn of a request on, its workers take nothing else.
     pub(super) fn apply_to_turn(&self, id: Uuid, workers: &mut Index) {
         let own = self.own.get(&id).map(|reservation| &reservation.workers);
-        let reserved = own.or_else(|| self.others.get(&id)).into_iter().flatten();
-        reserved.for_each(|worker| workers.reserve(*worker, Some(id)));
+        let reserved = own.or_else(|| self.others.get(&id).map(|other| &other.workers));
+        reserved.into_iter().flatten().for_each(|worker| workers.reserve(*worker, Some(id)));
     }
 
     fn reserved(&self) -> impl Iterator<Item = (WorkerId, Uuid)> {
         let own = self.own.iter().map(|(id, reservation)| (id, &reservation.workers));
-        own.chain(&self.others).flat_map(|(id, workers)| workers.iter().map(|worker| (*worker, *id)))
+        let others = self.others.iter().map(|(id, other)| (id, &other.workers));
+        own.chain(others).flat_map(|(id, workers)| workers.iter().map(|worker| (*worker, *id)))
     }
 
-    /// Tells the workers of all reservations; answers whether anything changed.
-    fn apply(&self, workers: &mut Index) -> bool {
+    /// Tells the workers of all reservations; answers whether anything changed. A request that is
+    /// known to wait no more, or is being granted, has none.
+    fn apply(&mut self, queue: &Queue, workers: &mut Index) -> bool {
+        self.others.iter_mut().for_each(|(id, other)| other.seen_here |= queue.contains(*id));
+        let is_known_to_be_over =
+            |id: &Uuid| !queue.contains(*id) && self.others.get(id).is_none_or(|other| other.seen_here);
         let before: BTreeMap<_, _> = workers.reserved().collect();
-        let after: BTreeMap<_, _> = self.reserved().collect();
+        let after: BTreeMap<_, _> = self.reserved().filter(|(_, id)| !is_known_to_be_over(id)).collect();
         let over = before.keys().filter(|worker| !after.contains_key(worker));
         over.for_each(|worker| workers.reserve(*worker, None));
         after.iter().for_each(|(worker, request)| workers.reserve(*worker, Some(*request)));
@@ -175,8 +209,11 @@ impl Dispatcher {
 
     /// The first of a line, which asks for all these `parts`, has found nothing.
     pub(super) fn reserve(&mut self, waiting: &Waiting, parts: &[Part], now: Timestamp) {
-        let mut workers = self.memory.workers.lock();
-        if self.queue().has_aged(waiting.since, now) {
+        let (queue, mut workers) =
+            (self.queue.lock().unwrap_or_else(PoisonError::into_inner), self.memory.workers.lock());
+        self.reservations.inherit(waiting.id, &queue);
+        let has_one = self.reservations.own.contains_key(&waiting.id);
+        if has_one || queue.has_aged(waiting.since, now) {
             self.reservations.reserve(waiting.id, parts, &mut workers, now);
         } else {
             self.reservations.apply_to_turn(waiting.id, &mut workers);
@@ -191,8 +228,7 @@ impl Dispatcher {
     /// Ends a queue pass: the reservations of requests that had no turn hold as well.
     pub(super) fn end_reservations(&mut self) {
         let queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
-        self.reservations.own.retain(|id, _| queue.contains(*id));
-        self.reservations.apply(&mut self.memory.workers.lock());
+        self.reservations.apply(&queue, &mut self.memory.workers.lock());
     }
 
     /// Whether this replica made the reservation of this row.
@@ -210,7 +246,7 @@ impl Dispatcher {
             reservations.own.retain(|id, _| queue.contains(*id));
             reservations.read(&rows, now);
             self.look |= queue.some_aged(reservations.pass_at, now) || reservations.is_due(now);
-            self.look |= reservations.apply(&mut self.memory.workers.lock());
+            self.look |= reservations.apply(&queue, &mut self.memory.workers.lock());
             Difference::of(reservations, &rows, now)
         };
         difference.write(&self.db, now).await

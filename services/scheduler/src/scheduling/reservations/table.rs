@@ -8,7 +8,7 @@
 //! Invariant: a worker is reserved for one request, because a row is a worker. Of two replicas that
 //! reserved for the same request before either could know, the one with the lower id keeps it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use db::{Database, rows};
@@ -17,7 +17,7 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use serde::Serialize;
 use uuid::Uuid;
 
-use super::Reservations;
+use super::{Other, Reservations};
 use crate::db::entity::reservation::Model;
 
 /// How long a row counts unless its replica prolongs it.
@@ -26,7 +26,7 @@ const TERM: Duration = Duration::from_secs(30);
 impl Reservations {
     /// Notes what other replicas reserved. What was reserved here gives way where theirs stays.
     pub(super) fn read(&mut self, rows: &[Model], now: Timestamp) {
-        self.others.clear();
+        let before = std::mem::take(&mut self.others);
         for row in rows.iter().filter(|row| Timestamp(row.expires_at) > now) {
             let (worker, request) = (WorkerId::from_uuid(row.worker_id), row.request_id);
             if row.replica == self.replica {
@@ -38,8 +38,16 @@ impl Reservations {
                 continue;
             }
             self.own.remove(&request);
-            let workers = self.others.entry(request).or_default();
-            workers.extend((worker.uuid() != request).then_some(worker));
+            let seen_here = before.get(&request).is_some_and(|other| other.seen_here);
+            let new = || Other { replica: row.replica, workers: BTreeSet::new(), seen_here };
+            let other = self.others.entry(request).or_insert_with(new);
+            // Of two others the one with the lower id keeps it.
+            if row.replica < other.replica {
+                *other = new();
+            }
+            if row.replica == other.replica && worker.uuid() != request {
+                other.workers.insert(worker);
+            }
         }
     }
 }

@@ -2,7 +2,6 @@ use testing::databases::TestDatabase;
 
 use super::*;
 use crate::placement::tests::{asking, index, parts, with_memory};
-use crate::queue::Queue;
 
 const FULL: Timestamp = Timestamp(1_000_000_000_000);
 
@@ -38,6 +37,7 @@ impl Replica {
             traceparent: String::new(),
             spec_bytes: None,
         });
+        self.reservations.inherit(id, &self.queue);
         self.reservations.reserve(id, &large, &mut self.workers, now);
         self.kept(id)
     }
@@ -100,6 +100,41 @@ fn nothing_is_reserved_on_worker_that_became_too_small() {
 }
 
 #[test]
+fn first_of_line_takes_over_reservation_of_another() {
+    let mut replica = Replica::new(1, 1);
+    let (first, before) = (Uuid::from_u128(8), Uuid::from_u128(7));
+    assert_eq!(replica.turn(first, FULL), ["0"]);
+    // It comes before the other, which has no more turns.
+    let later = FULL + HELD;
+    replica.look(later - Duration::from_secs(1));
+    assert_eq!(replica.turn(before, later - Duration::from_secs(1)), ["0"], "and not for the other");
+    assert_eq!(replica.kept(first), [""; 0]);
+    replica.look(later);
+    assert_eq!(replica.turn(before, later), [""; 0], "since it was reserved for the other");
+}
+
+#[test]
+fn worker_that_is_replaced_does_not_prolong_reservation() {
+    let mut replica = Replica::new(1, 2);
+    let large = Uuid::from_u128(7);
+    let first = replica.turn(large, FULL);
+    let shrink = |replica: &mut Replica, name: &str, bytes| {
+        let known = replica.workers.workers().find(|worker| worker.name == name).expect("known");
+        let mut worker = known.clone();
+        worker.capacity.memory_bytes = Some(bytes);
+        replica.workers.put(worker);
+    };
+    shrink(&mut replica, &first[0], 60);
+    let half = FULL + HELD / 2;
+    replica.look(half);
+    let second = replica.turn(large, half);
+    assert!(second.len() == 1 && second != first, "{second:?} after {first:?}");
+    shrink(&mut replica, &first[0], 100);
+    replica.look(FULL + HELD);
+    assert_eq!(replica.turn(large, FULL + HELD), first, "the hour is that of the first");
+}
+
+#[test]
 fn one_pass_makes_few_reservations_and_one_in_ten_workers_has_one() {
     let mut replica = Replica::new(1, 300);
     let waiting: Vec<_> = (0..CHOICES as u128 + 5).map(Uuid::from_u128).collect();
@@ -122,7 +157,7 @@ async fn tend(replica: &mut Replica, db: &db::Database, now: Timestamp) {
     let rows = reservation::Entity::find().all(db.read()).await.expect("rows");
     replica.reservations.read(&rows, now);
     Difference::of(&replica.reservations, &rows, now).write(db, now).await.expect("written");
-    replica.reservations.apply(&mut replica.workers);
+    replica.reservations.apply(&replica.queue, &mut replica.workers);
 }
 
 async fn replicas_agree(database: TestDatabase) {
