@@ -131,7 +131,7 @@ fn examples_of_readme_work() {
             "gantry up",
             "--tag gpu",
             "GANTRY_SERVER",
-            "gantry land",
+            "gantry cordon",
             "gantry retire",
             "gantry prune",
         ]

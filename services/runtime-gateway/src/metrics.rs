@@ -1,6 +1,6 @@
 //! What operators see of a gateway.
 
-use crate::clients::scheduler_stream::AttemptPhase;
+use crate::clients::scheduler_messages::AttemptPhase;
 use crate::worker::Worker;
 use crate::worker::usage::Usage;
 use crate::worker_set::WorkerSet;

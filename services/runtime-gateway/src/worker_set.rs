@@ -23,7 +23,7 @@ use crate::clients::scheduler::SchedulerClient;
 use crate::sync::{base_type_import, inventory_sync, scheduler_stream};
 use crate::transfer::Transfers;
 use crate::worker::Worker;
-use crate::worker::attendance::Attendance;
+use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 
 /// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.

@@ -224,7 +224,7 @@ async fn of(
         client
             .cordon_worker(pb::CordonWorkerRequest { worker: worker.clone(), interrupt_after: None })
             .await?;
-        took.push(crowd.hears(number, pb::Directive::Land).await? - begun);
+        took.push(crowd.hears(number, pb::Directive::Cordon).await? - begun);
         client.run_worker(pb::RunWorkerRequest { worker }).await?;
         crowd.hears(number, pb::Directive::Run).await?;
     }

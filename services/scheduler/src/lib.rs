@@ -143,7 +143,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     let cluster = config.share_hints.then(ClusterNotifier::new);
     let (notify, parcels) = Notifier::new(dispatch.workers.desired.clone(), cluster.clone());
     let context = Context { db, config, notify, tasks: host.tasks(), stopping: host.stopping() };
-    let (heartbeats, heard) = lifecycle::heartbeats::channel();
+    let (heartbeats, heard) = lifecycle::heartbeat_batches::channel();
     let (registrations, registering) = lifecycle::registration::channel();
     let lifecycle = Lifecycle::new(context.clone(), store.clone());
     let app = App::new(lifecycle.clone(), signer, dispatch, heartbeats, registrations);
@@ -152,7 +152,7 @@ async fn add(config: Config, host: &mut Host) -> anyhow::Result<App> {
     host.spawn(scheduling::dispatch_forever(dispatcher, context.clone()));
     host.spawn(workers::desired_state::read_forever(context.clone()));
     host.spawn(workloads::watch_poll::look_forever(context.clone()));
-    host.spawn(lifecycle::heartbeats::write_forever(context.clone(), heard));
+    host.spawn(lifecycle::heartbeat_batches::write_forever(context.clone(), heard));
     host.spawn(lifecycle::registration::register_forever(lifecycle.clone(), registering));
     if let Some(cluster) = cluster {
         let (db, notify) = (context.db.clone(), context.notify.clone());

@@ -8,7 +8,9 @@ use std::time::Duration;
 use domain::Timestamp;
 
 use super::entity::{BuildStatus, build, resource_cache, task_cache};
-use crate::policy::retention::{Build, BuildEnd, CacheEndReason, ReleaseTime, ResourceCache, Uses};
+use crate::policy::retention::{
+    Build, BuildEnd, CacheEndReason, ReleaseTime, ResourceCache, TaskCache, Uses,
+};
 
 impl resource_cache::Model {
     /// What it is called, for people.
@@ -48,10 +50,7 @@ impl task_cache::Model {
 
     /// `used`: a workload that was not settled uses it.
     pub(crate) fn lets_go(&self, used: bool) -> ReleaseTime {
-        if used {
-            return ReleaseTime::NotYet;
-        }
-        ReleaseTime::At(Timestamp(self.last_used.saturating_add(self.ttl)))
+        TaskCache { used, last_used: Timestamp(self.last_used), ttl: self.ttl }.lets_go()
     }
 }
 

@@ -14,7 +14,7 @@ use crate::db::entity::{
 };
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Keepers, Question, Stage, Thing, caches, child, holders, related, terms,
+    Explanation, Keeper, Keepers, Question, Stage, Thing, caches, child, holders, keep_periods, related,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, KeeperKind};
@@ -117,7 +117,7 @@ pub(super) async fn goes_at(
     question: &Question<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = terms::of_artifact(conn, question, row.artifact_id).await?;
+    let holds = keep_periods::of_artifact(conn, question, row.artifact_id).await?;
     let unheld = references::unheld(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
@@ -132,7 +132,7 @@ async fn keepers(
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
     let (id, now) = (row.artifact_id, question.now);
-    let held = terms::of_artifact(conn, question, id).await?;
+    let held = keep_periods::of_artifact(conn, question, id).await?;
     let builds = held.first.iter().filter_map(|keeper| match keeper.what {
         KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,

@@ -6,7 +6,7 @@
 mod artifacts;
 mod caches;
 mod holders;
-mod terms;
+mod keep_periods;
 mod volumes;
 
 use std::time::Duration;
@@ -25,7 +25,7 @@ use crate::db::entity::{
 };
 use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
-use terms::Holds;
+use keep_periods::Holds;
 
 /// How many things of a kind are named.
 const MOST: u64 = 50;

@@ -7,8 +7,8 @@ use uuid::Uuid;
 use crate::db::entity::{OrphanKind, Purpose, State, artifact, attempt, container, orphan, volume};
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Question, Stage, Thing, artifacts, child, inventory_state, is_of_team, related,
-    terms,
+    Explanation, Keeper, Question, Stage, Thing, artifacts, child, inventory_state, is_of_team, keep_periods,
+    related,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, Belonging, ContainerFacts, KeeperKind, VolumeFacts};
@@ -63,7 +63,7 @@ pub(super) async fn volume(
         }
         Belonging::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
         Belonging::ToAttempt { ended_at: Some(ended_at), .. } => {
-            let until = terms::volumes_until(conn, question, [row.handle]).await?;
+            let until = keep_periods::volumes_until(conn, question, [row.handle]).await?;
             let until = until.get(&row.handle).copied();
             grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
         }
@@ -131,7 +131,7 @@ async fn keep_for_children(
     parent: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let children = terms::of_volume(conn, question, parent).await?;
+    let children = keep_periods::of_volume(conn, question, parent).await?;
     let first = children.first.iter().filter_map(|keeper| match keeper.what {
         KeeperKind::Volume(handle) => Some((handle.uuid(), keeper.until)),
         _ => None,

@@ -107,6 +107,25 @@ impl ResourceCache {
     }
 }
 
+/// What is known of a task cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TaskCache {
+    /// Whether a workload that was not settled uses it.
+    pub(crate) used: bool,
+    pub(crate) last_used: Timestamp,
+    /// How long it is kept after its last use, in microseconds.
+    pub(crate) ttl: i64,
+}
+
+impl TaskCache {
+    pub(crate) fn lets_go(&self) -> ReleaseTime {
+        if self.used {
+            return ReleaseTime::NotYet;
+        }
+        ReleaseTime::At(Timestamp(self.last_used.0.saturating_add(self.ttl)))
+    }
+}
+
 /// Why a cache went, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CacheEndReason {

@@ -21,7 +21,7 @@ use tonic::{Status, Streaming};
 use super::errors::status;
 use super::{Answers, worker_of};
 use crate::worker::Worker;
-use crate::worker::attendance::AttachGuard;
+use crate::worker::attached_callers::AttachGuard;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
 /// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.

@@ -116,7 +116,7 @@ async fn process_is_left_after_term_of_caller() {
         drop(observer);
     };
     tokio::select! {
-        never = crate::worker::attendance::mind(&worker.attendance, worker.runtime.as_ref(), process, manner) => match never {},
+        never = crate::worker::attached_callers::mind(&worker.attendance, worker.runtime.as_ref(), process, manner) => match never {},
         () = attended => {}
     }
     drop(client);

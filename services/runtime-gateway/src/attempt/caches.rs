@@ -17,7 +17,7 @@ use super::context::AttemptContext;
 use super::error::AttemptError;
 use super::inputs::{self, Prepared};
 use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
-use crate::clients::scheduler_stream::AttemptTask;
+use crate::clients::scheduler_messages::AttemptTask;
 use crate::clients::store::VolumePurpose;
 use crate::transfer::completion::complete;
 use crate::transfer::manifests::ScanResult;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::image::ImageDefaults;
 use crate::transfer::Transfers;
 use crate::worker::Worker;
-use crate::worker::attendance::Attendance;
+use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 
 /// The worker, and the features that attempts on it use.

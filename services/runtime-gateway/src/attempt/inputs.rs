@@ -12,7 +12,7 @@ use runtime::{Brought, RuntimeError};
 use super::context::AttemptContext;
 use super::error::AttemptError;
 use super::spec_plan::{BroughtAlong, Plan, PlannedVolume};
-use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask, InputProgress};
+use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
 use crate::clients::streamer::CopyEvent;
 use crate::util::keyed_locks::lock;

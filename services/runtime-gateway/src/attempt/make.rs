@@ -12,7 +12,7 @@ use super::error::AttemptError;
 use super::image::Defaults;
 use super::inputs::Prepared;
 use super::spec_plan::{Plan, PlannedImage};
-use crate::clients::scheduler_stream::AttemptTask;
+use crate::clients::scheduler_messages::AttemptTask;
 use crate::transfer::Transfers;
 use crate::transfer::error::ManifestError;
 use crate::worker::Worker;

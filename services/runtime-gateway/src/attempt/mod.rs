@@ -35,11 +35,11 @@ use tokio::sync::watch;
 use tracing::Instrument;
 
 use crate::clients::scheduler::AttemptResult;
-use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask};
+use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask};
 use crate::util::retry::is_superseded;
 use crate::worker::Worker;
+use crate::worker::attached_callers;
 use crate::worker::attempts::StopRequest;
-use crate::worker::attendance;
 use context::AttemptContext;
 use error::{AttemptError, failure};
 use make::{could_not_make, make};
@@ -246,7 +246,7 @@ async fn carry_out(
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attendance::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+        never = attached_callers::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
     };
     let mut usage = used(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {

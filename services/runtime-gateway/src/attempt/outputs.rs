@@ -10,7 +10,7 @@ use super::error::AttemptError;
 use super::inputs::Prepared;
 use super::spec_plan::Plan;
 use crate::clients::scheduler::AttemptResult;
-use crate::clients::scheduler_stream::AttemptTask;
+use crate::clients::scheduler_messages::AttemptTask;
 use crate::transfer::completion::complete;
 use crate::transfer::manifests::ScanResult;
 

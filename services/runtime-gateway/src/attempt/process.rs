@@ -9,7 +9,7 @@ use runtime::{Ended, ProcessSpec, ProcessState, RuntimeError};
 use tokio::sync::watch;
 
 use super::error::AttemptError;
-use crate::clients::scheduler_stream::{AttemptPhase, AttemptTask};
+use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask};
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;

@@ -9,7 +9,7 @@ use runtime::Ended;
 use tokio::sync::watch;
 
 use crate::clients::scheduler::AttemptResult;
-use crate::clients::scheduler_stream::AttemptPhase;
+use crate::clients::scheduler_messages::AttemptPhase;
 use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;

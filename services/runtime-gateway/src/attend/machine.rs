@@ -17,7 +17,7 @@ use runtime::RuntimeError;
 use std::sync::Arc;
 
 use crate::clients::scheduler::SchedulerClient;
-use crate::clients::scheduler_stream::{Registration, SchedulerStream};
+use crate::clients::scheduler_messages::{Registration, SchedulerStream};
 use crate::runtimes::host::{HostConfig, HostRuntime, Look};
 use crate::util::blocking::blocking;
 use crate::{Config, WorkerSet};

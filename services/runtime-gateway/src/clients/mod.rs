@@ -5,7 +5,7 @@
 
 pub(crate) mod gateway;
 pub(crate) mod scheduler;
-pub(crate) mod scheduler_stream;
+pub(crate) mod scheduler_messages;
 pub(crate) mod store;
 pub(crate) mod streamer;
 

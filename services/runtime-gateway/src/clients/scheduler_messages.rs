@@ -145,7 +145,7 @@ pub(crate) struct DesiredState {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Directive {
     Run,
-    Land,
+    Cordon,
     Retire,
     RegisterAgain,
 }
@@ -279,7 +279,7 @@ fn parse_desired(desired: pb::Desired) -> DesiredState {
         received: desired.heard,
         directive: match desired.directive() {
             pb::Directive::Run | pb::Directive::Unspecified => Directive::Run,
-            pb::Directive::Land => Directive::Land,
+            pb::Directive::Cordon => Directive::Cordon,
             pb::Directive::Retire => Directive::Retire,
             pb::Directive::RegisterAgain => Directive::RegisterAgain,
         },

@@ -17,7 +17,7 @@ use tokio::time::Instant;
 
 use crate::attempt;
 use crate::attempt::context::AttemptContext;
-use crate::clients::scheduler_stream::{
+use crate::clients::scheduler_messages::{
     AttemptPhase, DesiredLease, DesiredState, Directive, LeaseRequest, LeaseState, Registration,
     SchedulerStream, StreamError, WorkerState,
 };
@@ -187,7 +187,9 @@ fn log_directive(worker: &Worker, directive: Directive) {
     let name = &worker.config.worker_name;
     match directive {
         Directive::Run => tracing::info!(worker.name = name, "this worker may take work"),
-        Directive::Land => tracing::info!(worker.name = name, "this worker lands: it gets no more work"),
+        Directive::Cordon => {
+            tracing::info!(worker.name = name, "this worker is cordoned: it gets no more work")
+        }
         Directive::Retire => {
             tracing::info!(worker.name = name, "this worker is being retired: it gets no more work");
         }

@@ -12,7 +12,7 @@ use tokio_util::task::TaskTracker;
 use crate::attempt::context::AttemptContext;
 use crate::transfer::Transfers;
 use crate::worker::Worker;
-use crate::worker::attendance::Attendance;
+use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 use crate::worker_set::AttendedWorker;
 use crate::{Config, Intervals, WorkerSet};

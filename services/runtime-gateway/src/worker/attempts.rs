@@ -10,7 +10,7 @@ use domain::LeaseId;
 use domain::workload::FailureReason;
 use tokio::sync::{Notify, watch};
 
-use crate::clients::scheduler_stream::{AttemptPhase, InputProgress};
+use crate::clients::scheduler_messages::{AttemptPhase, InputProgress};
 use crate::util::keyed_locks::lock;
 
 /// A request to stop an attempt.

@@ -3,8 +3,8 @@
 //!
 //! All chapters above share a [`Worker`]. It knows nothing of what they keep.
 
+pub(crate) mod attached_callers;
 pub(crate) mod attempts;
-pub(crate) mod attendance;
 pub(crate) mod base_types;
 pub(crate) mod heartbeat;
 pub(crate) mod session;

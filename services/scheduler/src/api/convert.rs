@@ -147,7 +147,7 @@ pub(super) fn worker(worker: Worker, ttl: Duration, now: Timestamp) -> pb::Worke
     let Worker { placed, session, kept, last_contact_at, awaited_since, .. } = worker;
     let desired = match placed.desired {
         worker::Desired::Run => pb::WorkerDesire::Run,
-        worker::Desired::Land => pb::WorkerDesire::Cordon,
+        worker::Desired::Cordon => pb::WorkerDesire::Cordon,
         worker::Desired::Retire => pb::WorkerDesire::Retire,
     };
     let state = match placed.state {

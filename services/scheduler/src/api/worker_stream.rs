@@ -27,7 +27,7 @@ use crate::db::entity::lease;
 use crate::db::entity::worker::Desired;
 use crate::leases;
 use crate::leases::drift;
-use crate::lifecycle::heartbeats::Urgency;
+use crate::lifecycle::heartbeat_batches::Urgency;
 use crate::notify::changes::Effects;
 use crate::notify::desired_state::{self, DesiredState, StateUpdate, Subscription};
 use crate::workers::{self, CONTACT_EVERY, Registration, SessionError, Usage};
@@ -275,7 +275,7 @@ impl Attendance<'_> {
         }
         let directive = match known.desired {
             Desired::Run => pb::Directive::Run,
-            Desired::Land => pb::Directive::Land,
+            Desired::Cordon => pb::Directive::Cordon,
             Desired::Retire => pb::Directive::Retire,
         };
         let live = self.take_live(&known).await?;

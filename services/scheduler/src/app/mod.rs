@@ -12,7 +12,7 @@ pub(crate) use self::tickets::{TicketError, Tickets};
 use crate::context::Context;
 use crate::leases::drift::Drift;
 use crate::lifecycle::Lifecycle;
-use crate::lifecycle::heartbeats::Heartbeats;
+use crate::lifecycle::heartbeat_batches::Heartbeats;
 use crate::lifecycle::registration::Registrations;
 use crate::scheduling::Dispatch;
 use crate::store_client::Store;

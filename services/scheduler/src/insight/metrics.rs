@@ -176,7 +176,7 @@ async fn set(db: &Database) -> Result<(), DbErr> {
     }
 
     let why = [
-        ("cordoned", worker::Column::Desired.eq(worker::Desired::Land)),
+        ("cordoned", worker::Column::Desired.eq(worker::Desired::Cordon)),
         ("retiring", worker::Column::Desired.eq(worker::Desired::Retire)),
         (
             "quarantined",

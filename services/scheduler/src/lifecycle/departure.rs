@@ -1,15 +1,15 @@
-//! The registry: what operators want of workers, and how workers go.
+//! Departures: what operators want of workers, and how workers go.
 //!
 //! ```text
-//! run ◀─run─▶ land ─no lease is left that may not be interrupted─▶ landed
+//! run ◀─run─▶ cordon ─no lease is left that may not be interrupted─▶ drained
 //!    ◀─run─▶ retire ─the same; no lease is left, nothing is being settled, no last replica─▶ (gone)
 //! not in contact ─prune─▶ leaving ─its leases have ended─▶ (gone)       lost and ephemeral ─the same─▶ (gone)
 //! ```
 //!
-//! Operators write what they want; a loop ([`depart_forever`]) of any replica looks at all that shall land or go, and does what is due.
+//! Operators write what they want; a loop ([`depart_forever`]) of any replica looks at all that shall be cordoned or removed, and does what is due.
 //! Every step is guarded and may be repeated, so replicas may do the same at once.
 //!
-//! Invariants: what a worker shall do is changed here alone, and never by what the worker says. Once a worker shall land or retire, it
+//! Invariants: what a worker shall do is changed here alone, and never by what the worker says. Once a worker shall be cordoned or retired, it
 //! gets no new lease ([`crate::leases`] grants under a guard), so what is found to be over stays over. A worker that has gone has no lease,
 //! and whatever its gateway says in its old session is refused.
 
@@ -92,7 +92,7 @@ pub(crate) async fn withdraw_worker(
         }
     };
     let (desired, force) = match down {
-        Withdrawal::Cordon => (Desired::Land, false),
+        Withdrawal::Cordon => (Desired::Cordon, false),
         Withdrawal::Retire { force } => (Desired::Retire, force),
     };
     let interrupt_at = interrupt_after.map(|after| (now + after).0).or(row.interrupt_at);
@@ -223,7 +223,7 @@ async fn is_settling(db: &impl ConnectionTrait, worker: Uuid) -> Result<bool, Db
     Ok(db.query_one_raw(statement).await?.is_some())
 }
 
-/// Workers that shall land, retire, or are on their way out.
+/// Workers that shall be cordoned, retired, or are on their way out.
 pub(crate) async fn going(db: &impl ConnectionTrait) -> Result<Vec<Model>, DbErr> {
     // In the words of an index.
     let lost = Expr::cust("ephemeral = TRUE AND state = 'lost'");
@@ -269,7 +269,7 @@ pub(crate) type LastAsked = HashMap<Uuid, Timestamp>;
 /// How long it is not asked again.
 const ASK_AGAIN: Duration = Duration::from_secs(10);
 
-/// Does what is due for one worker that shall land or go, and does so much now.
+/// Does what is due for one worker that shall be cordoned or removed, and does so much now.
 async fn depart_if_due(
     lifecycle: &Lifecycle,
     row: &Model,
@@ -311,7 +311,7 @@ async fn depart_if_due(
     Ok(())
 }
 
-/// Notes how far a worker is that shall land or retire, unless that was called off, and whether what ran there was told to end.
+/// Notes how far a worker is that shall be cordoned or retired, unless that was called off, and whether what ran there was told to end.
 pub(crate) async fn note_progress(
     txn: &DatabaseTransaction,
     seen: &Model,
@@ -443,7 +443,7 @@ async fn tell_store(lifecycle: &Lifecycle, worker: Uuid) -> Result<(), DbErr> {
         .await
 }
 
-/// Looks once at all workers that shall land or go. Answers whether there are any that may soon.
+/// Looks once at all workers that shall be cordoned or removed. Answers whether there are any that may soon.
 pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> Result<bool, DbErr> {
     let rows = going(lifecycle.context.db.read()).await?;
     asked.retain(|worker, _| rows.iter().any(|row| row.id == *worker));
@@ -493,7 +493,9 @@ pub(crate) async fn depart_forever(lifecycle: Lifecycle) {
         };
         match look {
             Ok(any) => lifecycle.context.notify.local.any_leaving(any),
-            Err(error) => tracing::warn!(error = %error, "cannot look for workers that shall land or go"),
+            Err(error) => {
+                tracing::warn!(error = %error, "cannot look for workers that shall be cordoned or removed")
+            }
         }
         tokio::select! {
             () = lifecycle.context.stopping.cancelled() => return,

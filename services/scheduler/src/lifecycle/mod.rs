@@ -4,9 +4,9 @@
 //! guarded by the rows and may be repeated, so replicas may do the same at once.
 
 pub(crate) mod departure;
-pub(crate) mod heartbeats;
+pub(crate) mod heartbeat_batches;
+mod lost_leases;
 mod operations;
-mod orphans;
 pub(crate) mod registration;
 pub(crate) mod timeouts;
 

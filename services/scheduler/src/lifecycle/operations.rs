@@ -27,7 +27,7 @@ impl Lifecycle {
             .await
     }
 
-    /// Lets a worker land or retire. Answers it as it is then. `None`: it has gone.
+    /// Cordons or retires a worker. Answers it as it is then. `None`: it has gone.
     pub(crate) async fn withdraw_worker(
         &self,
         worker: &str,

@@ -6,7 +6,7 @@ use std::fmt;
 
 use domain::workload::Failure;
 
-use super::Resources;
+use super::types::Resources;
 
 /// One reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub(crate) enum Refusal {
     /// It is not the one on which something else is that must be near.
     NotSame,
     /// It takes no work for now.
-    Landing,
+    Cordoned,
     /// It is out of contact.
     Stalled,
     /// It fails again and again, and is not tried for now, or only with one task.
@@ -117,7 +117,7 @@ impl Refusal {
         match self {
             Self::JustLost
             | Self::Gone
-            | Self::Landing
+            | Self::Cordoned
             | Self::Stalled
             | Self::Quarantined(_)
             | Self::TeamKeepsToItsOwn
@@ -147,7 +147,7 @@ impl Refusal {
     pub(super) fn order(&self) -> impl Ord + use<> {
         let is_of_worker = matches!(
             self,
-            Self::JustLost | Self::Gone | Self::Landing | Self::Stalled | Self::Quarantined(_)
+            Self::JustLost | Self::Gone | Self::Cordoned | Self::Stalled | Self::Quarantined(_)
         );
         (self.passes(), self.passes() && !is_of_worker)
     }
@@ -171,7 +171,7 @@ impl Refusal {
             Self::TooSmall(_) => "TOO_SMALL",
             Self::Avoided => "AVOIDED",
             Self::NotSame => "NOT_SAME",
-            Self::Landing => "CORDONED",
+            Self::Cordoned => "CORDONED",
             Self::Stalled => "STALLED",
             Self::Quarantined(_) => "QUARANTINED",
             Self::TeamKeepsToItsOwn => "TEAM_KEEPS_TO_ITS_OWN",
@@ -202,7 +202,7 @@ impl Refusal {
             Self::TooSmall(shortage) => format!("no more than {} is asked for", shortage.left()),
             Self::Avoided => "it is not among those to be avoided".to_owned(),
             Self::NotSame => "it need not be near something else".to_owned(),
-            Self::Landing => "it is told to run again".to_owned(),
+            Self::Cordoned => "it is told to run again".to_owned(),
             Self::Quarantined(_) => "it was tried again, and works".to_owned(),
             Self::TeamKeepsToItsOwn => "one of the team's own workers has room".to_owned(),
             Self::Reserved => "the one that it is reserved for is placed".to_owned(),
@@ -321,7 +321,7 @@ impl Refusal {
             Self::TooSmall(shortage) => format!("have less {} than is asked for", shortage.of()),
             Self::Avoided => "are to be avoided".to_owned(),
             Self::NotSame => "are not the worker that is asked for".to_owned(),
-            Self::Landing => "are cordoned".to_owned(),
+            Self::Cordoned => "are cordoned".to_owned(),
             Self::Stalled => "are out of contact".to_owned(),
             Self::Quarantined(_) => "are quarantined, for they fail again and again".to_owned(),
             Self::TeamKeepsToItsOwn => "are for all teams, and this one keeps to its own".to_owned(),
@@ -367,7 +367,7 @@ impl fmt::Display for Refusal {
             }
             Self::Avoided => f.write_str("is to be avoided"),
             Self::NotSame => f.write_str("is not the worker that is asked for"),
-            Self::Landing => f.write_str("is cordoned"),
+            Self::Cordoned => f.write_str("is cordoned"),
             Self::Stalled => f.write_str("is out of contact"),
             Self::Quarantined(why) => write!(f, "is quarantined, for it fails again and again: {why}"),
             Self::TeamKeepsToItsOwn => f.write_str("is for all teams, and this one keeps to its own"),
@@ -601,7 +601,7 @@ mod tests {
             Refusals::of([full(2), full(1)]).lines(),
             ["w001: is full (1 of 1 tasks)", "w002: is full (2 of 2 tasks)"]
         );
-        let many = (0..500).map(full).chain([("odd".to_owned(), Refusal::Landing)]);
+        let many = (0..500).map(full).chain([("odd".to_owned(), Refusal::Cordoned)]);
         assert_eq!(
             Refusals::of(many).lines(),
             ["500 workers (w000, w001, w002, …): are full".to_owned(), "odd: is cordoned".to_owned()]

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::Load;
+use super::types::Load;
 use crate::placement::Kind;
 
 /// What makes one worker better than another.

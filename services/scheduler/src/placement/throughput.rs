@@ -1,4 +1,4 @@
-//! Pace: how long slots are held, and so how fast they come free, as far as this replica saw.
+//! Throughput: how long slots are held, and so how fast they come free, as far as this replica saw.
 //!
 //! For each worker two numbers are kept: how many of its slots came free, and for how long slots of it were held. Both count for half after
 //! [`HALF_LIFE`]. So what was long ago is forgotten, and a worker that had nothing to do meanwhile says nothing wrong. How many came free is

@@ -1,4 +1,4 @@
-//! Counts: what leases change of the rows of workers.
+//! Load counters: what leases change of the rows of workers.
 //!
 //! Everything else that changes a row gives it a new revision ([`crate::workers::revisions::changed`]), so that what is remembered of a row holds as long as
 //! its revision is the same; the random operations check that. So to grant is to read some numbers.

@@ -1,4 +1,4 @@
-//! Watched: one look for all who watch something at this replica.
+//! The watch poll: one look for all who watch something at this replica.
 //!
 //! Who watches hears of changes by hints ([`crate::notify::local`]), each of which may be lost. Twice in each poll this replica looks which of what is watched
 //! has another revision than with the look before, and hints at that. So what many watchers cost the database grows with what changes, and hardly

@@ -71,7 +71,7 @@ struct Seen {
     ended_leases: HashMap<LeaseId, uuid::Uuid>,
     /// Microseconds by which the clock was moved.
     moved: i64,
-    /// The live leases of workers that shall land or retire, when everything was at rest last, unless they may have run since.
+    /// The live leases of workers that shall be cordoned or retired, when everything was at rest last, unless they may have run since.
     down: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
     /// The live leases of workers with which nobody can speak, when everything was at rest last, unless somebody could have since.
     misfits: HashMap<uuid::Uuid, HashSet<uuid::Uuid>>,
@@ -234,7 +234,7 @@ impl World {
         }
     }
 
-    /// What the service does about workers that shall land or go. The store keeps nothing.
+    /// What the service does about workers that shall be cordoned or removed. The store keeps nothing.
     async fn depart_if_due(&self) {
         for row in departure::going(self.db.read()).await.expect("workers") {
             let live = lease::Entity::find()
@@ -247,7 +247,7 @@ impl World {
                 _ if row.leaving.is_some() => removed_worker::WorkerEnd::Pruned,
                 _ if row.ephemeral && row.state == worker::State::Lost => removed_worker::WorkerEnd::Expired,
                 worker::Desired::Retire => removed_worker::WorkerEnd::Retired,
-                worker::Desired::Land | worker::Desired::Run => {
+                worker::Desired::Cordon | worker::Desired::Run => {
                     self.progress(&row, &live).await;
                     continue;
                 }

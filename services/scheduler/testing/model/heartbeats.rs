@@ -158,7 +158,7 @@ impl State {
             return if down != Withdrawal::Cordon && was_there { "Ok" } else { "NotFound" };
         };
         (worker.desired, worker.forced) = match down {
-            Withdrawal::Cordon => (Desired::Land, false),
+            Withdrawal::Cordon => (Desired::Cordon, false),
             Withdrawal::Retire { force } => (Desired::Retire, force),
         };
         worker.interrupt_at = interrupt_after.map(|after| now + after).or(worker.interrupt_at);
@@ -200,7 +200,7 @@ impl State {
         }
     }
 
-    /// Looks at those that shall land or go, until nothing is left to do.
+    /// Looks at those that shall be cordoned or removed, until nothing is left to do.
     pub(super) fn depart_if_due(&mut self, now: Minutes) {
         loop {
             let before = self.clone();

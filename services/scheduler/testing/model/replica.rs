@@ -29,7 +29,7 @@ use crate::db::entity::worker;
 use crate::leases;
 use crate::lifecycle::Lifecycle;
 use crate::lifecycle::departure;
-use crate::lifecycle::heartbeats;
+use crate::lifecycle::heartbeat_batches;
 use crate::lifecycle::registration;
 use crate::lifecycle::timeouts;
 use crate::notify::Notifier;
@@ -78,7 +78,7 @@ struct Waiting {
 impl Replica {
     pub(super) fn start(cluster: &Cluster) -> Self {
         let (dispatch, dispatcher) = Dispatcher::new(cluster.db.clone(), cluster.config.clone());
-        let (heartbeats, heard) = heartbeats::channel();
+        let (heartbeats, heard) = heartbeat_batches::channel();
         let (registrations, _) = registration::channel();
         // What is put into the outbox stays there: no task delivers it.
         let (notify, _) = Notifier::new(dispatch.workers.desired.clone(), None);
@@ -91,7 +91,7 @@ impl Replica {
         };
         let lifecycle = Lifecycle::new(context.clone(), Store::new(cluster.store.clone()));
         let app = App::new(lifecycle, cluster.signer.clone(), dispatch, heartbeats, registrations);
-        let notes = Box::pin(heartbeats::write_forever(context, heard));
+        let notes = Box::pin(heartbeat_batches::write_forever(context, heard));
         let (calls, streams) = (vec![], BTreeMap::new());
         Self { app, dispatcher, cluster: cluster.clone(), calls, streams, notes }
     }

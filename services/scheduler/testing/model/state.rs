@@ -193,7 +193,7 @@ impl State {
             || (is_on_probation && !slots.is_empty())
             || (worker.quarantined_until.is_some() && failed);
         let not_now = worker.contact != Contact::Running
-            || worker.desired == Desired::Land
+            || worker.desired == Desired::Cordon
             || (asks.takes_a_slot && is_full)
             || !asks.amounts.fit_beside(taken, traits.has);
         if not_now { Says::NotNow } else { Says::Yes }

@@ -88,7 +88,7 @@ pub(crate) async fn each_of_many_workers_hears_what_it_shall_do(database: TestDa
     let mut gateways = connect(&scheduler, 50).await;
     for (number, gateway) in gateways.iter_mut().enumerate().filter(|(number, _)| number % 5 == 0) {
         scheduler.land(&format!("worker-{number}"), None).await.expect("told");
-        is_told(gateway, pb::Directive::Land).await;
+        is_told(gateway, pb::Directive::Cordon).await;
     }
     let submitted = join_all((0..40).map(|_| scheduler.submit(spec()))).await;
     let mut placed = Vec::new();
@@ -133,7 +133,7 @@ async fn what_another_replica_changes_is_heard_without_any_hint() {
     let mut gateway = Gateway::connect(&one, first.clone()).await.expect("welcome");
     for _ in 0..3 {
         other.land("one", None).await.expect("told");
-        is_told(&mut gateway, pb::Directive::Land).await;
+        is_told(&mut gateway, pb::Directive::Cordon).await;
         other.workers().run_worker(pb::RunWorkerRequest { worker: "one".to_owned() }).await.expect("told");
         is_told(&mut gateway, pb::Directive::Run).await;
     }
@@ -168,7 +168,7 @@ async fn what_another_replica_changes_is_heard_without_any_hint() {
 async fn is_heard_by(gateway: &mut Gateway, scheduler: &Running) {
     gateway.observe(&[]).await;
     scheduler.land("one", None).await.expect("told");
-    is_told(gateway, pb::Directive::Land).await;
+    is_told(gateway, pb::Directive::Cordon).await;
     assert_eq!(scheduler.worker("one").await.state(), pb::WorkerState::Running);
 }
 

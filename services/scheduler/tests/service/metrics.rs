@@ -215,7 +215,7 @@ async fn what_waits_and_what_was_decided_is_counted() {
     let before = told().await;
     scheduler.land("one", None).await.expect("told");
     within("it hears", async {
-        while one.desired.directive() != pb::Directive::Land {
+        while one.desired.directive() != pb::Directive::Cordon {
             one.next().await.expect("the stream is open");
         }
     })

@@ -1,4 +1,4 @@
-//! Workers land, retire, are pruned and expire; what they may register as; and who watches that.
+//! Workers are cordoned, retire, are pruned and expire; what they may register as; and who watches that.
 
 use std::time::Duration;
 
@@ -97,7 +97,7 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     assert_eq!(landing.desired(), pb::WorkerDesire::Cordon);
     assert_eq!((landing.leases, landing.uninterruptible_leases), (2, 1));
     within("the gateway hears", async {
-        while gateway.desired.directive() != pb::Directive::Land {
+        while gateway.desired.directive() != pb::Directive::Cordon {
             gateway.next().await.expect("the stream is open");
         }
     })
@@ -111,7 +111,7 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
     // Neither a reconnect, nor another gateway, nor another life of what it holds means that it shall run.
     drop(gateway);
     let mut gateway = Gateway::connect(&scheduler, first.clone()).await.expect("the same again");
-    assert_eq!(gateway.desired.directive(), pb::Directive::Land);
+    assert_eq!(gateway.desired.directive(), pb::Directive::Cordon);
     assert_eq!(gateway.desired.leases.len(), 2);
     scheduler.land(&landing.worker_id, None).await.expect("a repeat, by its id");
     let worker = scheduler.worker("one").await;
@@ -135,7 +135,7 @@ pub(crate) async fn a_landing_waits_for_what_may_not_be_interrupted_and_no_recon
         ..first
     };
     let mut gateway = Gateway::connect(&scheduler, reborn).await.expect("welcome");
-    assert_eq!(gateway.desired.directive(), pb::Directive::Land);
+    assert_eq!(gateway.desired.directive(), pb::Directive::Cordon);
     assert_eq!(scheduler.worker("one").await.drained_at, landed.drained_at);
 
     for _ in 0..2 {

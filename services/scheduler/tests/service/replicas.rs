@@ -85,7 +85,7 @@ async fn what_is_given_back_at_one_helps_who_waits_at_the_other(config: schedule
 
     let held = within("it is granted", place(&one, waiting(task()))).await.expect("granted");
     let landing = pb::CordonWorkerRequest { worker: "one".to_owned(), ..pb::CordonWorkerRequest::default() };
-    other.workers().cordon_worker(landing).await.expect("it shall land");
+    other.workers().cordon_worker(landing).await.expect("it is cordoned");
     assert_eq!(one.worker("one").await.drained_at, None, "the lease holds it up");
     release(&one, &held.lease_token).await;
     until("it has landed", async || other.worker("one").await.drained_at).await;
@@ -136,7 +136,7 @@ async fn a_hint_that_is_lost_costs_one_look() {
     let _second = with_slots(&one, "second", 1).await;
     let landing =
         pb::CordonWorkerRequest { worker: "second".to_owned(), ..pb::CordonWorkerRequest::default() };
-    one.workers().cordon_worker(landing).await.expect("it shall land");
+    one.workers().cordon_worker(landing).await.expect("it is cordoned");
     let second = other.submit(spec()).await.expect("queued");
     let runs = pb::RunWorkerRequest { worker: "second".to_owned() };
     one.workers().run_worker(runs).await.expect("it shall run");

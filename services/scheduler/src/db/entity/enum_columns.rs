@@ -74,7 +74,7 @@ stored_as_text!(Kind {
     Transfer = "transfer",
 });
 
-stored_as_text!(Desired { Run = "run", Land = "land", Retire = "retire" });
+stored_as_text!(Desired { Run = "run", Cordon = "cordon", Retire = "retire" });
 
 stored_as_text!(State { Running = "running", Stalled = "stalled", Lost = "lost" });
 

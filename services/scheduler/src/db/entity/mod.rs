@@ -1,6 +1,7 @@
 //! The tables, one module each; the migration says what each column means. Private to the crate: each table is changed only by
 //! the module that owns it, and what leaves that module is typed.
 
+mod enum_columns;
 pub(crate) mod event;
 pub(crate) mod heartbeat;
 pub(crate) mod lease;
@@ -10,7 +11,6 @@ pub(crate) mod peer_waiters;
 pub(crate) mod removed_worker;
 pub(crate) mod reservation;
 pub(crate) mod signing_key;
-mod text;
 pub(crate) mod worker;
 pub(crate) mod worker_revision;
 pub(crate) mod workload;

@@ -14,7 +14,7 @@ CREATE TABLE signing_keys (
 CREATE TABLE workers (
     id UUID PRIMARY KEY,
     name TEXT NOT NULL UNIQUE,
-    -- What shall be: run, land, retire. A registration never changes it.
+    -- What shall be: run, cordon, retire. A registration never changes it.
     desired TEXT NOT NULL,
     -- What is: running, stalled, lost.
     state TEXT NOT NULL,
@@ -49,13 +49,13 @@ CREATE TABLE workers (
     -- JSON: platform, tags, team, image kinds, capabilities.
     labels TEXT NOT NULL,
     registered_at BIGINT NOT NULL,
-    -- While it shall land or retire: when what may not be interrupted is interrupted all the same. NULL: never, or that was done.
+    -- While it is cordoned or retires: when what may not be interrupted is interrupted all the same. NULL: never, or that was done.
     interrupt_at BIGINT,
-    -- While it shall land or retire: since when no lease is left that may not be interrupted.
+    -- While it is cordoned or retires: since when no lease is left that may not be interrupted.
     landed_at BIGINT,
-    -- While it shall retire: even if that loses last replicas.
+    -- While it retires: even if that loses last replicas.
     force_retire BOOLEAN NOT NULL DEFAULT FALSE,
-    -- While it shall retire: why it cannot, although no lease is left. Empty: nothing is known.
+    -- While it retires: why it cannot, although no lease is left. Empty: nothing is known.
     held_up_by TEXT NOT NULL DEFAULT '',
     -- Its removal is decided, and only its leases must still be ended: pruned, expired. NULL: it stays.
     leaving TEXT,

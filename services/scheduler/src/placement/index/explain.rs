@@ -7,7 +7,8 @@ use std::collections::{BTreeSet, HashMap};
 
 use domain::{Timestamp, WorkerId};
 
-use super::{Demand, Index, Location, Refusal, Score, Worker, keeps_out, of_class, of_load, of_place};
+use super::{Demand, Index, Location, Refusal, Score, Worker, keeps_out};
+use crate::placement::feasibility::{of_class, of_load, of_place};
 use crate::placement::{Pace, Strategy, refusals};
 
 /// How many groups are told.

@@ -23,12 +23,11 @@ use domain::{Timestamp, WorkerId};
 use uuid::Uuid;
 
 use self::bucket::Line;
+use super::feasibility::{has_room, of_class, of_load, of_place};
 use super::scoring::Cost;
 use super::throughput::Turnover;
-use super::{
-    Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker, has_room,
-    of_class, of_load, of_place,
-};
+use super::{Chain, Chains, Demand, Load, Location, Refusal, Refusals, Shape, Strategy, Trust, Worker};
+
 use crate::placement::{Desired, State};
 
 /// No worker has registered yet.

@@ -10,9 +10,10 @@ use std::sync::Arc;
 use domain::WorkerId;
 use uuid::Uuid;
 
-use super::{Index, Worker, of_place};
+use super::{Index, Worker};
 use crate::placement::Kind;
-use crate::placement::{Demand, Load, Resources, Shape, amounts, full_with, of_load_with};
+use crate::placement::feasibility::{amounts, full_with, of_load_with, of_place};
+use crate::placement::{Demand, Load, Resources, Shape};
 
 /// No further worker of a kind is reserved while one in so many are, but for the first. A kind: those that are alike in all that a demand can
 /// name but how much they have.

@@ -1,14 +1,17 @@
 //! Placement compared with a plain restatement of its rules, which looks at every worker.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
 
-use domain::Timestamp;
-use domain::worker::ResourceType;
-use domain::workload::FailureReason;
+use domain::worker::{Capacity, Incarnation, Labels, ResourceType};
+use domain::workload::{Failure, FailureReason};
+use domain::{Timestamp, WorkerId};
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use rand::{RngExt, SeedableRng};
+use uuid::Uuid;
 
+use super::types::Process;
 use super::*;
 
 mod random;
@@ -282,7 +285,7 @@ fn worker_is_set_aside_for_the_team_whose_attempts_failed() {
 fn whatever_passes_by_itself_is_waited_for() {
     let full = busy(2, worker("full"));
     let stalled = Worker { state: State::Stalled, ..worker("stalled") };
-    let landing = Worker { desired: Desired::Land, ..worker("landing") };
+    let landing = Worker { desired: Desired::Cordon, ..worker("landing") };
     let quarantined = Worker { trust: Trust::Quarantined(failing("why")), ..worker("quarantined") };
     let on_probation = Worker { trust: Trust::OnProbation(failing("why")), ..worker("tried") };
     for worker in [full, stalled, landing, quarantined, busy(1, on_probation.clone())] {
@@ -569,7 +572,7 @@ fn the_worker_on_which_least_has_to_end_is_kept_free() {
         capacity: Capacity { memory_bytes: Some(60), ..Capacity::default() },
         ..with_memory("small", 0, 0)
     };
-    let landing = Worker { desired: Desired::Land, ..with_memory("landing", 0, 0) };
+    let landing = Worker { desired: Desired::Cordon, ..with_memory("landing", 0, 0) };
     let mut index = index([
         with_memory("much", 1, 90),
         with_memory("little", 2, 50),

@@ -47,7 +47,7 @@ impl Dice {
         let mut worker = Worker {
             id: WorkerId::from_uuid(Uuid::from_u128(self.0.random())),
             state: self.some(&[State::Running, State::Running, State::Running, State::Stalled, State::Lost]),
-            desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Land, Desired::Retire]),
+            desired: self.some(&[Desired::Run, Desired::Run, Desired::Run, Desired::Cordon, Desired::Retire]),
             awaited: self.0.random_bool(0.2),
             just_lost: self.0.random_bool(0.5),
             unsupported_versions: match self.0.random_range(0..20) {

@@ -59,7 +59,7 @@ pub(crate) fn against(demand: &Demand, worker: &Worker) -> Against {
     let versions = &worker.unsupported_versions;
     against.for_good(!versions.is_empty(), Refusal::Incompatible(versions.clone()));
     against.for_good(worker.desired == Desired::Retire, Refusal::Retiring);
-    against.for_now(worker.desired == Desired::Land, Refusal::Landing);
+    against.for_now(worker.desired == Desired::Cordon, Refusal::Cordoned);
 
     // Whom it serves.
     let serves = has.team.as_ref().is_none_or(|team| *team == asked.team);
