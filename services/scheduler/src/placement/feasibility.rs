@@ -6,8 +6,7 @@ use domain::worker::Capacity;
 use uuid::Uuid;
 
 use super::refusal::{Refusal, Resource, Shortage};
-use super::scoring::Purpose;
-use super::types::{Demand, Desired, Load, Process, Resources, Shape, State, Trust, Worker};
+use super::types::{Demand, Desired, Load, Process, Purpose, Resources, Shape, State, Trust, Worker};
 
 /// Everything that speaks against `worker`: first what will not change, for that is what a caller must act on.
 pub(crate) fn refusals(demand: &Demand, worker: &Worker) -> Vec<Refusal> {

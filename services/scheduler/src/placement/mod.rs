@@ -26,10 +26,9 @@ pub(crate) use index::{Choice, DecidedBy, Index, Placement, WAITS_FOR};
 pub(crate) use refusal::{CODES, Refusal, Refusals};
 #[cfg(test)]
 pub(crate) use refusal::{Resource, Shortage};
-pub(crate) use scoring::Purpose;
 pub use scoring::{Chain, Chains, ParseChainError, Strategy};
 pub(crate) use throughput::Pace;
 pub(crate) use types::{
-    Demand, Desired, FailedThere, Failing, Kind, Load, Location, Process, Resources, Shape, State, Trust,
-    Worker,
+    Demand, Desired, FailedThere, Failing, Kind, Load, Location, Process, Purpose, Resources, Shape, State,
+    Trust, Worker,
 };

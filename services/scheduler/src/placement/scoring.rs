@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use super::types::Load;
+use super::types::{Load, Purpose};
 use crate::placement::Kind;
 
 /// What makes one worker better than another.
@@ -120,28 +120,6 @@ impl Default for Chains {
             builds: Chain(vec![Strategy::VolumeLocality, Strategy::LimitActiveTasks]),
             without_inputs: by_load.clone(),
             checks: by_load,
-        }
-    }
-}
-
-/// Which chain compares workers for something.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub(crate) enum Purpose {
-    Build,
-    WithoutInputs,
-    Check,
-}
-
-impl Purpose {
-    /// The one rule for all that is placed, by Submit and by Place. Checks have a chain of their own, whatever they use. Of all else, transfers
-    /// included, what has inputs goes by that for builds: it names an artifact, be it its image, or a task cache. What names none goes by the other.
-    pub(crate) fn of(kind: Kind, has_inputs: bool) -> Self {
-        if kind == Kind::Check {
-            Self::Check
-        } else if has_inputs {
-            Self::Build
-        } else {
-            Self::WithoutInputs
         }
     }
 }

@@ -10,8 +10,6 @@ use domain::workload::{Failure, Image, Limits, Network, ResourceRequests, Worklo
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::scoring::Purpose;
-
 /// What a lease is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
@@ -362,5 +360,27 @@ impl Demand {
     /// The same, after attempts that could not be started.
     pub(crate) fn failed_on(self, failed_on: Vec<FailedThere>) -> Self {
         Self { failed_on, ..self }
+    }
+}
+
+/// Which chain compares workers for something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    Build,
+    WithoutInputs,
+    Check,
+}
+
+impl Purpose {
+    /// The one rule for all that is placed, by Submit and by Place. Checks have a chain of their own, whatever they use. Of all else, transfers
+    /// included, what has inputs goes by that for builds: it names an artifact, be it its image, or a task cache. What names none goes by the other.
+    pub(crate) fn of(kind: Kind, has_inputs: bool) -> Self {
+        if kind == Kind::Check {
+            Self::Check
+        } else if has_inputs {
+            Self::Build
+        } else {
+            Self::WithoutInputs
+        }
     }
 }
