@@ -400,7 +400,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     let explained = explain(suite, restored.output_volume()).await.expect("explained");
     assert_eq!(
         (explained.state(), explained.label.as_str()),
-        (pb::ExplainedState::Created, "replica, adopted after it had been set aside")
+        (pb::ExplainedState::Created, "replica, adopted after it had been an orphan")
     );
 
     suite.clock.advance(Duration::from_secs(24 * 3600));
@@ -637,6 +637,6 @@ async fn what_is_set_aside_and_gone_is_forgotten(database: TestDatabase) {
     assert_eq!(list(&suite, None, 0).await.len(), 1);
     let explained = explain(&suite, &second).await.expect("explained");
     assert_eq!(explained.state(), pb::ExplainedState::Gone);
-    assert!(explained.why.contains("set aside"), "{explained:?}");
+    assert!(explained.why.contains("orphan"), "{explained:?}");
     suite.stop().await;
 }

@@ -6,10 +6,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
-
 use super::types::{Load, Purpose};
-use crate::placement::Kind;
 
 /// What makes one worker better than another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -195,6 +192,7 @@ impl Chain {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::placement::Kind;
 
     #[test]
     fn a_chain_is_what_its_text_says() {

@@ -405,11 +405,11 @@ mod tests {
             http://there:1: database: it does not answer\n";
         assert_eq!(text, expected);
         let text = services_text(&[service("proxy", "", &["Connection refused"])]);
-        assert!(text.contains("proxy     no answer  http://there:1\n"), "{text}");
+        assert!(text.contains("proxy    no answer  http://there:1\n"), "{text}");
         assert!(text.ends_with("http://there:1: Connection refused\n"), "{text}");
         let refuses = Service { refuses: true, ..service("proxy", "", &["present the token"]) };
         let text = services_text(&[refuses]);
-        assert!(text.contains("proxy     refuses  http://there:1\n"), "{text}");
+        assert!(text.contains("proxy    refuses  http://there:1\n"), "{text}");
     }
 
     #[test]
