@@ -19,6 +19,9 @@ use self::desired_state::DesiredStates;
 use self::local::{ALL_WORKERS, LocalNotifier};
 use crate::outbox::Parcel;
 
+/// How many parcels may wait for the delivery.
+const PARCELS: usize = 4096;
+
 /// Where changes are announced. Cheap to clone; clones share it.
 #[derive(Debug, Clone)]
 pub(crate) struct Notifier {
@@ -26,7 +29,7 @@ pub(crate) struct Notifier {
     pub(crate) desired: DesiredStates,
     /// `None`: replicas do not tell each other.
     pub(crate) cluster: Option<ClusterNotifier>,
-    parcels: mpsc::UnboundedSender<Parcel>,
+    parcels: mpsc::Sender<Parcel>,
 }
 
 impl Notifier {
@@ -34,8 +37,8 @@ impl Notifier {
     pub(crate) fn new(
         desired: DesiredStates,
         cluster: Option<ClusterNotifier>,
-    ) -> (Self, mpsc::UnboundedReceiver<Parcel>) {
-        let (parcels, to_deliver) = mpsc::unbounded_channel();
+    ) -> (Self, mpsc::Receiver<Parcel>) {
+        let (parcels, to_deliver) = mpsc::channel(PARCELS);
         (Self { local: LocalNotifier::default(), desired, cluster, parcels }, to_deliver)
     }
 
@@ -63,7 +66,7 @@ impl Notifier {
         if deadline {
             self.local.timer().notify_one();
         }
-        // Without a receiver the service stops: the next start delivers them.
-        parcels.into_iter().for_each(|parcel| _ = self.parcels.send(parcel));
+        // One that finds no room, or whose service stops, is delivered once its claim is over.
+        parcels.into_iter().for_each(|parcel| _ = self.parcels.try_send(parcel));
     }
 }

@@ -52,7 +52,7 @@ impl Delivery {
 
 /// Delivers what this replica commits, until the service stops. What is not delivered by then is
 /// delivered after the next start.
-pub(crate) async fn deliver_forever(delivery: Delivery, mut parcels: mpsc::UnboundedReceiver<Parcel>) {
+pub(crate) async fn deliver_forever(delivery: Delivery, mut parcels: mpsc::Receiver<Parcel>) {
     let deliver_all = async {
         while let Some(parcel) = parcels.recv().await {
             let (delivery, stopping) = (delivery.clone(), delivery.context.stopping.clone());
