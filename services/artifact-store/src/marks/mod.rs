@@ -171,7 +171,7 @@ pub(crate) trait Sweepable: EntityTrait {
     const WORKER_ID: Self::Column;
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
-    /// Whether what is marked is in a queue, too: [`marks`].
+    /// Whether what is marked is in a queue, too: [`sweep_queue`].
     const HAS_QUEUE: bool;
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;

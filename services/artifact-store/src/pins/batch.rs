@@ -58,7 +58,7 @@ impl Pins {
         self.store.db.write(|txn| async move { pin(&txn, used, now).await }).await
     }
 
-    /// [`settle`], with others where nothing is kept.
+    /// [`settle()`], with others where nothing is kept.
     pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
         if settlement.outputs.is_empty() {
             return self.settling.call(settlement).await.map_err(DbErr::from)?;

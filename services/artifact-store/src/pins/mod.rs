@@ -1,5 +1,5 @@
-//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled ([`settling`]), many at once where many come
-//! ([`together`]).
+//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled ([`mod@settle`]), many at once where many come
+//! ([`batch`]).
 //!
 //! ```text
 //! holder:   (unknown) ──pin, prepare──▶ goes on ──settle──▶ settled ──a day later──▶ (gone)

@@ -1,6 +1,6 @@
 //! Bytes in and out of the volumes of a worker.
 //!
-//! [`write`] fills a volume and [`read`] reads one; [`pull`] fills one from other gateways, and [`archives`]
+//! [`mod@write`] fills a volume and [`read`] reads one; [`pull`] fills one from other gateways, and [`archives`]
 //! does both with tar archives. The manifest of each complete volume is kept by [`manifests`].
 //!
 //! Callers are the handlers of `Volumes`, and attempts, which read and publish volumes.

@@ -81,7 +81,7 @@ pub(crate) struct Worker {
     pub(crate) labels: Arc<Labels>,
     pub(crate) capacity: Capacity,
     pub(crate) load: Load,
-    /// Who waits for it to have room, and gets what could be elsewhere there, but nobody else until then. Only an [`Index`] knows.
+    /// Who waits for it to have room, and gets what could be elsewhere there, but nobody else until then. Only an [`crate::placement::Index`] knows.
     pub(crate) reserved_for: Option<Uuid>,
 }
 

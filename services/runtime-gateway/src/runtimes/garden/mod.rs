@@ -8,9 +8,9 @@
 //! gantry-marker     a volume whose properties identify this life of what the worker holds, and that of its artifact store
 //! ```
 //!
-//! What is durable is on the worker, as properties of containers and volumes ([`marks`]): another gateway that is given the same worker
+//! What is durable is on the worker, as properties of containers and volumes ([`properties`]): another gateway that is given the same worker
 //! knows everything that this one knew, but the output that this one had read. That is spooled in this gateway's state directory, and what
-//! was written while no gateway was attached is told as gone ([`process`]), as is what another gateway has read ([`reader`]).
+//! was written while no gateway was attached is told as gone ([`process`]), as is what another gateway has read ([`output_offsets`]).
 //!
 //! Invariants:
 //!

@@ -15,7 +15,7 @@ pub struct HostConfig {
     pub state_dir: PathBuf,
     /// Where short-lived sockets are. Absolute, UTF-8.
     pub runtime_dir: PathBuf,
-    /// The program whose `main` calls [`supervise_if_asked`] first.
+    /// The program whose `main` calls [`super::supervise_if_asked`] first.
     pub supervisor: PathBuf,
     /// How much output of each stream is kept.
     pub spool_bytes: u64,

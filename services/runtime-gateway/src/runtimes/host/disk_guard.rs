@@ -1,7 +1,7 @@
 //! The disk guard: ends the container that wrote the most when the worker's disk is nearly full.
 //!
 //! On a full disk every container of the worker fails, and transfers too. The guard looks at the free space all the time, and at what
-//! containers wrote only when less is free than transfers leave ([`disk_reservations::reserve`]), because that means to walk their trees. The guard first
+//! containers wrote only when less is free than transfers leave ([`crate::util::disk_reserve::reserve`]), because that means to walk their trees. The guard first
 //! deletes the root layers of containers whose process has ended. It then ends the container that wrote the most, and deletes what that
 //! container wrote: nothing of it is published, and the disk would stay full until it is collected.
 //!

@@ -16,7 +16,7 @@
 //!
 //! Who does what: this process makes and destroys directories, mounts volumes, and writes intents. A [`supervisor`] per
 //! process does everything with the container itself, and outlives this process. They meet in the files above and over
-//! [`control`].
+//! [`supervisor_protocol`].
 //!
 //! Supervisors are children of this process until it ends. A service manager that kills the whole group of a service would take
 //! them along, and has to be told to stop only this process.
