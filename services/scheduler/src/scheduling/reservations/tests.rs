@@ -1,6 +1,7 @@
 use testing::databases::TestDatabase;
 
 use super::*;
+use crate::placement::Shape;
 use crate::placement::tests::{asking, index, parts, with_memory};
 
 const FULL: Timestamp = Timestamp(1_000_000_000_000);
@@ -20,9 +21,14 @@ impl Replica {
         Self { reservations, queue: Queue::new(AGAIN, HashMap::new()), workers: index(names) }
     }
 
-    /// One that asks for 80 of the 100 bytes of a worker has its turn, and finds nothing.
+    /// One that asks for 80 of the 100 bytes of a worker has its turn, and finds nothing. It is the first of its line.
     fn turn(&mut self, id: Uuid, now: Timestamp) -> Vec<String> {
-        let large = parts(&[(asking(80), "")]);
+        self.turn_of_team(&id.to_string(), id, now)
+    }
+
+    /// The same. Those of one team wait in one line.
+    fn turn_of_team(&mut self, team: &str, id: Uuid, now: Timestamp) -> Vec<String> {
+        let large = parts(&[(Shape { team: team.to_owned(), ..asking(80) }, "")]);
         self.queue.put(Waiting {
             id,
             is_elsewhere: false,
@@ -103,14 +109,18 @@ fn nothing_is_reserved_on_worker_that_became_too_small() {
 fn first_of_line_takes_over_reservation_of_another() {
     let mut replica = Replica::new(1, 1);
     let (first, before) = (Uuid::from_u128(8), Uuid::from_u128(7));
-    assert_eq!(replica.turn(first, FULL), ["0"]);
+    assert_eq!(replica.turn_of_team("main", first, FULL), ["0"]);
     // It comes before the other, which has no more turns.
     let later = FULL + HELD;
     replica.look(later - Duration::from_secs(1));
-    assert_eq!(replica.turn(before, later - Duration::from_secs(1)), ["0"], "and not for the other");
+    assert_eq!(
+        replica.turn_of_team("main", before, later - Duration::from_secs(1)),
+        ["0"],
+        "and not for the other"
+    );
     assert_eq!(replica.kept(first), [""; 0]);
     replica.look(later);
-    assert_eq!(replica.turn(before, later), [""; 0], "since it was reserved for the other");
+    assert_eq!(replica.turn_of_team("main", before, later), [""; 0], "since it was reserved for the other");
 }
 
 #[test]
