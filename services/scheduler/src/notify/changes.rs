@@ -1,4 +1,4 @@
-//! Effects: what a transaction changed that somebody should hear of once it is committed.
+//! Effects: what a transaction changed that tasks and replicas are told of after the commit.
 //!
 //! Domain functions collect them while they work; [`crate::notify::Notifier`] announces them after the commit.
 
@@ -6,7 +6,7 @@ use domain::{WorkerId, WorkloadId};
 
 use crate::outbox::Parcel;
 
-/// What somebody should hear of after the commit.
+/// What is announced after the commit.
 #[derive(Debug, Default)]
 pub(crate) struct Effects {
     /// Something happened to these.

@@ -1,16 +1,17 @@
-//! Dispatch: whatever asks for a worker, from submission or call to grant.
+//! Scheduling: every request for a worker, from a submission or a call to its grant.
 //!
-//! One task of each replica does it ([`dispatch_forever`]), in rounds ([`pipeline`]): it decides all that is asked for while the round before
-//! is written, on what it remembers of the workers ([`crate::workers::cache`]), and has it granted in one transaction ([`crate::commit`]). So the more
-//! is asked for at once, the less each costs. What did not hold there is decided anew. Before and after that those that wait in the
-//! queue have their turns ([`crate::queue`]), when there is something new for them.
+//! One task of each replica does it ([`dispatch_forever`]), in batches ([`pipeline`], `batch.rs`).
+//! It decides a batch on its view of the workers ([`crate::workers::cache`]) while the batch before
+//! is written, and commits it in one transaction ([`crate::commit`]). A grant that the transaction
+//! refuses is decided again.
 //!
-//! Calls for leases may wait, too ([`waiters`]): they have their turns in the same queue, at this replica.
+//! Requests that wait have their turns before and after each batch (`queue_pass.rs`,
+//! [`crate::queue`]). Calls for leases wait in the same queue ([`waiters`]), and those of other
+//! replicas are known there ([`peer_waiters`]). A worker is reserved for a request that has waited
+//! long and asks for more than comes free at a time ([`reservations`]).
 //!
-//! Those that wait have their turns before anything new is decided. A workload that comes while another waits that asks for the same waits behind
-//! it. For one that has waited long and asks for more than comes free at a time a worker is reserved ([`reservations`]).
-//!
-//! Invariant: two replicas never both place a workload. Whoever places it holds its row, and finds it waiting.
+//! Invariant: two replicas never both place a workload. The transaction that places it holds its
+//! row, and finds it waiting.
 
 mod batch;
 mod peer_waiters;
