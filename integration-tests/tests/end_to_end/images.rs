@@ -89,7 +89,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
 }
 
 #[test]
-fn a_type_of_the_centre_is_an_image_for_every_worker() {
+fn a_type_of_the_cluster_is_an_image_for_every_worker() {
     if !may_run_containers() {
         return;
     }

@@ -75,7 +75,7 @@ impl Counting {
         let store = self.store.clone();
         let counted = self.tasks.spawn(async move {
             if let Err(error) = set(&store.db, store.now()).await {
-                tracing::debug!(error = domain::chain(&error), "cannot count for metrics");
+                tracing::debug!(error = domain::error_chain(&error), "cannot count for metrics");
             }
             *next = Some(Instant::now() + rest(begun.elapsed()));
         });

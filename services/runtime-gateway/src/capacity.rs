@@ -180,7 +180,7 @@ mod tests {
         let has = runtime::Capabilities {
             image_kinds: Vec::new(),
             features: Vec::new(),
-            brought: Vec::new(),
+            worker_provided: Vec::new(),
             copy_on_write: String::new(),
             cpu_millis: Some(4000),
             memory_bytes: None,

@@ -48,7 +48,7 @@ pub(crate) async fn run(mut peers: Peers, mut task: CopyTask, stopping: Cancella
             artifact.id = %task.request.artifact,
             worker.id = %task.request.worker,
             transfer.id = %task.transfer,
-            error = domain::chain(error),
+            error = domain::error_chain(error),
             "a copy failed or was stopped"
         );
         peers.abandon(&task.request.team, task.transfer).await;

@@ -19,17 +19,20 @@ const PATIENCE: Duration = Duration::from_millis(50);
 const AT_A_TIME: usize = 8;
 
 type CarriedOut = Pin<Box<dyn Future<Output = ()> + Send>>;
-type CarryOut<C, A> = dyn Fn(Vec<Asked<C, A>>) -> CarriedOut + Send + Sync;
+type CarryOut<C, A> = dyn Fn(Vec<BatchedCall<C, A>>) -> CarriedOut + Send + Sync;
 
 /// A call, and where its answer goes.
-pub type Asked<C, A> = (C, oneshot::Sender<A>);
+pub type BatchedCall<C, A> = (C, oneshot::Sender<A>);
 
 /// Where answers go, in the order of the calls.
-pub type Answers<A> = Vec<oneshot::Sender<A>>;
+pub type ReplySenders<A> = Vec<oneshot::Sender<A>>;
 
 /// Calls by what `key` says of them, by which they are sorted; those of one key are in the order in which they came.
-pub fn grouped<K: Ord, C, A>(calls: Vec<Asked<C, A>>, key: impl Fn(&C) -> K) -> Vec<(Vec<C>, Answers<A>)> {
-    let mut groups = BTreeMap::<K, (Vec<C>, Answers<A>)>::new();
+pub fn group_calls<K: Ord, C, A>(
+    calls: Vec<BatchedCall<C, A>>,
+    key: impl Fn(&C) -> K,
+) -> Vec<(Vec<C>, ReplySenders<A>)> {
+    let mut groups = BTreeMap::<K, (Vec<C>, ReplySenders<A>)>::new();
     for (call, answer) in calls {
         let (group, answers) = groups.entry(key(&call)).or_default();
         group.push(call);
@@ -39,7 +42,7 @@ pub fn grouped<K: Ord, C, A>(calls: Vec<Asked<C, A>>, key: impl Fn(&C) -> K) -> 
 }
 
 /// Where calls are handed in. As many wait as callers do: each is kept as long as somebody waits for its answer. Cheap to clone; clones share it.
-pub struct Together<C, A>(Arc<Inner<C, A>>);
+pub struct Batcher<C, A>(Arc<Inner<C, A>>);
 
 struct Inner<C, A> {
     most: usize,
@@ -50,7 +53,7 @@ struct Inner<C, A> {
 }
 
 struct State<C, A> {
-    waiting: Vec<Asked<C, A>>,
+    waiting: Vec<BatchedCall<C, A>>,
     under_way: usize,
     /// How many of those take longer than others wait for.
     slow: usize,
@@ -68,33 +71,33 @@ impl<C, A> State<C, A> {
 /// A call was not carried out to its end: that panicked, and has said how. It is told to all that were carried out together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("what was asked for was not carried out to its end")]
-pub struct Broken;
+pub struct BatchLost;
 
 /// As what the database fails with: it is safe to repeat.
-impl From<Broken> for DbErr {
-    fn from(broken: Broken) -> Self {
+impl From<BatchLost> for DbErr {
+    fn from(broken: BatchLost) -> Self {
         Self::Custom(broken.to_string())
     }
 }
 
-impl<C, A> Clone for Together<C, A> {
+impl<C, A> Clone for Batcher<C, A> {
     fn clone(&self) -> Self {
         Self(self.0.clone())
     }
 }
 
-impl<C, A> fmt::Debug for Together<C, A> {
+impl<C, A> fmt::Debug for Batcher<C, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Together").field("most", &self.0.most).finish_non_exhaustive()
+        f.debug_struct("Batcher").field("most", &self.0.most).finish_non_exhaustive()
     }
 }
 
-impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
+impl<C: Send + 'static, A: Send + 'static> Batcher<C, A> {
     /// Has calls carried out by `carry_out`, at most so many at once, in tasks among `tasks`. It answers each of them as soon as it can.
     pub fn new<F>(
         most: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<Asked<C, A>>) -> F + Send + Sync + 'static,
+        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
@@ -106,7 +109,7 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
         patience: Duration,
         most: usize,
         tasks: TaskTracker,
-        carry_out: impl Fn(Vec<Asked<C, A>>) -> F + Send + Sync + 'static,
+        carry_out: impl Fn(Vec<BatchedCall<C, A>>) -> F + Send + Sync + 'static,
     ) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
@@ -118,10 +121,10 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
 
     /// Has it carried out with others, and answers what became of it. What is under way is carried out whatever becomes of whoever asked; who has
     /// given up before asks again if he still wants it.
-    pub async fn call(&self, call: C) -> Result<A, Broken> {
+    pub async fn call(&self, call: C) -> Result<A, BatchLost> {
         let (answer, answered) = oneshot::channel();
         self.change(|state| state.waiting.push((call, answer)));
-        answered.await.map_err(|_| Broken)
+        answered.await.map_err(|_| BatchLost)
     }
 
     /// Changes what is under way and what waits, and begins to carry that out where it is time.
@@ -154,7 +157,7 @@ impl<C: Send + 'static, A: Send + 'static> Together<C, A> {
 
 impl<C, A> Inner<C, A> {
     /// Calls that wait, the first first. `None`: none does, or another one takes them, and one less is under way.
-    fn take(&self) -> Option<Vec<Asked<C, A>>> {
+    fn take(&self) -> Option<Vec<BatchedCall<C, A>>> {
         let mut state = self.state();
         state.waiting.retain(|(_, answer)| !answer.is_closed());
         let count = state.waiting.len().min(self.most);
@@ -182,11 +185,14 @@ mod tests {
     type Sizes = Arc<Mutex<Vec<usize>>>;
 
     /// Doubles, as the gate lets it. 13 breaks.
-    fn doubling(patience: Duration) -> (Together<u32, u32>, Arc<Semaphore>, Sizes) {
+    fn doubling(patience: Duration) -> (Batcher<u32, u32>, Arc<Semaphore>, Sizes) {
         let (gate, sizes) = (Arc::new(Semaphore::new(0)), Arc::new(Mutex::new(Vec::new())));
         let (at_gate, seen) = (gate.clone(), sizes.clone());
-        let together =
-            Together::with_patience(patience, 5, TaskTracker::new(), move |calls: Vec<Asked<u32, u32>>| {
+        let batcher = Batcher::with_patience(
+            patience,
+            5,
+            TaskTracker::new(),
+            move |calls: Vec<BatchedCall<u32, u32>>| {
                 let (gate, sizes) = (at_gate.clone(), seen.clone());
                 async move {
                     sizes.lock().expect("nobody panics").push(calls.len());
@@ -196,8 +202,9 @@ mod tests {
                         answer.send(n * 2).ok();
                     }
                 }
-            });
-        (together, gate, sizes)
+            },
+        );
+        (batcher, gate, sizes)
     }
 
     async fn under_way(sizes: &Mutex<Vec<usize>>, count: usize) {
@@ -208,18 +215,18 @@ mod tests {
 
     #[tokio::test]
     async fn who_comes_meanwhile_goes_together() {
-        let (together, gate, sizes) = doubling(Duration::from_secs(3600));
+        let (batcher, gate, sizes) = doubling(Duration::from_secs(3600));
         let spawned = TaskTracker::new();
         let call = |n| {
-            let together = together.clone();
-            spawned.spawn(async move { together.call(n).await })
+            let batcher = batcher.clone();
+            spawned.spawn(async move { batcher.call(n).await })
         };
         let mut asked = vec![call(0)];
         under_way(&sizes, 1).await;
         // One is under way. Of those who come now one gives up.
         let gives_up = call(100);
         asked.extend((1..8).map(call));
-        while together.0.state().waiting.len() < 8 {
+        while batcher.0.state().waiting.len() < 8 {
             tokio::task::yield_now().await;
         }
         gives_up.abort();
@@ -230,17 +237,17 @@ mod tests {
         }
         assert_eq!(*sizes.lock().expect("nobody panics"), [1, 5, 2]);
 
-        assert_eq!(together.call(13).await, Err(Broken));
-        assert_eq!(together.call(14).await, Ok(28), "others are not concerned");
+        assert_eq!(batcher.call(13).await, Err(BatchLost));
+        assert_eq!(batcher.call(14).await, Ok(28), "others are not concerned");
     }
 
     #[tokio::test]
     async fn nobody_waits_for_what_takes_long() {
-        let (together, gate, sizes) = doubling(Duration::ZERO);
+        let (batcher, gate, sizes) = doubling(Duration::ZERO);
         let spawned = TaskTracker::new();
         let call = |n| {
-            let together = together.clone();
-            spawned.spawn(async move { together.call(n).await })
+            let batcher = batcher.clone();
+            spawned.spawn(async move { batcher.call(n).await })
         };
         let mut asked = Vec::new();
         for n in 0..AT_A_TIME {
@@ -249,7 +256,7 @@ mod tests {
         }
         asked.push(call(8));
         asked.push(call(9));
-        while together.0.state().waiting.len() < 2 {
+        while batcher.0.state().waiting.len() < 2 {
             tokio::task::yield_now().await;
         }
         gate.add_permits(100);
@@ -258,9 +265,9 @@ mod tests {
         }
         assert_eq!(sizes.lock().expect("nobody panics")[AT_A_TIME..], [2], "no more at a time");
         // Whoever is slow no more goes where another is under way.
-        while together.0.state().under_way > 0 {
+        while batcher.0.state().under_way > 0 {
             tokio::task::yield_now().await;
         }
-        assert_eq!(together.0.state().slow, 0);
+        assert_eq!(batcher.0.state().slow, 0);
     }
 }

@@ -2,15 +2,15 @@
 //!
 //! [`Database::connect`] migrates under a lock, so that any number of replicas may start at once. [`Database::write`] is the
 //! only way to change something: one transaction, begun as a writer, and tried again when the database had to give it up in
-//! favour of another; [`Together`] has many calls share one. [`Database::read`] is for what changes nothing.
+//! favour of another; [`Batcher`] has many calls share one. [`Database::read`] is for what changes nothing.
 //!
 //! Invariant: what [`Database::write`] answered is durable. SQLite runs with `synchronous=FULL`, PostgreSQL with its default.
 
-pub mod hints;
+mod batch;
 mod migrate;
+pub mod notify;
 pub mod rows;
 mod settings;
-mod together;
 
 use std::error::Error;
 use std::ops::Deref;
@@ -27,9 +27,9 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::task::TaskTracker;
 use tracing::Instrument;
 
+pub use batch::{BatchLost, BatchedCall, Batcher, ReplySenders, group_calls};
 pub use migrate::{Migrations, SqlMigration};
 pub use settings::{DatabaseArgs, Settings, sqlite_url};
-pub use together::{Answers, Asked, Broken, Together, grouped};
 
 /// How often a transaction is tried again before its failure is told.
 const ATTEMPTS: u32 = 12;
@@ -211,7 +211,7 @@ impl Database {
             let opened = Self::open_once::<M>(settings).await;
             match opened.map_err(|error| error.of(settings)) {
                 Err(error) if settings.wait && error.is_no_answer() => {
-                    let error = domain::chain(&error);
+                    let error = domain::error_chain(&error);
                     // Once for each thing that is wrong.
                     if said.as_ref() != Some(&error) {
                         tracing::warn!(error, "waits for the database");
@@ -306,7 +306,7 @@ impl Database {
     /// Whether the database answers, as somebody whom it matters to would have it said.
     pub async fn answers(&self) -> Result<(), String> {
         let asked = self.reading.execute_unprepared("SELECT 1").await;
-        asked.map(drop).map_err(|error| domain::chain(&error))
+        asked.map(drop).map_err(|error| domain::error_chain(&error))
     }
 
     /// Closes it once nobody uses it any more. Of SQLite, what was written is in the file then, and none is beside it.

@@ -1,45 +1,45 @@
-//! Hints between replicas that share a database: who waits for a change that another replica made hears of it at once.
+//! Notifications between replicas that share a PostgreSQL database (`LISTEN` and `NOTIFY`).
 //!
-//! A hint is sent after the commit, and nothing may depend on it: it may be lost, and whoever waits also looks at the database now and then.
-//! PostgreSQL carries them (`NOTIFY`). A `NOTIFY` in the transaction itself would have all that commit wait for each other, so it is sent by
-//! itself. SQLite has no replicas.
+//! A replica sends a notification after it has committed a change. A notification can be lost, so every receiver also
+//! polls the database. [`Database::notify`] uses a statement of its own, because a `NOTIFY` within the transaction
+//! would serialize all commits. SQLite has no replicas and sends nothing.
 
 use sea_orm::sqlx::postgres::PgListener;
 use sea_orm::{ConnectionTrait, DbBackend, DbErr, RuntimeErr, Statement};
 
 use crate::Database;
 
-/// The longest hint, in bytes. PostgreSQL takes no more than 8000.
-pub const LONGEST: usize = 7900;
+/// The longest payload of a notification, in bytes. PostgreSQL accepts up to 8000.
+pub const MAX_PAYLOAD_BYTES: usize = 7900;
 
-/// Hears hints.
+/// Receives the notifications of one channel.
 #[derive(Debug)]
 pub struct Listener(PgListener);
 
-/// What was heard.
+/// A result of [`Listener::receive`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Heard {
-    /// A hint.
-    Hint(String),
-    /// The connection was lost for a while: hints may be missing.
+pub enum Received {
+    /// The payload of a notification.
+    Payload(String),
+    /// The connection was lost for a while. Notifications may be missing.
     Gap,
 }
 
 impl Database {
-    /// Hears what is sent to `channel` from now on. `None`: there are no replicas.
+    /// Subscribes to the notifications of `channel`. Returns `None` on SQLite.
     pub async fn listen(&self, channel: &str) -> Result<Option<Listener>, DbErr> {
         if self.is_sqlite() {
             return Ok(None);
         }
         let pool = self.read().get_postgres_connection_pool();
         let options = pool.connect_options();
-        // A connection of its own: one of the pool would be missing there for ever.
+        // The listener needs a connection of its own: the pool would never get one of its connections back.
         let pool = sea_orm::sqlx::postgres::PgPoolOptions::new()
             .max_connections(1)
             .connect_lazy_with((*options).clone());
         let listening = async {
             let mut listener = PgListener::connect_with(&pool).await?;
-            // Its own connection is made anew where it breaks, but not for ever in the middle of a call.
+            // The listener reconnects in the next `receive`, so that a lost connection shows as a gap.
             listener.eager_reconnect(false);
             listener.listen(&self.channel(channel)).await?;
             Ok::<_, sea_orm::sqlx::Error>(listener)
@@ -48,20 +48,21 @@ impl Database {
         Ok(Some(Listener(listener)))
     }
 
-    /// Sends a hint of up to [`LONGEST`] bytes to who listens on `channel`, this replica included. Does nothing where there are no replicas.
-    pub async fn hint(&self, channel: &str, hint: &str) -> Result<(), DbErr> {
+    /// Sends `payload`, at most [`MAX_PAYLOAD_BYTES`] bytes, to all listeners of `channel`, this replica included. Does
+    /// nothing on SQLite.
+    pub async fn notify(&self, channel: &str, payload: &str) -> Result<(), DbErr> {
         if self.is_sqlite() {
             return Ok(());
         }
         let notify = Statement::from_sql_and_values(
             DbBackend::Postgres,
             "SELECT pg_notify($1, $2)",
-            [self.channel(channel).into(), hint.into()],
+            [self.channel(channel).into(), payload.into()],
         );
         self.read().query_one_raw(notify).await.map(|_| ())
     }
 
-    /// Channels are the whole database's, and services share one, each in a schema of its own.
+    /// The channel's name within the database. Services can share a database, each in its own schema.
     fn channel(&self, name: &str) -> String {
         match &self.schema {
             Some(schema) => format!("{schema}.{name}"),
@@ -71,10 +72,10 @@ impl Database {
 }
 
 impl Listener {
-    /// The next hint. Cancel safe.
-    pub async fn heard(&mut self) -> Result<Heard, DbErr> {
-        let heard = self.0.try_recv().await;
-        let heard = heard.map_err(|error| DbErr::Conn(RuntimeErr::SqlxError(error.into())))?;
-        Ok(heard.map_or(Heard::Gap, |hint| Heard::Hint(hint.payload().to_owned())))
+    /// Waits for the next notification. Cancel safe.
+    pub async fn receive(&mut self) -> Result<Received, DbErr> {
+        let received = self.0.try_recv().await;
+        let received = received.map_err(|error| DbErr::Conn(RuntimeErr::SqlxError(error.into())))?;
+        Ok(received.map_or(Received::Gap, |received| Received::Payload(received.payload().to_owned())))
     }
 }

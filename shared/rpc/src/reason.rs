@@ -166,7 +166,7 @@ pub fn invalid_field(field: impl Into<String>, description: impl Into<String>) -
 /// Something that this service needs does not answer. The cause is logged here and stays here.
 #[must_use]
 pub fn unavailable(service: &str, doing: &str, cause: &(dyn Error + 'static)) -> Status {
-    tracing::warn!(error = domain::chain(cause), "cannot {doing}");
+    tracing::warn!(error = domain::error_chain(cause), "cannot {doing}");
     Reason::Unavailable.status(service, format!("cannot {doing} just now"))
 }
 

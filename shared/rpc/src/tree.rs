@@ -6,7 +6,9 @@
 use bytes::Bytes;
 use prost::Message;
 use tonic::Status;
-use transfer::{Entry, EntryKind, Extent, InvalidManifest, InvalidRun, Manifest, ManifestBuilder, Runs};
+use transfer::{
+    Entry, EntryKind, Extent, InvalidManifest, InvalidRange, Manifest, ManifestBuilder, OrdinalRanges,
+};
 
 use crate::pb::runtime as pb;
 
@@ -66,14 +68,14 @@ pub fn push_part(builder: &mut ManifestBuilder, part: &pb::ManifestPart) -> Resu
 }
 
 /// Ordinals, in messages that are not too large. At least one message.
-pub fn runs(runs: &Runs) -> Vec<pb::ExtentRuns> {
+pub fn runs(runs: &OrdinalRanges) -> Vec<pb::ExtentRuns> {
     let all: Vec<_> =
         runs.runs().map(|run| pb::ExtentRun { first: run.start, count: run.end - run.start }).collect();
     all.chunks(RUNS).map(|runs| pb::ExtentRuns { runs: runs.to_vec() }).collect()
 }
 
 /// Takes some ordinals.
-pub fn push_runs(runs: &mut Runs, part: &pb::ExtentRuns) -> Result<(), InvalidRun> {
+pub fn push_runs(runs: &mut OrdinalRanges, part: &pb::ExtentRuns) -> Result<(), InvalidRange> {
     part.runs.iter().try_for_each(|run| runs.insert_run(run.first, run.count))
 }
 
@@ -84,7 +86,7 @@ pub fn invalid_manifest(service: &str, error: &InvalidManifest) -> Status {
         InvalidManifest::NoMemory => crate::Reason::Unavailable,
         _ => crate::Reason::InvalidManifest,
     };
-    reason.status(service, domain::chain(error))
+    reason.status(service, domain::error_chain(error))
 }
 
 #[cfg(test)]

@@ -141,6 +141,6 @@ impl RuntimeError {
     /// As the failure of a workload: the reason, and the whole chain of causes.
     #[must_use]
     pub fn failure(&self) -> Failure {
-        Failure { reason: self.reason(), message: domain::chain(self) }
+        Failure { reason: self.reason(), message: domain::error_chain(self) }
     }
 }

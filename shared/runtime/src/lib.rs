@@ -59,7 +59,7 @@ pub struct Capabilities {
     /// - `exact-environment`: nothing is added to the environment but PATH and HOME.
     pub features: Vec<String>,
     /// What it brings along: each thing once.
-    pub brought: Vec<BroughtAlong>,
+    pub worker_provided: Vec<WorkerProvidedPath>,
     /// How it makes copy-on-write children, for people: `overlay` or `copy`, and why.
     pub copy_on_write: String,
     /// Thousandths of a processor that its containers can have in all. `None`: it does not say.
@@ -71,19 +71,19 @@ pub struct Capabilities {
 impl Capabilities {
     /// The resource types whose images it brings along.
     pub fn resource_types(&self) -> Vec<ResourceType> {
-        let of = |brought: &BroughtAlong| match &brought.what {
-            Brought::ResourceType(name) => {
-                Some(ResourceType { name: name.clone(), version: brought.version.clone() })
+        let of = |worker_provided: &WorkerProvidedPath| match &worker_provided.what {
+            WorkerProvided::ResourceType(name) => {
+                Some(ResourceType { name: name.clone(), version: worker_provided.version.clone() })
             }
-            Brought::Certs => None,
+            WorkerProvided::Certs => None,
         };
-        self.brought.iter().filter_map(of).collect()
+        self.worker_provided.iter().filter_map(of).collect()
     }
 }
 
 /// Something that a worker may bring along.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Brought {
+pub enum WorkerProvided {
     /// The image of the resource type of this name: the root file system of a container, as it is.
     ResourceType(String),
     /// The certificates that it trusts.
@@ -92,9 +92,9 @@ pub enum Brought {
 
 /// Something that a worker brings along. It is what it was as long as version and path are.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BroughtAlong {
+pub struct WorkerProvidedPath {
     /// What it is.
-    pub what: Brought,
+    pub what: WorkerProvided,
     /// Its version, for people.
     pub version: String,
     /// Where on the worker it is.
@@ -125,7 +125,7 @@ pub enum VolumeSource {
         original: VolumeHandle,
     },
     /// It starts with a copy of what the worker brings along, which is made where that is.
-    Brought(Brought),
+    WorkerProvided(WorkerProvided),
 }
 
 /// A volume in a container.

@@ -42,7 +42,7 @@ pub(crate) async fn ask(
     match tokio::time::timeout(timeout, health.check(request)).await {
         Err(_) => Err(format!("{about}: no answer within {timeout:?}")),
         Ok(Err(status)) => {
-            let cause = status.source().map(|cause| format!(": {}", domain::chain(cause)));
+            let cause = status.source().map(|cause| format!(": {}", domain::error_chain(cause)));
             Err(format!("{about}: {}{}", status.message(), cause.unwrap_or_default()))
         }
         Ok(Ok(answer)) => match answer.into_inner().status() {

@@ -15,7 +15,7 @@ mod health;
 pub mod inherited;
 mod listen_args;
 mod listener;
-mod operators;
+mod operator_endpoints;
 mod program;
 mod readiness;
 pub mod settings;
@@ -58,7 +58,7 @@ use crate::arrival::ArrivalLayer;
 use crate::capabilities::Answers;
 use crate::deadline::DeadlineLayer;
 use crate::gate::Gate;
-use crate::operators::{Gathers, Recorder};
+use crate::operator_endpoints::{Gathers, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::{Limits, Unauthenticated};
 
@@ -310,7 +310,7 @@ impl Host {
             .http2_keepalive_interval(Some(Duration::from_secs(20)))
             .http2_keepalive_timeout(Some(Duration::from_secs(20)))
             .trace_fn(telemetry::server_span)
-            .layer(operators::RpcLayer)
+            .layer(operator_endpoints::RpcLayer)
             .layer(DeadlineLayer)
             .layer(AdmissionLayer::new(token.clone(), self.ticketed.clone()))
             .layer(ArrivalLayer)
@@ -324,8 +324,8 @@ impl Host {
         let pages = TaskTracker::new();
         if let Some((listener, recorder)) = self.metrics.take() {
             let (readiness, gathers) = (self.readiness.clone(), self.gathers.clone());
-            let page = operators::Page::new(recorder, token, readiness, gathers);
-            pages.spawn(operators::serve(listener, page, ended.clone()));
+            let page = operator_endpoints::Page::new(recorder, token, readiness, gathers);
+            pages.spawn(operator_endpoints::serve(listener, page, ended.clone()));
         }
         let _ended = ended.drop_guard_ref();
 

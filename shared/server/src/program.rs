@@ -18,7 +18,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches};
 use crate::health::{self, HealthArgs};
 use crate::inherited;
 use crate::listen_args::Started;
-use crate::operators::Recorder;
+use crate::operator_endpoints::Recorder;
 use crate::settings;
 use crate::{Host, ListenArgs, shutdown_signal, token};
 

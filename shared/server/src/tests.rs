@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 
-use crate::operators::{self, Gathers, Page, Recorder};
+use crate::operator_endpoints::{self, Gathers, Page, Recorder};
 use crate::readiness::Readiness;
 use crate::unauthenticated::Limits;
 use crate::{Host, Listener};
@@ -182,7 +182,7 @@ impl Port {
         let page =
             Page::new(Recorder::for_test(), token.map(str::to_owned), Readiness::new(), Gathers::default());
         let stop = CancellationToken::new();
-        tokio::spawn(operators::serve(listener, page, stop.clone()));
+        tokio::spawn(operator_endpoints::serve(listener, page, stop.clone()));
         Self { address, _stop: stop.drop_guard() }
     }
 

@@ -14,7 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use gantry_transfer::{
-    Manifest, ReadOptions, Runs, ScanOptions, StatCache, TreeReader, TreeWriter, WriteOptions, scan,
+    Manifest, OrdinalRanges, ReadOptions, ScanOptions, StatCache, TreeReader, TreeWriter, WriteOptions, scan,
 };
 
 const ROUNDS: usize = 5;
@@ -74,7 +74,7 @@ fn measure(shape: Shape) {
         || {
             let mut reader =
                 TreeReader::new(&from, manifest.clone(), ReadOptions::default()).expect("reader");
-            let all = Runs::all(manifest.extent_count());
+            let all = OrdinalRanges::all(manifest.extent_count());
             let bytes: usize = reader.batches(&all).map(|batch| batch.expect("batch").len()).sum();
             assert!(bytes > 0);
         },
@@ -101,7 +101,7 @@ fn measure(shape: Shape) {
 fn copy(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
     let mut reader = TreeReader::new(from, manifest.clone(), ReadOptions::default()).expect("reader");
     let mut writer = TreeWriter::new(to, manifest.clone(), WriteOptions::default()).expect("writer");
-    for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+    for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
         for extent in batch.expect("batch") {
             writer.put(extent.ordinal, &extent.data).expect("put");
         }
@@ -115,7 +115,7 @@ fn copy_with_reader(from: &Path, to: &Path, manifest: &Arc<Manifest>) {
     thread::scope(|scope| {
         scope.spawn(move || {
             let mut reader = TreeReader::new(from, manifest.clone(), ReadOptions::default()).expect("reader");
-            for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+            for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
                 let verify = |extent: gantry_transfer::ExtentData| {
                     manifest.verify(extent.ordinal, extent.data).expect("digest")
                 };

@@ -752,7 +752,7 @@ mod tests {
         assert_eq!(kind(b"other"), &EntryKind::HardLink { to: b"copy".to_vec() });
         let digests =
             |manifest: &Manifest| manifest.extents().map(|found| found.extent.digest).collect::<Vec<_>>();
-        let there = guarded.tree.origins(&crate::Runs::all(entries.extent_count()));
+        let there = guarded.tree.origins(&crate::OrdinalRanges::all(entries.extent_count()));
         let wanted: Vec<_> =
             there.ordinals().map(|origin| (guarded.tree.ordinal(origin), tree.locate(origin))).collect();
         for (ordinal, located) in &wanted {

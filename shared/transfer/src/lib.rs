@@ -21,7 +21,7 @@
 //! let manifest = Arc::new(scan.manifest);
 //! let mut reader = TreeReader::new(Path::new("from"), manifest.clone(), ReadOptions::default())?;
 //! let mut writer = TreeWriter::new(Path::new("to"), manifest.clone(), WriteOptions::default())?;
-//! for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+//! for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
 //!     for extent in batch? {
 //!         writer.put(extent.ordinal, &extent.data)?;
 //!     }
@@ -36,8 +36,8 @@
 //! | describe a directory | [`scan()`], with a [`StatCache`] if it is scanned again and again |
 //! | send a manifest | [`Manifest::parts`] and [`Entry::encode`]; to keep it, [`Manifest::encode`] |
 //! | receive one | [`ManifestBuilder::push_encoded`]; then compare [`Manifest::tree_digest`] |
-//! | say which extents | [`Runs`]; what a writer still lacks is [`TreeWriter::missing`] |
-//! | tell what may come next, file by file | [`Outstanding`] |
+//! | say which extents | [`OrdinalRanges`]; what a writer still lacks is [`TreeWriter::missing`] |
+//! | tell what may come next, file by file | [`PendingExtents`] |
 //! | send content | [`TreeReader::batches`] |
 //! | receive it | [`TreeWriter::put`], or [`Manifest::verify`] in other threads and [`TreeWriter::put_verified`] |
 //! | use what is here already | [`TreeWriter::copy_extent`], [`TreeWriter::copy_file`]; of a whole directory, [`local_matches`] and [`Matches::copy_from`] |
@@ -66,11 +66,11 @@ mod guard;
 mod in_place;
 mod manifest;
 mod merge;
-mod outstanding;
+mod ordinal_ranges;
+mod pending_extents;
 mod read;
 mod remove;
 mod rights;
-mod runs;
 mod scan;
 mod subtree;
 mod tar;
@@ -90,10 +90,10 @@ pub use manifest::{
 pub use merge::{
     Matches, MergeError, MergeOptions, Merged, ReplaceError, local_matches, merge, remember, replace,
 };
-pub use outstanding::Outstanding;
+pub use ordinal_ranges::{InvalidRange, OrdinalRanges};
+pub use pending_extents::PendingExtents;
 pub use read::{Batches, ExtentData, ReadError, ReadOptions, TreeReader};
 pub use remove::{RemoveError, remove_tree};
-pub use runs::{InvalidRun, Runs};
 pub use scan::{
     Exclude, OtherFileSystems, Problem, ProblemKind, Progress, Scan, ScanError, ScanOptions,
     ScannedOwnership, scan,

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use domain::Digest;
 
 use crate::budget::{Budget, ENTRY_MEMORY_BYTES, NoRoom, Reserved};
-use crate::runs::Runs;
+use crate::ordinal_ranges::OrdinalRanges;
 
 /// Longest path, in bytes.
 pub const MAX_PATH_BYTES: usize = 4096;
@@ -509,7 +509,7 @@ impl Manifest {
 
     /// Bytes of the extents with these ordinals.
     #[must_use]
-    pub fn bytes_of(&self, ordinals: &Runs) -> u64 {
+    pub fn bytes_of(&self, ordinals: &OrdinalRanges) -> u64 {
         let extents = ordinals.runs().flat_map(|run| self.extents_in(run));
         extents.map(|located| u64::from(located.extent.length)).sum()
     }

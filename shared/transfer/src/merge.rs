@@ -34,9 +34,9 @@ use crate::cache::{Content, Fingerprint, StatCache};
 use crate::dirs::{Cursor, chmod_no_follow, is_empty, make_workable, type_of};
 use crate::in_place::{Conflict, Standing, Verdict};
 use crate::manifest::{Entry, EntryKind, Extent, MAX_NAME_BYTES, Manifest, as_path, split};
+use crate::ordinal_ranges::OrdinalRanges;
 use crate::remove::{RemoveError, remove_tree};
 use crate::rights;
-use crate::runs::Runs;
 use crate::scan::{Problem, ProblemKind, ScanError, ScanOptions, ScannedOwnership, scan};
 use crate::write::{LeftOut, Metadata, TreeWriter, Trust, WriteError, WrittenOwnership, caller, has_times};
 use crate::xattrs;
@@ -49,9 +49,9 @@ pub struct Matches {
     /// Of these, those whose extended attributes are right as well.
     attributes: BTreeSet<usize>,
     /// Extents of these.
-    kept_extents: Runs,
+    kept_extents: OrdinalRanges,
     /// Extents of other files that stand at the same place of the same path.
-    local_extents: Runs,
+    local_extents: OrdinalRanges,
     files_read: u64,
 }
 
@@ -69,19 +69,19 @@ impl Matches {
 
     /// Extents that need not be downloaded, because their files stay.
     #[must_use]
-    pub fn kept_extents(&self) -> &Runs {
+    pub fn kept_extents(&self) -> &OrdinalRanges {
         &self.kept_extents
     }
 
     /// Extents that need not be downloaded, because they can be copied from the target.
     #[must_use]
-    pub fn local_extents(&self) -> &Runs {
+    pub fn local_extents(&self) -> &OrdinalRanges {
         &self.local_extents
     }
 
     /// Extents that must be downloaded.
     #[must_use]
-    pub fn wanted(&self, manifest: &Manifest) -> Runs {
+    pub fn wanted(&self, manifest: &Manifest) -> OrdinalRanges {
         self.kept_extents.union(&self.local_extents).complement(manifest.extent_count())
     }
 
@@ -121,7 +121,7 @@ impl Matches {
 
 /// Copies extents from the same places of the same paths below `source`, as far as they are there.
 fn copy_extents(
-    ordinals: &Runs,
+    ordinals: &OrdinalRanges,
     source: &Path,
     writer: &mut TreeWriter,
     trust: Trust,

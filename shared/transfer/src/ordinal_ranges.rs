@@ -7,14 +7,14 @@ use std::ops::Range;
 
 /// A set of ordinals.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Runs {
+pub struct OrdinalRanges {
     runs: Vec<Range<u64>>,
     count: u64,
 }
 
 /// A run cannot be added to a set.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum InvalidRun {
+pub enum InvalidRange {
     /// It does not come after the runs before it.
     #[error("run at {first} does not come after the runs before it")]
     OutOfOrder {
@@ -31,7 +31,7 @@ pub enum InvalidRun {
     },
 }
 
-impl Runs {
+impl OrdinalRanges {
     /// The empty set.
     #[must_use]
     pub fn new() -> Self {
@@ -49,7 +49,7 @@ impl Runs {
     /// # Errors
     ///
     /// It is not greater.
-    pub fn insert(&mut self, ordinal: u64) -> Result<(), InvalidRun> {
+    pub fn insert(&mut self, ordinal: u64) -> Result<(), InvalidRange> {
         self.insert_run(ordinal, 1)
     }
 
@@ -58,10 +58,11 @@ impl Runs {
     /// # Errors
     ///
     /// They are not greater, or the run is empty or passes the greatest ordinal.
-    pub fn insert_run(&mut self, first: u64, count: u64) -> Result<(), InvalidRun> {
-        let end = first.checked_add(count).filter(|_| count > 0).ok_or(InvalidRun::Count { first, count })?;
+    pub fn insert_run(&mut self, first: u64, count: u64) -> Result<(), InvalidRange> {
+        let end =
+            first.checked_add(count).filter(|_| count > 0).ok_or(InvalidRange::Count { first, count })?;
         match self.runs.last_mut() {
-            Some(last) if first < last.end => return Err(InvalidRun::OutOfOrder { first }),
+            Some(last) if first < last.end => return Err(InvalidRange::OutOfOrder { first }),
             Some(last) if first == last.end => last.end = end,
             _ => self.runs.push(first..end),
         }
@@ -151,7 +152,7 @@ mod tests {
 
     #[test]
     fn neighbours_become_one_run() {
-        let mut runs = Runs::new();
+        let mut runs = OrdinalRanges::new();
         for ordinal in [1, 2, 3, 7] {
             runs.insert(ordinal).unwrap();
         }
@@ -164,13 +165,13 @@ mod tests {
 
     #[test]
     fn what_is_not_ascending_is_refused() {
-        let mut runs = Runs::new();
+        let mut runs = OrdinalRanges::new();
         runs.insert_run(5, 5).unwrap();
 
-        assert_eq!(runs.insert(9), Err(InvalidRun::OutOfOrder { first: 9 }));
-        assert_eq!(runs.insert(0), Err(InvalidRun::OutOfOrder { first: 0 }));
-        assert_eq!(runs.insert_run(20, 0), Err(InvalidRun::Count { first: 20, count: 0 }));
-        assert_eq!(runs.insert_run(20, u64::MAX), Err(InvalidRun::Count { first: 20, count: u64::MAX }));
+        assert_eq!(runs.insert(9), Err(InvalidRange::OutOfOrder { first: 9 }));
+        assert_eq!(runs.insert(0), Err(InvalidRange::OutOfOrder { first: 0 }));
+        assert_eq!(runs.insert_run(20, 0), Err(InvalidRange::Count { first: 20, count: 0 }));
+        assert_eq!(runs.insert_run(20, u64::MAX), Err(InvalidRange::Count { first: 20, count: u64::MAX }));
         assert_eq!(runs.count(), 5);
     }
 
@@ -178,7 +179,7 @@ mod tests {
         #[test]
         fn behaves_like_a_set(members in btree_set(0_u64..60, 0..40), others in btree_set(0_u64..60, 0..40), count in 0_u64..70) {
             let runs_of = |members: &BTreeSet<u64>| {
-                let mut runs = Runs::new();
+                let mut runs = OrdinalRanges::new();
                 members.iter().for_each(|member| runs.insert(*member).unwrap());
                 runs
             };

@@ -3,13 +3,13 @@
 use std::ops::Range;
 
 use crate::manifest::Manifest;
-use crate::runs::Runs;
+use crate::ordinal_ranges::OrdinalRanges;
 
 /// A set of ordinals of which members are taken one by one.
 ///
 /// Costs memory for all ordinals between its first and its last.
 #[derive(Debug, Clone)]
-pub struct Outstanding {
+pub struct PendingExtents {
     first: u64,
     bits: Vec<u64>,
     count: u64,
@@ -17,10 +17,10 @@ pub struct Outstanding {
     file: Option<(usize, Range<u64>)>,
 }
 
-impl Outstanding {
+impl PendingExtents {
     /// All of `wanted`.
     #[must_use]
-    pub fn new(wanted: &Runs) -> Self {
+    pub fn new(wanted: &OrdinalRanges) -> Self {
         let first = wanted.runs().next().map_or(0, |run| run.start);
         let length = wanted.last().map_or(0, |last| (last - first) / 64 + 1);
         let bits = vec![0; usize::try_from(length).unwrap_or(usize::MAX)];
@@ -73,8 +73,8 @@ impl Outstanding {
 
     /// What is left.
     #[must_use]
-    pub fn runs(&self) -> Runs {
-        let mut runs = Runs::new();
+    pub fn runs(&self) -> OrdinalRanges {
+        let mut runs = OrdinalRanges::new();
         for (word, bits) in (0..).step_by(64).zip(&self.bits) {
             for bit in (0..64).filter(|bit| bits >> bit & 1 == 1) {
                 // Ascending, so it cannot be refused.
@@ -119,8 +119,8 @@ mod tests {
         Manifest::new(std::iter::once(root).chain(files), Limits::default()).expect("valid")
     }
 
-    fn runs(ordinals: &[u64]) -> Runs {
-        let mut runs = Runs::new();
+    fn runs(ordinals: &[u64]) -> OrdinalRanges {
+        let mut runs = OrdinalRanges::new();
         ordinals.iter().for_each(|ordinal| runs.insert(*ordinal).expect("ascending"));
         runs
     }
@@ -128,7 +128,7 @@ mod tests {
     /// Whether each is taken in its turn; what is left.
     fn taken(wanted: &[u64], came: &[u64]) -> (Vec<bool>, Vec<u64>) {
         let manifest = tree(&[3, 1, 2]);
-        let mut outstanding = Outstanding::new(&runs(wanted));
+        let mut outstanding = PendingExtents::new(&runs(wanted));
         let taken = came.iter().map(|ordinal| outstanding.take(&manifest, *ordinal)).collect();
         assert_eq!(outstanding.is_empty(), outstanding.runs().is_empty());
         (taken, outstanding.runs().ordinals().collect())
@@ -154,10 +154,10 @@ mod tests {
 
     #[test]
     fn what_is_left_is_told_as_runs() {
-        let mut outstanding = Outstanding::new(&runs(&[70, 71, 200, 1000]));
+        let mut outstanding = PendingExtents::new(&runs(&[70, 71, 200, 1000]));
         assert!(outstanding.remove(200) && !outstanding.remove(200) && !outstanding.remove(1));
         assert_eq!(outstanding.runs(), runs(&[70, 71, 1000]));
         assert!(outstanding.contains(1000) && !outstanding.contains(1001) && !outstanding.contains(69));
-        assert!(Outstanding::new(&Runs::new()).is_empty());
+        assert!(PendingExtents::new(&OrdinalRanges::new()).is_empty());
     }
 }

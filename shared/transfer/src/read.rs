@@ -15,7 +15,7 @@ use rustix::io::Errno;
 
 use crate::dirs::Cursor;
 use crate::manifest::{Located, Manifest, split};
-use crate::runs::Runs;
+use crate::ordinal_ranges::OrdinalRanges;
 
 /// Content of one extent.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -109,7 +109,7 @@ impl TreeReader {
     /// Reads the extents of `wanted` in ascending order, in batches of about the size that the options say.
     ///
     /// After an error, the next batch is `None`.
-    pub fn batches<'a>(&'a mut self, wanted: &'a Runs) -> Batches<'a> {
+    pub fn batches<'a>(&'a mut self, wanted: &'a OrdinalRanges) -> Batches<'a> {
         let mut runs = wanted.runs().collect::<Vec<_>>();
         runs.reverse();
         Batches { reader: self, runs }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::manifest::{Entry, EntryKind, InvalidManifest, Limits, Manifest};
-use crate::runs::Runs;
+use crate::ordinal_ranges::OrdinalRanges;
 
 /// A directory of a tree, as a tree of its own.
 ///
@@ -149,11 +149,11 @@ impl Subtree {
 
     /// The ordinals in the whole tree of extents of this one.
     #[must_use]
-    pub fn origins(&self, ordinals: &Runs) -> Runs {
+    pub fn origins(&self, ordinals: &OrdinalRanges) -> OrdinalRanges {
         let mut origins: Vec<u64> =
             ordinals.runs().flatten().filter_map(|ordinal| self.origin(ordinal)).collect();
         origins.sort_unstable();
-        let mut runs = Runs::new();
+        let mut runs = OrdinalRanges::new();
         for origin in origins {
             // Ascending, so it cannot be refused.
             _ = runs.insert(origin);

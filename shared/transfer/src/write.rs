@@ -33,8 +33,8 @@ use rustix::io::Errno;
 
 use crate::dirs::{Cursor, chmod_no_follow, is_empty};
 use crate::manifest::{DeviceKind, Entry, EntryKind, Extent, Located, MAX_EXTENT_BYTES, Manifest, split};
+use crate::ordinal_ranges::OrdinalRanges;
 use crate::read::fill;
-use crate::runs::Runs;
 use crate::xattrs;
 
 /// How to write.
@@ -294,8 +294,8 @@ impl TreeWriter {
 
     /// The extents that are neither put, copied nor omitted.
     #[must_use]
-    pub fn missing(&self) -> Runs {
-        let mut missing = Runs::new();
+    pub fn missing(&self) -> OrdinalRanges {
+        let mut missing = OrdinalRanges::new();
         for ordinal in (0..self.manifest.extent_count()).filter(|ordinal| !self.is_filled(*ordinal)) {
             // Ascending, so it cannot be refused.
             _ = missing.insert(ordinal);

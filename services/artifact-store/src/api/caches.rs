@@ -336,7 +336,7 @@ impl pb::caches_server::Caches for Handlers {
         let resource_type = at_most("type", request.r#type.clone(), LONGEST_NAME)?;
         let which = base_types::Which {
             resource_type: Some(resource_type).filter(|name| !name.is_empty()),
-            of_centre: request.of_centre,
+            cluster_wide: request.cluster_wide,
         };
         let page = Page::of(SERVICE, &request)?;
 

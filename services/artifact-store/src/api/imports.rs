@@ -16,7 +16,7 @@ impl Handlers {
         &self,
         request: pb::PrepareImportRequest,
     ) -> Result<pb::PrepareImportResponse, Status> {
-        let brought = rpc::required("brought", request.brought)?;
+        let brought = rpc::required("provided", request.provided)?;
         let brought = &ProvidedItem {
             resource_type: at_most("brought.resource_type", brought.resource_type, LONGEST_NAME)?,
             version: at_most("brought.version", brought.version, LONGEST_TEXT)?,
@@ -110,7 +110,11 @@ fn listed((row, progress): (import::Model, Progress)) -> pb::Import {
     pb::Import {
         import_id: row.import_id.to_string(),
         worker_id: row.worker_id.to_string(),
-        brought: Some(pb::Brought { resource_type: row.resource_type, version: row.version, path: row.path }),
+        provided: Some(pb::WorkerProvided {
+            resource_type: row.resource_type,
+            version: row.version,
+            path: row.path,
+        }),
         state: state.into(),
         artifact_id: row.artifact_id.to_string(),
         failed_why: row.failed_why.unwrap_or_default(),

@@ -1,11 +1,11 @@
-//! Where artifacts are, looked up at once for callers of one team that ask at the same time ([`Together`]). A scheduler that is about to place what uses artifacts
+//! Where artifacts are, looked up at once for callers of one team that ask at the same time ([`Batcher`]). A scheduler that is about to place what uses artifacts
 //! asks, so many do.
 //!
 //! Invariant: each is told what it would be told alone, of rows that were read after it asked. A lookup that fails is told to all of them.
 
 use std::collections::{BTreeSet, HashMap};
 
-use db::{Answers, Database, Together, grouped};
+use db::{Batcher, Database, ReplySenders, group_calls};
 use domain::ArtifactId;
 use futures::future::join_all;
 use sea_orm::DbErr;
@@ -23,7 +23,7 @@ const FEW: usize = 100;
 #[derive(Clone)]
 pub(crate) struct Locating {
     db: Database,
-    together: Together<Wanted, Result<Vec<Located>, DbErr>>,
+    batcher: Batcher<Wanted, Result<Vec<Located>, DbErr>>,
 }
 
 /// What a team wants to know it of.
@@ -36,14 +36,14 @@ impl Locating {
     /// It has tasks of its own among `tasks`.
     pub(crate) fn new(db: Database, tasks: TaskTracker) -> Self {
         let of_calls = db.clone();
-        let together = Together::new(MOST, tasks, move |calls| {
+        let batcher = Batcher::new(MOST, tasks, move |calls| {
             let db = of_calls.clone();
             async move {
-                let groups = grouped(calls, |wanted: &Wanted| wanted.team.clone());
+                let groups = group_calls(calls, |wanted: &Wanted| wanted.team.clone());
                 join_all(groups.into_iter().map(|group| locate_group(&db, group))).await;
             }
         });
-        Self { db, together }
+        Self { db, batcher }
     }
 
     /// [`locate`], with others where it is of few.
@@ -54,14 +54,17 @@ impl Locating {
     ) -> Result<Vec<Located>, DbErr> {
         match artifacts.len() {
             0 => Ok(Vec::new()),
-            1..=FEW => self.together.call(Wanted { team, artifacts }).await?,
+            1..=FEW => self.batcher.call(Wanted { team, artifacts }).await?,
             _ => locate(self.db.read(), &team, &artifacts).await,
         }
     }
 }
 
 /// Looks it up for those of one team.
-async fn locate_group(db: &Database, (wanted, answers): (Vec<Wanted>, Answers<Result<Vec<Located>, DbErr>>)) {
+async fn locate_group(
+    db: &Database,
+    (wanted, answers): (Vec<Wanted>, ReplySenders<Result<Vec<Located>, DbErr>>),
+) {
     let Some(first) = wanted.first() else { return };
     let all: BTreeSet<_> = wanted.iter().flat_map(|wanted| wanted.artifacts.iter().copied()).collect();
     let all: Vec<_> = all.into_iter().collect();

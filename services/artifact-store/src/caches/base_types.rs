@@ -17,7 +17,7 @@ pub(crate) struct BaseType {
     pub(crate) team: String,
     pub(crate) resource_type: String,
     pub(crate) version: String,
-    /// `None`: the centre.
+    /// `None`: cluster-wide.
     pub(crate) worker: Option<WorkerId>,
     pub(crate) artifact: ArtifactId,
 }
@@ -95,7 +95,7 @@ pub(crate) struct Which {
     /// `None`: all.
     pub(crate) resource_type: Option<String>,
     /// No worker's.
-    pub(crate) of_centre: bool,
+    pub(crate) cluster_wide: bool,
 }
 
 /// A page of `which` base resource types, the oldest first.
@@ -104,13 +104,13 @@ pub(crate) async fn list_types(
     which: Which,
     page: rpc::page::Page,
 ) -> Result<Vec<base_resource_type::Model>, DbErr> {
-    let Which { resource_type, of_centre } = which;
+    let Which { resource_type, cluster_wide } = which;
     base_resource_type::Entity::find()
         .filter(base_resource_type::Column::BaseTypeId.gt(page.after.unwrap_or_default()))
         .apply_if(resource_type, |query, name| {
             query.filter(base_resource_type::Column::ResourceType.eq(name))
         })
-        .apply_if(of_centre.then_some(()), |query, ()| {
+        .apply_if(cluster_wide.then_some(()), |query, ()| {
             query.filter(base_resource_type::Column::WorkerId.is_null())
         })
         .order_by_asc(base_resource_type::Column::BaseTypeId)

@@ -117,7 +117,7 @@ pub(super) async fn task_cache(
 
 /// Which base resource type it is, to be said after its id.
 pub(super) fn which_type(row: &base_resource_type::Model) -> String {
-    let of = row.worker_id.map_or_else(|| "the centre".to_owned(), |worker| format!("worker {worker}"));
+    let of = row.worker_id.map_or_else(|| "the cluster".to_owned(), |worker| format!("worker {worker}"));
     format!(" ({}), of {of}", name(row))
 }
 

@@ -1,4 +1,4 @@
-//! Pins and settlements of many holders in one transaction: of those of one team that come at the same time ([`db::Together`]).
+//! Pins and settlements of many holders in one transaction: of those of one team that come at the same time ([`db::Batcher`]).
 //!
 //! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
 //! each is carried out alone then. It may be told later: those of a team wait for one another.
@@ -6,7 +6,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use db::{Answers, Together, grouped};
+use db::{Batcher, ReplySenders, group_calls};
 use futures::future::join_all;
 use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
@@ -23,26 +23,26 @@ const MOST: usize = 64;
 #[derive(Clone)]
 pub(crate) struct Pins {
     store: Arc<Store>,
-    pinning: Together<PinRequest, Result<PinAnswer, PinError>>,
-    settling: Together<Settlement, Result<Vec<Owned>, SettleError>>,
+    pinning: Batcher<PinRequest, Result<PinAnswer, PinError>>,
+    settling: Batcher<Settlement, Result<Vec<Owned>, SettleError>>,
 }
 
 impl Pins {
     /// It has tasks of its own among `tasks`.
     pub(crate) fn new(store: Arc<Store>, tasks: &TaskTracker) -> Self {
         let of_pins = store.clone();
-        let pinning = Together::new(MOST, tasks.clone(), move |uses| {
+        let pinning = Batcher::new(MOST, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
-                let groups = grouped(uses, |used: &PinRequest| used.team.clone());
+                let groups = group_calls(uses, |used: &PinRequest| used.team.clone());
                 join_all(groups.into_iter().map(|group| pin_group(&store, group))).await;
             }
         });
         let of_settlements = store.clone();
-        let settling = Together::new(MOST, tasks.clone(), move |settlements| {
+        let settling = Batcher::new(MOST, tasks.clone(), move |settlements| {
             let store = of_settlements.clone();
             async move {
-                let groups = grouped(settlements, |settlement: &Settlement| settlement.team.clone());
+                let groups = group_calls(settlements, |settlement: &Settlement| settlement.team.clone());
                 join_all(groups.into_iter().map(|group| settle_group(&store, group))).await;
             }
         });
@@ -69,7 +69,10 @@ impl Pins {
 }
 
 /// Pins what holders of one team use, none of whom uses task caches.
-async fn pin_group(store: &Store, (uses, answers): (Vec<PinRequest>, Answers<Result<PinAnswer, PinError>>)) {
+async fn pin_group(
+    store: &Store,
+    (uses, answers): (Vec<PinRequest>, ReplySenders<Result<PinAnswer, PinError>>),
+) {
     let (db, now, uses) = (&store.db, store.now(), &uses);
     if let [first, _, ..] = &uses[..] {
         match db.write(|txn| async move { pin_all(&txn, &first.team, uses, now).await }).await {
@@ -92,7 +95,7 @@ async fn pin_group(store: &Store, (uses, answers): (Vec<PinRequest>, Answers<Res
 /// Settles holders of one team that made nothing which is kept.
 async fn settle_group(
     store: &Store,
-    (settlements, answers): (Vec<Settlement>, Answers<Result<Vec<Owned>, SettleError>>),
+    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<Owned>, SettleError>>),
 ) {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();

@@ -29,19 +29,23 @@ on_both_databases! {
 
 const MINUTE: Duration = Duration::from_secs(60);
 
-fn git(version: &str) -> pb::Brought {
+fn git(version: &str) -> pb::WorkerProvided {
     let resource_type = "git".to_owned();
-    pb::Brought { resource_type, version: version.to_owned(), path: format!("/opt/git/{version}.tgz") }
+    pb::WorkerProvided { resource_type, version: version.to_owned(), path: format!("/opt/git/{version}.tgz") }
 }
 
-fn certs(path: &str) -> pb::Brought {
-    pb::Brought { path: path.to_owned(), ..Default::default() }
+fn certs(path: &str) -> pb::WorkerProvided {
+    pb::WorkerProvided { path: path.to_owned(), ..Default::default() }
 }
 
 impl Gateway {
-    async fn prepare_import(&self, suite: &Suite, brought: pb::Brought) -> Answer<pb::PrepareImportResponse> {
+    async fn prepare_import(
+        &self,
+        suite: &Suite,
+        brought: pb::WorkerProvided,
+    ) -> Answer<pb::PrepareImportResponse> {
         let request =
-            pb::PrepareImportRequest { session_credential: self.credential.clone(), brought: Some(brought) };
+            pb::PrepareImportRequest { session_credential: self.credential.clone(), provided: Some(brought) };
         Ok(suite.inventory().prepare_import(request).await?.into_inner())
     }
 
@@ -66,7 +70,7 @@ impl Gateway {
     }
 
     /// Imports something from the beginning to the end: the artifact and its replica.
-    async fn import(&self, suite: &Suite, brought: pb::Brought, content: u64) -> (ArtifactId, String) {
+    async fn import(&self, suite: &Suite, brought: pb::WorkerProvided, content: u64) -> (ArtifactId, String) {
         let begun = self.prepare_import(suite, brought).await.expect("prepared");
         assert!(begun.term.is_some(), "it is to be imported: {begun:?}");
         let sealed = self.complete_import(suite, &begun.volume_handle, digest(content)).await;
@@ -130,7 +134,7 @@ async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase
     assert_eq!(git.worker_id, gateway.worker.to_string());
     let listed = suite.listed().await;
     assert_eq!((listed.state(), &listed.artifact_id), (ImportState::Imported, &begun.artifact_id));
-    assert_eq!((listed.worker_id, listed.brought), (gateway.worker.to_string(), Some(self::git("1"))));
+    assert_eq!((listed.worker_id, listed.provided), (gateway.worker.to_string(), Some(self::git("1"))));
 
     // Nothing lets go of it.
     suite.clock.advance(1000 * 24 * 60 * MINUTE);
@@ -216,7 +220,7 @@ async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase
     assert_eq!((&now.base_type_id, &*now.version, &now.artifact_id), (&id, "3", &third.to_string()));
 
     // The path counts as well as the version.
-    let elsewhere = pb::Brought { path: "/elsewhere".to_owned(), ..git("3") };
+    let elsewhere = pb::WorkerProvided { path: "/elsewhere".to_owned(), ..git("3") };
     let (fourth, _) = gateway.import(&suite, elsewhere, 3).await;
     let collected = async || {
         let collected = suite.collect(DryRun::Off).await.into_iter();
@@ -470,8 +474,8 @@ async fn what_is_of_others_outlives_a_forgotten_worker(database: TestDatabase) {
     assert_refused(suite.forget(gateway.worker, false).await, Reason::LastReplica);
     assert_eq!(suite.base_types().await.len(), 2, "nothing was changed");
     suite.forget(gateway.worker, true).await.expect("forced");
-    let [centre] = &suite.base_types().await[..] else { panic!("that of the centre") };
-    assert_eq!((&*centre.worker_id, &centre.artifact_id), ("", &own.to_string()));
+    let [cluster_wide] = &suite.base_types().await[..] else { panic!("that for the whole cluster") };
+    assert_eq!((&*cluster_wide.worker_id, &cluster_wide.artifact_id), ("", &own.to_string()));
     suite.stop().await;
 }
 

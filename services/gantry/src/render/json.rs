@@ -356,7 +356,7 @@ pub(crate) fn base_type(known: &artifacts::BaseResourceType) -> Value {
 }
 
 pub(crate) fn import(import: &artifacts::Import) -> Value {
-    let brought = import.brought.clone().unwrap_or_default();
+    let brought = import.provided.clone().unwrap_or_default();
     json!({
         "import_id": import.import_id,
         "worker_id": import.worker_id,

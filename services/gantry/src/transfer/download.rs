@@ -22,8 +22,8 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{
-    Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Manifest, Matches, Runs, ScanError, ScanOptions,
-    Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
+    Allowed, Conflict, Dropped, DroppedKind, Gone, Guarded, Manifest, Matches, OrdinalRanges, ScanError,
+    ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
 use crate::cli::args::TakeArgs;
@@ -271,7 +271,7 @@ impl Downloader<'_> {
         manifest: &Arc<Manifest>,
         replace: bool,
         remembered: JoinHandle<DirectoryCache>,
-    ) -> anyhow::Result<(StagedTree, Runs)> {
+    ) -> anyhow::Result<(StagedTree, OrdinalRanges)> {
         let mut remembered = remembered.await.context("reading ended unexpectedly")?;
         let (target, manifest) = (target.clone(), manifest.clone());
         let stop = StopOnDrop(Arc::default());

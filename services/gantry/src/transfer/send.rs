@@ -6,7 +6,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use rpc::pb::runtime::{WriteCommit, WriteOpen, WriteRequest, write_request::Message as Write};
 use tokio::sync::{mpsc, oneshot};
-use transfer::{Manifest, ReadError, ReadOptions, Runs, TreeReader};
+use transfer::{Manifest, OrdinalRanges, ReadError, ReadOptions, TreeReader};
 
 use crate::ending::error::Refused;
 use crate::transfer::tree;
@@ -48,7 +48,7 @@ pub(super) async fn send_tree(
     ticket: String,
     root: PathBuf,
     manifest: Arc<Manifest>,
-    missing: oneshot::Receiver<Runs>,
+    missing: oneshot::Receiver<OrdinalRanges>,
     requests: mpsc::Sender<WriteRequest>,
 ) -> Result<(), SendError> {
     // When sending fails the call has ended, and its answers say why.

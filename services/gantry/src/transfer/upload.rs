@@ -26,7 +26,9 @@ use serde_json::json;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio_stream::wrappers::ReceiverStream;
-use transfer::{Manifest, Problem, ProblemKind, ReadOptions, Runs, ScanError, ScanOptions, TreeReader};
+use transfer::{
+    Manifest, OrdinalRanges, Problem, ProblemKind, ReadOptions, ScanError, ScanOptions, TreeReader,
+};
 
 use crate::cli::args::ScanArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
@@ -315,7 +317,7 @@ impl Uploader<'_> {
             let mut answers =
                 volumes.write(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
             let mut missing_known = Some(missing_known);
-            let mut missing = Runs::new();
+            let mut missing = OrdinalRanges::new();
             let (mut wanted, mut done) = (0, 0);
             while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
                 match message {

@@ -1,6 +1,6 @@
 //! Errors of this crate as callers see them: the only code of the gateway that chooses their reasons.
 
-use domain::chain;
+use domain::error_chain;
 use rpc::{Reason, Refusal, invalid_field};
 use runtime::RuntimeError;
 use tonic::Status;
@@ -23,7 +23,7 @@ impl From<AdmitError> for Status {
             AdmitError::NotAttended(elsewhere) => return elsewhere.clone().into(),
             AdmitError::TooManyTransfers => Reason::Unavailable,
         };
-        reason.status(SERVICE, chain(&error))
+        reason.status(SERVICE, error_chain(&error))
     }
 }
 
@@ -51,7 +51,7 @@ impl From<ReadVolumeError> for Status {
             ReadVolumeError::PathNotFound(_) => Reason::PathNotFound,
             ReadVolumeError::NotAFile { .. } => Reason::NotAFile,
         };
-        reason.status(SERVICE, chain(&error))
+        reason.status(SERVICE, error_chain(&error))
     }
 }
 
@@ -82,7 +82,7 @@ impl From<WriteVolumeError> for Status {
             WriteVolumeError::InUse(_) => Reason::VolumeInUse,
             WriteVolumeError::InsufficientDisk(_) => Reason::DiskFull,
         };
-        reason.status(SERVICE, chain(&error))
+        reason.status(SERVICE, error_chain(&error))
     }
 }
 
@@ -117,7 +117,7 @@ pub(super) fn status(error: RuntimeError) -> Status {
         RuntimeError::NoPeers(_) => Reason::NoPeers,
         RuntimeError::Peer(_) => Reason::PeerFailed,
         _ => {
-            tracing::warn!(error = chain(&error), "the worker failed");
+            tracing::warn!(error = error_chain(&error), "the worker failed");
             Reason::WorkerFailed
         }
     };

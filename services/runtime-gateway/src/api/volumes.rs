@@ -16,7 +16,7 @@ use rpc::pb::runtime::write_response::Message as WriteAnswer;
 use rpc::{Reason, invalid_field};
 use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
-use transfer::{Limits, Manifest, ManifestBuilder, Runs};
+use transfer::{Limits, Manifest, ManifestBuilder, OrdinalRanges};
 
 use super::errors::truncated;
 use super::{ANSWERS, Answers};
@@ -147,7 +147,7 @@ pub(super) async fn read(
     }
     answer(ReadAnswer::ManifestEnd(rpc::tree::manifest_end(&manifest))).await?;
 
-    let mut wanted = Runs::new();
+    let mut wanted = OrdinalRanges::new();
     loop {
         match next_message(&mut said, DOWNLOAD_PAUSE).await?.message {
             Some(ReadSaid::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)

@@ -9,7 +9,7 @@
 //! tree that is taken for a changed one is published in vain, which does no harm.
 
 use domain::workload::{CacheMount, PublishedCache};
-use domain::{CacheId, VolumeHandle, chain};
+use domain::{CacheId, VolumeHandle, error_chain};
 use runtime::{Contents, VolumeSource};
 use transfer::{Entry, Manifest};
 
@@ -50,7 +50,7 @@ pub(super) async fn publish(
             }
             Err(stopped) if stopped.is_superseded() => return Err(stopped),
             Err(stopped) => {
-                let error = chain(&stopped);
+                let error = error_chain(&stopped);
                 tracing::warn!(
                     workload.id = %task.workload,
                     cache.id = %cache.cache,

@@ -1,7 +1,7 @@
 //! Why an attempt went no further, and the failure that callers see for it.
 
 use domain::workload::{Failure, FailureReason};
-use domain::{ArtifactId, VolumeHandle, chain};
+use domain::{ArtifactId, VolumeHandle, error_chain};
 use rpc::{Reason, Refusal};
 use runtime::RuntimeError;
 
@@ -44,7 +44,7 @@ impl AttemptError {
             Self::Worker(error) if error.is_out_of_files() => {
                 let why =
                     "its gateway has as many open files as it may have; raise its hard limit of open files";
-                tracing::warn!(error = chain(&error), "cannot start a workload: too many open files");
+                tracing::warn!(error = error_chain(&error), "cannot start a workload: too many open files");
                 Self::Worker(RuntimeError::Full(why.to_owned()))
             }
             other => other,
@@ -72,7 +72,7 @@ pub(super) fn failure(stopped: &AttemptError) -> Failure {
             } else {
                 FailureReason::InputUnavailable
             };
-            Failure { reason, message: chain(stopped) }
+            Failure { reason, message: error_chain(stopped) }
         }
         AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use domain::workload::EnvironmentVariable;
-use domain::{Digest, VolumeHandle, chain};
+use domain::{Digest, VolumeHandle, error_chain};
 use runtime::RuntimeError;
 use serde::Deserialize;
 use tokio::sync::mpsc;
@@ -97,7 +97,9 @@ async fn read(
     let (read, text) = tokio::join!(reading, receiving);
     read.map_err(|error| match error {
         ReadVolumeError::Worker(error) => error,
-        error => RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", chain(&error))),
+        error => {
+            RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", error_chain(&error)))
+        }
     })?;
     parse(&text)
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use domain::workload::Image;
 use domain::{ArtifactId, ContainerHandle, Digest, VolumeHandle};
 use rpc::{Reason, Refusal};
-use runtime::{Brought, RuntimeError};
+use runtime::{RuntimeError, WorkerProvided};
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::spec_plan::{BroughtAlong, Plan, PlannedVolume};
+use super::spec_plan::{Plan, PlannedVolume, WorkerImports};
 use crate::clients::scheduler_messages::{AttemptPhase, AttemptTask, InputProgress};
 use crate::clients::store::PrepareAttempt;
 use crate::clients::streamer::CopyEvent;
@@ -58,12 +58,12 @@ pub(super) async fn prepare(
     let mut bytes_in = 0_u64;
     for _ in 0..ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
-        let brought = base_types(worker, imports, task).await?;
-        let plan = Plan::new(&task.spec, task.workload, replaceable, &brought);
+        let provided = base_types(worker, imports, task).await?;
+        let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // Something else was put in the place of what the worker brings along.
-            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &brought, &refusal) => {
+            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
                 continue;
             }
             Err(stopped) => return Err(stopped),
@@ -73,7 +73,7 @@ pub(super) async fn prepare(
         }
         // What the worker brings along it has itself, and nobody else.
         let (lost, missing): (Vec<_>, Vec<_>) =
-            missing.into_iter().partition(|missing| is_base_type(imports, &brought, missing.artifact));
+            missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
             let (given_up, bytes) = bring(worker, task, missing).await?;
             unreachable.extend(given_up);
@@ -84,15 +84,15 @@ pub(super) async fn prepare(
 }
 
 /// Whether the store refuses something that was imported, and that has to be looked at again.
-fn is_about_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, refusal: &Refusal) -> bool {
+fn is_about_base_type(imports: &BaseTypeImports, provided: &WorkerImports, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
     refusal.is(Reason::InputUnavailable)
-        && artifact.is_some_and(|artifact| is_base_type(imports, brought, artifact))
+        && artifact.is_some_and(|artifact| is_base_type(imports, provided, artifact))
 }
 
 /// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
-fn is_base_type(imports: &BaseTypeImports, brought: &BroughtAlong, artifact: ArtifactId) -> bool {
-    imports.lost(artifact) || [brought.image, brought.certs].contains(&Some(artifact))
+fn is_base_type(imports: &BaseTypeImports, provided: &WorkerImports, artifact: ArtifactId) -> bool {
+    imports.lost(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
 }
 
 /// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
@@ -100,22 +100,24 @@ async fn base_types(
     worker: &Worker,
     imports: &BaseTypeImports,
     task: &AttemptTask,
-) -> Result<BroughtAlong, AttemptError> {
-    let brings =
-        |what: &Brought| worker.runtime.capabilities().brought.iter().any(|known| known.what == *what);
+) -> Result<WorkerImports, AttemptError> {
+    let brings = |what: &WorkerProvided| {
+        worker.runtime.capabilities().worker_provided.iter().any(|known| known.what == *what)
+    };
     let image = match &task.spec.image {
-        Image::ResourceType(name) => Some(Brought::ResourceType(name.clone())),
+        Image::ResourceType(name) => Some(WorkerProvided::ResourceType(name.clone())),
         Image::Host | Image::Artifact(_) => None,
     };
     if let Some(what) = image.as_ref().filter(|what| !brings(what)) {
         let message = format!("this worker does not bring along {what:?}");
         return Err(RuntimeError::Unsupported(message).into());
     }
-    let certs = Some(Brought::Certs).filter(brings);
-    let known = |what: &Option<Brought>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
+    let certs = Some(WorkerProvided::Certs).filter(brings);
+    let known =
+        |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
     let is_there = known(&image) && known(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
-    let artifact = async |what: Option<Brought>| match what {
+    let artifact = async |what: Option<WorkerProvided>| match what {
         Some(what) if is_there => Ok(imports.known(&what)),
         Some(what) => imports.wanted(&what).await.map(Some),
         None => Ok(None),
@@ -129,7 +131,7 @@ async fn base_types(
         tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
         None
     });
-    Ok(BroughtAlong { image, certs })
+    Ok(WorkerImports { image, certs })
 }
 
 /// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
@@ -188,7 +190,7 @@ async fn bring(
             Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
-                tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be brought, and is found empty");
+                tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be provided, and is found empty");
                 Ok((Some(*artifact), 0))
             }
             Err(refusal) => Err(AttemptError::InputMissing(name.clone(), *artifact, refusal)),
@@ -256,7 +258,7 @@ async fn materialize(
             }
             tell(InputEvent::Waits(&refusal.message));
         }
-        tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be brought just now");
+        tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be provided just now");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(2));
     }

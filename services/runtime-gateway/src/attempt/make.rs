@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use domain::{Digest, VolumeHandle, chain};
+use domain::{Digest, VolumeHandle, error_chain};
 use runtime::{ContainerSpec, Mount, Root, VolumeSource};
 use transfer::{DeviceKind, EntryKind};
 
@@ -46,13 +46,13 @@ pub(super) async fn make(
     });
     // What the image says is read from its replica, which is there already.
     let image = async {
-        let (PlannedImage::Artifact(index) | PlannedImage::Brought(index)) = plan.image else {
+        let (PlannedImage::Artifact(index) | PlannedImage::WorkerProvided(index)) = plan.image else {
             return Ok((Root::Host, Defaults::default()));
         };
         let (volume, Some((replica, digest))) = prepared.volumes[index] else {
             return Err(AttemptError::Nonsense("the image has no replica".to_owned()));
         };
-        if let PlannedImage::Brought(_) = plan.image {
+        if let PlannedImage::WorkerProvided(_) = plan.image {
             return Ok((Root::Whole(volume), Defaults::default()));
         }
         let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
@@ -115,7 +115,7 @@ fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
 pub(super) async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &AttemptError) {
     // Whoever speaks for the worker now goes on with it.
     let Some(session) = worker.session.current().filter(|_| !stopped.is_superseded()) else { return };
-    let mut why = format!("it could not be made: {}", chain(stopped));
+    let mut why = format!("it could not be made: {}", error_chain(stopped));
     why.truncate(why.floor_char_boundary(LONGEST_WHY));
     let volumes: Vec<_> = prepared.volumes.iter().map(|(handle, _)| *handle).collect();
     let call = worker.clients.store.mark_failed(&session.credential, prepared.container, &volumes, why);

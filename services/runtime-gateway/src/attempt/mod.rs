@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use domain::workload::{Exit, Failure, FailureReason};
-use domain::{AttemptId, LeaseId, chain};
+use domain::{AttemptId, LeaseId, error_chain};
 use futures::FutureExt;
 use rpc::Reason;
 use runtime::{Ended, RuntimeError};
@@ -124,7 +124,7 @@ pub(crate) async fn run(
                 Ok(result) => break result,
                 Err(AttemptError::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
-                    tracing::info!(lease.id = %task.lease, error = chain(&stopped), "this attempt waits until this gateway is let in again");
+                    tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "this attempt waits until this gateway is let in again");
                     if !let_in_again(worker).await {
                         return;
                     }

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use domain::workload::{EnvironmentVariable, Usage};
-use domain::{AttemptId, chain};
+use domain::{AttemptId, error_chain};
 use runtime::{Ended, ProcessSpec, ProcessState, RuntimeError};
 use tokio::sync::watch;
 
@@ -123,7 +123,7 @@ pub(super) async fn wished(stop: &mut watch::Receiver<Option<StopRequest>>) -> S
 /// What a process that has ended has used. That it is not known is no failure.
 pub(super) async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
     worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
-        tracing::debug!(attempt.id = %attempt, error = chain(&error), "cannot say what a process has used");
+        tracing::debug!(attempt.id = %attempt, error = error_chain(&error), "cannot say what a process has used");
         Usage::default()
     })
 }

@@ -26,12 +26,12 @@ pub(crate) enum PlannedImage {
     /// That of the image in the volume with this index.
     Artifact(usize),
     /// All of the volume with this index, which is what the worker brings along.
-    Brought(usize),
+    WorkerProvided(usize),
 }
 
 /// What the worker brings along and a container gets, once it is imported.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct BroughtAlong {
+pub(crate) struct WorkerImports {
     /// The image of the resource type that the spec names.
     pub(crate) image: Option<ArtifactId>,
     /// The certificates.
@@ -104,7 +104,7 @@ impl Plan {
         spec: &WorkloadSpec,
         workload: WorkloadId,
         replaceable: bool,
-        brought: &BroughtAlong,
+        brought: &WorkerImports,
     ) -> Self {
         let mut volumes = Vec::new();
         let mut outputs = Vec::new();
@@ -133,7 +133,7 @@ impl Plan {
             }
             Image::ResourceType(_) => {
                 volumes.push(image(brought.image));
-                PlannedImage::Brought(volumes.len() - 1)
+                PlannedImage::WorkerProvided(volumes.len() - 1)
             }
         };
         if brought.certs.is_some() && !everything.clone().any(|path| path == CERTS) {
@@ -243,7 +243,7 @@ mod tests {
     fn outputs_are_mounts_where_they_cannot_be_taken() {
         let spec = spec();
         for replaceable in [true, false] {
-            let plan = Plan::new(&spec, WorkloadId::new(), replaceable, &BroughtAlong::default());
+            let plan = Plan::new(&spec, WorkloadId::new(), replaceable, &WorkerImports::default());
             let of = |name: &str| {
                 let output = plan.outputs.iter().find(|output| output.name == name).expect("an output");
                 (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
@@ -272,7 +272,7 @@ mod tests {
             &WorkloadSpec { inputs: vec![], outputs: vec![], caches, ..spec() },
             workload,
             true,
-            &BroughtAlong::default(),
+            &WorkerImports::default(),
         );
         assert_eq!(plan.volumes[0].name, "workspace", "one of them is in it");
         for (planned, (cache, path)) in
@@ -289,7 +289,7 @@ mod tests {
     #[test]
     fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
         let spec = spec();
-        let brought = BroughtAlong { image: Some(ArtifactId::new()), certs: None };
+        let brought = WorkerImports { image: Some(ArtifactId::new()), certs: None };
         let with = |image| {
             let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &brought);
             (plan.image, plan.volumes)
@@ -300,7 +300,8 @@ mod tests {
         assert_eq!((image.from, image.becomes, &image.mount), (Some(artifact), None, &None));
         assert!(spec.artifacts().contains(&artifact), "it is pinned");
         assert_eq!(with(Image::Host).0, PlannedImage::Host);
-        let (PlannedImage::Brought(index), volumes) = with(Image::ResourceType("git".to_owned())) else {
+        let (PlannedImage::WorkerProvided(index), volumes) = with(Image::ResourceType("git".to_owned()))
+        else {
             panic!("an image")
         };
         let image = &volumes[index];
@@ -310,8 +311,8 @@ mod tests {
 
     #[test]
     fn certs_are_seen_read_only_by_who_has_nothing_of_his_own_there() {
-        let brought = BroughtAlong { image: None, certs: Some(ArtifactId::new()) };
-        let certs = |spec: &WorkloadSpec, brought: &BroughtAlong| {
+        let brought = WorkerImports { image: None, certs: Some(ArtifactId::new()) };
+        let certs = |spec: &WorkloadSpec, brought: &WorkerImports| {
             let plan = Plan::new(spec, WorkloadId::new(), true, brought);
             let certs = plan.volumes.into_iter().find(|volume| volume.name == "certs");
             certs.map(|volume| (volume.from, volume.mount))
@@ -319,7 +320,7 @@ mod tests {
         let mut spec = spec();
         let mounted = (brought.certs, Some((CERTS.to_vec(), true)));
         assert_eq!(certs(&spec, &brought), Some(mounted));
-        assert_eq!(certs(&spec, &BroughtAlong::default()), None);
+        assert_eq!(certs(&spec, &WorkerImports::default()), None);
         spec.inputs[0].path = CERTS.to_vec();
         assert_eq!(certs(&spec, &brought), None);
     }

@@ -11,7 +11,7 @@
 use std::time::Duration;
 
 use domain::GatewayInstance;
-use domain::chain;
+use domain::error_chain;
 use rpc::client::Outgoing;
 use runtime::RuntimeError;
 use std::sync::Arc;
@@ -111,7 +111,7 @@ async fn open_session(
     match SchedulerStream::open(scheduler, registration).await {
         Ok((stream, _)) => Ok(Some(stream)),
         Err(error) => {
-            tracing::debug!(error = chain(&error), "this gateway is not let in");
+            tracing::debug!(error = error_chain(&error), "this gateway is not let in");
             Ok(None)
         }
     }

@@ -12,7 +12,7 @@ use runtime::Inlet;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
-use transfer::{ExtentData, InvalidManifest, Limits, Manifest, ManifestBuilder, Runs};
+use transfer::{ExtentData, InvalidManifest, Limits, Manifest, ManifestBuilder, OrdinalRanges};
 
 /// A volume elsewhere that has the bytes.
 ///
@@ -134,7 +134,7 @@ impl VolumeReader {
     }
 
     /// Asks for extents, which are `bytes` together.
-    pub(crate) async fn request(&self, extents: &Runs, bytes: u64) -> Result<(), SourceError> {
+    pub(crate) async fn request(&self, extents: &OrdinalRanges, bytes: u64) -> Result<(), SourceError> {
         let runs = rpc::tree::runs(extents).into_iter().map(Request::Want);
         for message in runs.chain([Request::WantEnd(pb::ExtentRunsEnd { bytes })]) {
             let request = pb::ReadRequest { message: Some(message) };

@@ -10,7 +10,7 @@ use rpc::pb::artifacts as pb;
 use rpc::pb::artifacts::inventory_client::InventoryClient;
 use rpc::pb::artifacts::report_request::Message as Part;
 use rpc::{Peer, Refusal};
-use runtime::{Brought, BroughtAlong, Holdings};
+use runtime::{Holdings, WorkerProvided, WorkerProvidedPath};
 use tonic::{Code, Streaming};
 
 use super::malformed;
@@ -226,14 +226,14 @@ impl StoreClient {
     pub(crate) async fn prepare_import(
         &self,
         credential: &str,
-        base_type: &BroughtAlong,
+        base_type: &WorkerProvidedPath,
     ) -> Result<PreparedImport, Refusal> {
         let request = pb::PrepareImportRequest {
             session_credential: credential.to_owned(),
-            brought: Some(pb::Brought {
+            provided: Some(pb::WorkerProvided {
                 resource_type: match &base_type.what {
-                    Brought::ResourceType(name) => name.clone(),
-                    Brought::Certs => String::new(),
+                    WorkerProvided::ResourceType(name) => name.clone(),
+                    WorkerProvided::Certs => String::new(),
                 },
                 version: base_type.version.clone(),
                 path: base_type.path.clone(),

@@ -136,7 +136,7 @@ impl Call {
         let answer = answer.map_err(|error| {
             tracing::debug!(
                 endpoint = to.endpoint,
-                error = domain::chain(&error),
+                error = domain::error_chain(&error),
                 "a gateway does not answer"
             );
             unreachable()

@@ -16,9 +16,9 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{ArtifactId, VolumeHandle, chain};
+use domain::{ArtifactId, VolumeHandle, error_chain};
 use rpc::{Reason, Refusal};
-use runtime::{BroughtAlong, RuntimeError, VolumeSource};
+use runtime::{RuntimeError, VolumeSource, WorkerProvidedPath};
 use tokio::time::Instant;
 
 use crate::transfer::Transfers;
@@ -36,7 +36,7 @@ const LONGEST_WHY: usize = 1000;
 
 /// Something that is brought along, and when it is looked at next.
 struct ScheduledImport {
-    brought: BroughtAlong,
+    provided: WorkerProvidedPath,
     at: Instant,
     /// How long is waited after the next failure.
     pause: Duration,
@@ -69,9 +69,9 @@ impl ImportError {
 pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseTypeImports>) {
     let worker = &transfers.worker;
     let now = Instant::now();
-    let brought = worker.runtime.capabilities().brought.iter().cloned();
+    let provided = worker.runtime.capabilities().worker_provided.iter().cloned();
     let mut due: Vec<_> =
-        brought.map(|brought| ScheduledImport { brought, at: now, pause: FIRST_PAUSE }).collect();
+        provided.map(|provided| ScheduledImport { provided, at: now, pause: FIRST_PAUSE }).collect();
     if due.is_empty() {
         return;
     }
@@ -85,7 +85,7 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
         if session.replace(open.session) != Some(open.session) {
             due.iter_mut().for_each(|due| due.at = Instant::now());
         }
-        let is_wanted = |due: &&mut ScheduledImport| imports.is_wanted(&due.brought.what);
+        let is_wanted = |due: &&mut ScheduledImport| imports.is_wanted(&due.provided.what);
         let next = due.iter_mut().find(is_wanted);
         let Some(next) = (match next {
             Some(next) => Some(next),
@@ -93,7 +93,7 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
         }) else {
             return;
         };
-        if !imports.is_wanted(&next.brought.what) && next.at > Instant::now() {
+        if !imports.is_wanted(&next.provided.what) && next.at > Instant::now() {
             tokio::select! {
                 () = tokio::time::sleep_until(next.at) => {}
                 () = imports.wake.notified() => {}
@@ -112,9 +112,9 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
 /// Has one thing imported, if it is not, and says when it is looked at again.
 async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
     let worker = &transfers.worker;
-    let what = &due.brought.what;
+    let what = &due.provided.what;
     let number = imports.begin(what);
-    let outcome = match import(transfers, &due.brought).await {
+    let outcome = match import(transfers, &due.provided).await {
         Ok(artifact) => {
             imports.imported(what, artifact);
             due.pause = FIRST_PAUSE;
@@ -127,7 +127,7 @@ async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Schedu
     if outcome.is_passing() {
         tracing::debug!(
             ?what,
-            error = chain(&outcome),
+            error = error_chain(&outcome),
             "cannot import just now what the worker brings along"
         );
         // Who wants it goes on waiting.
@@ -137,40 +137,40 @@ async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Schedu
     tracing::warn!(
         worker.name = worker.config.worker_name,
         ?what,
-        path = due.brought.path,
-        error = chain(&outcome),
+        path = due.provided.path,
+        error = error_chain(&outcome),
         again_in = ?due.pause,
         "cannot import what the worker brings along"
     );
     due.pause = LONGEST_PAUSE.min(due.pause * 2);
-    imports.failed(what, number, chain(&outcome));
+    imports.failed(what, number, error_chain(&outcome));
 }
 
 /// Imports one thing, unless it is imported, and answers what it is.
-async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<ArtifactId, ImportError> {
+async fn import(transfers: &Transfers, provided: &WorkerProvidedPath) -> Result<ArtifactId, ImportError> {
     let worker = &transfers.worker;
     let session = worker.session.opened().await;
     let (store, credential) = (&worker.clients.store, &session.credential);
-    let prepared = store.prepare_import(credential, brought).await?;
+    let prepared = store.prepare_import(credential, provided).await?;
     let (artifact, volume) = (prepared.artifact, prepared.volume);
     let Some(term) = prepared.term else {
         return Ok(artifact);
     };
     tracing::info!(
         worker.name = worker.config.worker_name,
-        what = ?brought.what,
-        version = brought.version,
-        path = brought.path,
+        what = ?provided.what,
+        version = provided.version,
+        path = provided.path,
         "importing what the worker brings along"
     );
     let filling = async {
-        let source = VolumeSource::Brought(brought.what.clone());
+        let source = VolumeSource::WorkerProvided(provided.what.clone());
         worker.runtime.create_volume(volume, source).await?;
         transfers.manifests.scan(&*worker.runtime, volume, NO_TEAM).await
     };
     let filled = tokio::select! {
         filled = filling => filled,
-        never = renew(worker, credential, brought, term) => match never {},
+        never = renew(worker, credential, provided, term) => match never {},
     };
     let manifest = match filled {
         Ok(manifest) => manifest,
@@ -184,16 +184,21 @@ async fn import(transfers: &Transfers, brought: &BroughtAlong) -> Result<Artifac
     until_answered("say that something is imported", call).await?;
     metrics::counter!("gantry_gateway_imports_total", "outcome" => "imported").increment(1);
     if let Err(error) = worker.runtime.note_artifact(volume, artifact).await {
-        tracing::debug!(volume.handle = %volume, error = chain(&error), "cannot note whose a volume is");
+        tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note whose a volume is");
     }
     Ok(artifact)
 }
 
 /// Says again and again that an import goes on. That it lost its claim it hears when it ends.
-async fn renew(worker: &Worker, credential: &str, brought: &BroughtAlong, term: Duration) -> Infallible {
+async fn renew(
+    worker: &Worker,
+    credential: &str,
+    provided: &WorkerProvidedPath,
+    term: Duration,
+) -> Infallible {
     loop {
         tokio::time::sleep(term / 3).await;
-        if let Err(error) = worker.clients.store.prepare_import(credential, brought).await {
+        if let Err(error) = worker.clients.store.prepare_import(credential, provided).await {
             tracing::debug!(%error, "cannot say just now that an import goes on");
         }
     }
@@ -201,7 +206,7 @@ async fn renew(worker: &Worker, credential: &str, brought: &BroughtAlong, term: 
 
 /// Tells the store that something could not be imported, and why. If that is not heard, the volume goes with its claim.
 async fn report_failure(worker: &Worker, credential: &str, volume: VolumeHandle, error: &RuntimeError) {
-    let mut why = chain(error);
+    let mut why = error_chain(error);
     why.truncate(why.floor_char_boundary(LONGEST_WHY));
     let why = why.replace('\0', " ");
     if let Err(error) = worker.clients.store.fail_import(credential, volume, why).await {

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use domain::worker::StoreMark;
-use domain::{ContainerHandle, VolumeHandle, chain};
+use domain::{ContainerHandle, VolumeHandle, error_chain};
 use futures::StreamExt;
 use rpc::Refusal;
 use runtime::RuntimeError;
@@ -146,7 +146,7 @@ async fn destroy(
             if !worker.session.is_exclusive() {
                 all.store(false, Ordering::Relaxed);
             } else if let Err(error) = worker.destroy_container(container).await {
-                tracing::warn!(container.handle = %container, error = chain(&error), "cannot destroy a container");
+                tracing::warn!(container.handle = %container, error = error_chain(&error), "cannot destroy a container");
                 all.store(false, Ordering::Relaxed);
             } else {
                 metrics::counter!("gantry_gateway_destroyed_total", "kind" => "container").increment(1);
@@ -168,7 +168,7 @@ async fn destroy(
             transfers.manifests.forget(*volume).await;
         }
         for (volume, error) in &left {
-            tracing::warn!(volume.handle = %volume, error = chain(error), "cannot destroy a volume");
+            tracing::warn!(volume.handle = %volume, error = error_chain(error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
         let gone = length(volumes) - length(&left);
@@ -244,7 +244,7 @@ async fn describe(
                 // It went meanwhile, and so will its orphans.
                 Err(RuntimeError::VolumeNotFound(_)) => {}
                 Err(error) => {
-                    tracing::warn!(volume.handle = %volume, error = chain(&error), "cannot tell what a volume holds");
+                    tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot tell what a volume holds");
                     // It can be purged, and is in nobody's way.
                     volumes.push(VolumeDescription::unknown(*volume));
                 }

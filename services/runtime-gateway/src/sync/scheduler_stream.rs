@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{AttemptId, GatewayInstance, LeaseId, chain};
+use domain::{AttemptId, GatewayInstance, LeaseId, error_chain};
 use rpc::Reason;
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -91,7 +91,7 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                     );
                 }
             }
-            ended => tracing::warn!(error = %chain(ended), "cannot speak for the worker"),
+            ended => tracing::warn!(error = %error_chain(ended), "cannot speak for the worker"),
         }
         standing_by &= worker.session.current().is_none();
         retired &= worker.session.current().is_none();
@@ -325,7 +325,7 @@ fn stop(
 
 async fn report_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
     if let Err(error) = worker.runtime.contact(sent, stop_after).await {
-        tracing::warn!(error = %chain(&error), "cannot tell the worker's processes that they may go on");
+        tracing::warn!(error = %error_chain(&error), "cannot tell the worker's processes that they may go on");
     }
 }
 

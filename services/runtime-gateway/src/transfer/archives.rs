@@ -20,8 +20,8 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tracing::Instrument;
 use transfer::{
-    ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, Limits, Manifest, ReadOptions, Runs,
-    Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
+    ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, Limits, Manifest, OrdinalRanges,
+    ReadOptions, Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
 };
 
 use super::completion::{make_empty, settle};
@@ -216,7 +216,7 @@ fn pack_from(
     let mut reader = TreeReader::new(root, manifest.clone(), ReadOptions::default())?;
     let Some(subtree) = subtree else {
         let mut writer = ArchiveWriter::new(out, manifest.clone());
-        for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+        for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
             batch?.iter().try_for_each(|extent| writer.put(extent.ordinal, &extent.data))?;
         }
         return finish(writer);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use domain::{VolumeHandle, chain};
+use domain::{VolumeHandle, error_chain};
 use rpc::Refusal;
 use runtime::{Contents, RuntimeError, VolumeSource};
 use transfer::Manifest;
@@ -73,7 +73,7 @@ pub(crate) async fn complete(
         let runtime = transfers.worker.runtime.clone();
         transfers.worker.tasks.spawn(async move {
             if let Err(error) = runtime.note_artifact(volume, artifact).await {
-                tracing::debug!(volume.handle = %volume, error = chain(&error), "cannot note whose a volume is");
+                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note whose a volume is");
             }
         });
     }

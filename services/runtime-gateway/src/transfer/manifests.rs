@@ -17,7 +17,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use domain::{Digest, VolumeHandle, chain};
+use domain::{Digest, VolumeHandle, error_chain};
 use runtime::{Contents, Runtime, RuntimeError};
 use transfer::Manifest;
 
@@ -267,7 +267,7 @@ impl Manifests {
     /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
     async fn insert(&self, runtime: &dyn Runtime, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
         if let Err(error) = self.keep(runtime, volume, team, manifest.clone()).await {
-            tracing::warn!(volume.handle = %volume, error = chain(&error), "a manifest has to be made again");
+            tracing::warn!(volume.handle = %volume, error = error_chain(&error), "a manifest has to be made again");
             self.state().insert(volume, Tree { team: team.to_owned(), manifest, near: false });
         }
     }
@@ -374,7 +374,9 @@ impl Manifests {
                     }
                 }),
                 // What is not found is sent again.
-                Err(error) => tracing::warn!(error = chain(&error), "cannot look for what is here already"),
+                Err(error) => {
+                    tracing::warn!(error = error_chain(&error), "cannot look for what is here already")
+                }
             }
         };
         self.recalled.get_or_init(recall).await;

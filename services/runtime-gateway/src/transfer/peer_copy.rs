@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{VolumeHandle, chain};
+use domain::{VolumeHandle, error_chain};
 use rpc::{Reason, Refusal};
 use runtime::{Inlet, RuntimeError, VolumeSource};
 use tokio::sync::watch;
@@ -148,8 +148,8 @@ impl Sender {
         let inlet = match timeout(ASK, remote.inlet()).await {
             Ok(Ok(Some(inlet))) => inlet,
             Ok(Ok(None)) => return Ok(false),
-            Ok(Err(error)) => return Ok(self.without(volume, &chain(&error))),
-            Err(late) => return Ok(self.without(volume, &chain(&late))),
+            Ok(Err(error)) => return Ok(self.without(volume, &error_chain(&error))),
+            Err(late) => return Ok(self.without(volume, &error_chain(&late))),
         };
         let brought = tokio::select! {
             brought = self.bring(transfers, remote, manifest, inlet) => brought,
@@ -161,9 +161,9 @@ impl Sender {
         };
         count(error.outcome());
         if error.is_untouched() {
-            return Ok(self.without(volume, &chain(&error)));
+            return Ok(self.without(volume, &error_chain(&error)));
         }
-        self.without(volume, &chain(&error));
+        self.without(volume, &error_chain(&error));
         clear(transfers, volume, remote, error.may_go_on(), !matches!(error, PeerError::Left)).await?;
         if matches!(error, PeerError::Left) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
     }
@@ -244,7 +244,7 @@ async fn clear(
         };
         match cleared.await {
             Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
-                tracing::debug!(volume.handle = %volume, error = chain(&error), "a volume is not empty yet");
+                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "a volume is not empty yet");
                 may_come = true;
                 tokio::time::sleep(intervals.clear_retry).await;
             }

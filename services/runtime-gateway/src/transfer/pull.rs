@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::worker::TicketClaims;
-use domain::{Digest, chain};
+use domain::{Digest, error_chain};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use transfer::{ExtentData, Manifest, Outstanding, Runs, Verified};
+use transfer::{ExtentData, Manifest, OrdinalRanges, PendingExtents, Verified};
 
 use super::Transfers;
 use super::error::WriteVolumeError;
@@ -59,7 +59,7 @@ fn listed(errors: &[SourceError]) -> String {
     for (place, error) in errors.iter().enumerate() {
         let separator = if place == 0 { "" } else { "; " };
         // Writing to a string does not fail.
-        _ = write!(text, "{separator}{}", chain(error));
+        _ = write!(text, "{separator}{}", error_chain(error));
     }
     text
 }
@@ -105,7 +105,7 @@ pub(crate) async fn fetch(
             Ok(filling) => return Ok(filling.commit(transfers).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
-                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = chain(&error), "a source failed");
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "a source failed");
                 failed.push(error);
             }
         }
@@ -127,7 +127,7 @@ struct UnderWay {
     filling: VolumeWriter,
     manifest: Arc<Manifest>,
     /// What no source has sent yet.
-    missing: Runs,
+    missing: OrdinalRanges,
     progress: Progress,
 }
 
@@ -202,7 +202,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         let bytes = under_way.manifest.bytes_of(&under_way.missing);
         reader.request(&under_way.missing, bytes).await?;
         let wanted = under_way.missing.clone();
-        let (mut expected, mut missing) = (Outstanding::new(&wanted), Outstanding::new(&wanted));
+        let (mut expected, mut missing) = (PendingExtents::new(&wanted), PendingExtents::new(&wanted));
         let received = loop {
             match reader.extents().await {
                 Ok(Some(extents)) => {
@@ -236,7 +236,7 @@ type Received = (u64, u64, Verified<bytes::Bytes>);
 fn verify(
     manifest: &Manifest,
     extents: Vec<ExtentData>,
-    expected: &mut Outstanding,
+    expected: &mut PendingExtents,
 ) -> Result<Vec<Received>, SourceError> {
     let verified = extents.into_iter().map(|extent| {
         if !expected.take(manifest, extent.ordinal) {
@@ -268,7 +268,7 @@ mod tests {
             std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
         }
         let manifest = crate::transfer::scan::scan(directory.path()).expect("it can be read").manifest;
-        let mut wanted = Runs::new();
+        let mut wanted = OrdinalRanges::new();
         for ordinal in [0, 2] {
             wanted.insert(ordinal).expect("ascending");
         }
@@ -279,10 +279,10 @@ mod tests {
             ("something else", chunk(&[(2, "ccc"), (0, "aaA")])),
         ];
         for (what, chunk) in refused {
-            let verified = verify(&manifest, chunk, &mut Outstanding::new(&wanted));
+            let verified = verify(&manifest, chunk, &mut PendingExtents::new(&wanted));
             verified.map(|_| ()).expect_err(what);
         }
-        let mut expected = Outstanding::new(&wanted);
+        let mut expected = PendingExtents::new(&wanted);
         let verified =
             verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
         let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();

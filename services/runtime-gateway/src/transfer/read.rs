@@ -10,7 +10,7 @@ use domain::VolumeHandle;
 use runtime::{Contents, RuntimeError};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use tokio::sync::mpsc;
-use transfer::{ExtentData, Manifest, ReadOptions, Runs, TreeReader};
+use transfer::{ExtentData, Manifest, OrdinalRanges, ReadOptions, TreeReader};
 
 use super::error::ReadVolumeError;
 use super::{Transfers, remote};
@@ -24,7 +24,7 @@ pub(crate) async fn read(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,
-    wanted: Runs,
+    wanted: OrdinalRanges,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), ReadVolumeError> {
     let root = match transfers.worker.runtime.contents(volume).await? {

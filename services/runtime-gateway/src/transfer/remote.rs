@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use bytes::Bytes;
-use domain::chain;
+use domain::error_chain;
 use runtime::{RemoteVolume, RuntimeError};
 use tokio::sync::mpsc;
 use transfer::{
     ArchiveError, ArchiveReader, ArchiveWriteError, ArchiveWriter, Entry, EntryKind, ExtentData, Limits,
-    Manifest, Runs,
+    Manifest, OrdinalRanges,
 };
 
 use super::error::{ReadVolumeError, WriteVolumeError};
@@ -34,7 +34,7 @@ const HOLE: u64 = 1 << 20;
 pub(crate) type SharedRemoteVolume = Arc<dyn RemoteVolume>;
 
 fn failed(error: &ArchiveError) -> RuntimeError {
-    RuntimeError::Other(format!("cannot read a volume of the worker: {}", chain(error)))
+    RuntimeError::Other(format!("cannot read a volume of the worker: {}", error_chain(error)))
 }
 
 /// Learns what a volume holds by reading all of it.
@@ -45,7 +45,7 @@ pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, Runtim
     let failed = |error: ArchiveError| match error {
         ArchiveError::Manifest(transfer::InvalidManifest::NoMemory) => failed(&error),
         ArchiveError::Manifest(_) | ArchiveError::UnsafePath { .. } | ArchiveError::Type { .. } => {
-            RuntimeError::InvalidOutput(chain(&error))
+            RuntimeError::InvalidOutput(error_chain(&error))
         }
         error => failed(&error),
     };
@@ -56,7 +56,7 @@ pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, Runtim
 pub(crate) async fn read(
     volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
-    wanted: Runs,
+    wanted: OrdinalRanges,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), ReadVolumeError> {
     if wanted.is_empty() {
@@ -182,7 +182,7 @@ pub(crate) async fn pack(
     let archive = Arriving::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
-        let wanted = Runs::all(manifest.extent_count());
+        let wanted = OrdinalRanges::all(manifest.extent_count());
         // What cannot be sent is told apart from what the worker sends.
         let mut refused = None;
         let packed = ArchiveReader::new(archive).extents(&manifest, &wanted, |extent| {

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use domain::chain;
+use domain::error_chain;
 use runtime::RuntimeError;
 use transfer::{InvalidManifest, Limits, Problem, ProblemKind, ScanError, ScanOptions};
 
@@ -17,7 +17,7 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
         ScanError::Manifest(error) if !matches!(error, InvalidManifest::NoMemory) => {
             RuntimeError::InvalidOutput(error.to_string())
         }
-        error => RuntimeError::Other(format!("cannot read a volume: {}", chain(&error))),
+        error => RuntimeError::Other(format!("cannot read a volume: {}", error_chain(&error))),
     })?;
     let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
     let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
@@ -75,7 +75,7 @@ fn shortened(problem: &Problem) -> String {
         end if end < path.len() => (&path[..end], "…"),
         _ => (&*path, ""),
     };
-    format!("{shown:?}{more} {}", chain(&problem.what))
+    format!("{shown:?}{more} {}", error_chain(&problem.what))
 }
 
 #[cfg(test)]

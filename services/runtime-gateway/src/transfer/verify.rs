@@ -70,7 +70,7 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Compariso
 }
 
 fn failed(error: ReadError) -> RuntimeError {
-    RuntimeError::Other(format!("cannot read a volume: {}", domain::chain(&error)))
+    RuntimeError::Other(format!("cannot read a volume: {}", domain::error_chain(&error)))
 }
 
 /// An entry but for where its content is.

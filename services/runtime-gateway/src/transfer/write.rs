@@ -15,7 +15,8 @@ use runtime::{Contents, RuntimeError};
 use tokio::sync::mpsc;
 use tracing::Instrument;
 use transfer::{
-    ArchiveWriteError, ArchiveWriter, Manifest, Runs, TreeWriter, Trust, Verified, WriteError, WriteOptions,
+    ArchiveWriteError, ArchiveWriter, Manifest, OrdinalRanges, TreeWriter, Trust, Verified, WriteError,
+    WriteOptions,
 };
 
 use super::blocking_pipe::Outlet;
@@ -36,7 +37,7 @@ pub(crate) struct VolumeWriter {
     team: String,
     manifest: Arc<Manifest>,
     /// What has to be sent.
-    pub(crate) missing: Runs,
+    pub(crate) missing: OrdinalRanges,
     /// Whether a file must be whole before another begins.
     whole_files: bool,
     /// Whether the worker that has the bytes sent them all by itself.
@@ -183,7 +184,7 @@ impl VolumeWriter {
                 }),
             )
         });
-        let missing = Runs::all(manifest.extent_count());
+        let missing = OrdinalRanges::all(manifest.extent_count());
         Self {
             volume: ticket.volume,
             team: ticket.team.clone(),
@@ -204,7 +205,7 @@ impl VolumeWriter {
             while let Some(Step::Put(_)) = steps.blocking_recv() {}
             (turn, Ok(()))
         });
-        let missing = Runs::new();
+        let missing = OrdinalRanges::new();
         Self {
             volume: ticket.volume,
             team: ticket.team.clone(),
@@ -352,8 +353,8 @@ impl Sources {
     }
 
     /// Copies what can be copied, verifying it: the source may be going at this moment. Answers what is missing.
-    fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<Runs, WriteError> {
-        let mut copied = Runs::new();
+    fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<OrdinalRanges, WriteError> {
+        let mut copied = OrdinalRanges::new();
         let mut open: Option<(usize, File)> = None;
         for (ordinal, index, offset) in self.extents {
             if open.as_ref().is_none_or(|(opened, _)| *opened != index) {

@@ -168,7 +168,7 @@ pub(crate) async fn mind(
                 attendance.change(process, |standing| standing.is_left = true);
             }
             Err(error) => {
-                tracing::debug!(attempt.id = %process, error = %domain::chain(&error), "cannot leave a process to itself");
+                tracing::debug!(attempt.id = %process, error = %domain::error_chain(&error), "cannot leave a process to itself");
                 tokio::time::sleep(ASK_AGAIN).await;
             }
         }

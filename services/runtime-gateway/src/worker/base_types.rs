@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
 
 use domain::ArtifactId;
-use runtime::Brought;
+use runtime::WorkerProvided;
 use tokio::sync::{Notify, watch};
 
 use crate::util::keyed_locks::lock;
@@ -14,8 +14,8 @@ use crate::util::keyed_locks::lock;
 /// How far the imports of a worker are.
 #[derive(Debug, Default)]
 pub(crate) struct BaseTypeImports {
-    standings: watch::Sender<BTreeMap<Brought, ImportState>>,
-    tries: Mutex<BTreeMap<Brought, ImportTries>>,
+    standings: watch::Sender<BTreeMap<WorkerProvided, ImportState>>,
+    tries: Mutex<BTreeMap<WorkerProvided, ImportTries>>,
     /// Wakes the importing task.
     pub(crate) wake: Notify,
 }
@@ -40,13 +40,13 @@ impl BaseTypeImports {
     /// What something is that the worker brings along, as soon as it is imported. Where it is not, it is tried at once.
     ///
     /// Errors: why a try failed that began after this call.
-    pub(crate) async fn wanted(&self, what: &Brought) -> Result<ArtifactId, String> {
+    pub(crate) async fn wanted(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
         let mut standings = self.standings.subscribe();
         if let Some(artifact) = self.known(what) {
             return Ok(artifact);
         }
         let begun = self.want(what);
-        let is_told = |now: &BTreeMap<Brought, ImportState>| match now.get(what) {
+        let is_told = |now: &BTreeMap<WorkerProvided, ImportState>| match now.get(what) {
             Some(ImportState::Imported(_)) => true,
             Some(ImportState::Failed(number, _)) => *number > begun,
             None => false,
@@ -61,7 +61,7 @@ impl BaseTypeImports {
     }
 
     /// What something is, if it was imported, without a wait.
-    pub(crate) fn known(&self, what: &Brought) -> Option<ArtifactId> {
+    pub(crate) fn known(&self, what: &WorkerProvided) -> Option<ArtifactId> {
         match self.standings.borrow().get(what) {
             Some(ImportState::Imported(artifact)) => Some(*artifact),
             Some(ImportState::Failed(..)) | None => None,
@@ -83,12 +83,12 @@ impl BaseTypeImports {
         })
     }
 
-    fn tries(&self) -> MutexGuard<'_, BTreeMap<Brought, ImportTries>> {
+    fn tries(&self) -> MutexGuard<'_, BTreeMap<WorkerProvided, ImportTries>> {
         lock(&self.tries)
     }
 
     /// Asks for a try, and answers how many have begun.
-    fn want(&self, what: &Brought) -> u64 {
+    fn want(&self, what: &WorkerProvided) -> u64 {
         let begun = {
             let mut tries = self.tries();
             let tries = tries.entry(what.clone()).or_default();
@@ -99,26 +99,26 @@ impl BaseTypeImports {
         begun
     }
 
-    pub(crate) fn is_wanted(&self, what: &Brought) -> bool {
+    pub(crate) fn is_wanted(&self, what: &WorkerProvided) -> bool {
         self.tries().get(what).is_some_and(|tries| tries.is_wanted)
     }
 
     /// A try begins. Answers its number.
-    pub(crate) fn begin(&self, what: &Brought) -> u64 {
+    pub(crate) fn begin(&self, what: &WorkerProvided) -> u64 {
         let mut tries = self.tries();
         let tries = tries.entry(what.clone()).or_default();
         *tries = ImportTries { begun: tries.begun + 1, is_wanted: false };
         tries.begun
     }
 
-    pub(crate) fn imported(&self, what: &Brought, artifact: ArtifactId) {
+    pub(crate) fn imported(&self, what: &WorkerProvided, artifact: ArtifactId) {
         self.tries().entry(what.clone()).or_default().is_wanted = false;
         self.standings.send_modify(|standings| {
             standings.insert(what.clone(), ImportState::Imported(artifact));
         });
     }
 
-    pub(crate) fn failed(&self, what: &Brought, number: u64, why: String) {
+    pub(crate) fn failed(&self, what: &WorkerProvided, number: u64, why: String) {
         self.standings.send_modify(|standings| {
             standings.insert(what.clone(), ImportState::Failed(number, why));
         });

@@ -1,6 +1,5 @@
 //! The Garden runtime, over servers that speak as a Concourse worker's do.
 
-mod brought;
 mod containers;
 mod ends;
 mod faults;
@@ -9,6 +8,7 @@ mod standby;
 pub(crate) mod subject;
 mod traps;
 mod volumes;
+mod worker_provided;
 
 use subject::GardenSubject;
 use testing::baggageclaim::Driver;

@@ -61,10 +61,10 @@ impl Submissions {
         let Image::ResourceType(name) = &submission.spec.image else {
             return self.submit_as_it_is(submission.into()).await;
         };
-        // A repeat keeps what it was given before, whatever the centre has now.
+        // A repeat keeps what it was given before, whatever the cluster has now.
         if workloads::find(self.context.db.read(), id).await?.is_some() {
             match self.known(&submission).await {
-                // It was withdrawn, and begins anew with what the centre has now.
+                // It was withdrawn, and begins anew with what the cluster has now.
                 Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {}
                 known => return known,
             }
@@ -76,7 +76,7 @@ impl Submissions {
             match submitted {
                 Err(SubmitError::NotPinned(refusal)) if !refusal.is_transient() => {
                     let before = std::mem::replace(&mut given, image().await?);
-                    // Otherwise the centre was given another one since.
+                    // Otherwise the cluster was given another one since.
                     if given == before {
                         return Err(SubmitError::NotPinned(refusal));
                     }

@@ -43,7 +43,7 @@ pub(crate) fn add(app: App, host: &server::Host) {
                 metrics::gauge!("gantry_scheduler_leases_drift", "what" => what).set(count as f64);
             }
             if let Err(error) = set(&app.context.db).await {
-                tracing::debug!(error = domain::chain(&error), "cannot count for metrics");
+                tracing::debug!(error = domain::error_chain(&error), "cannot count for metrics");
             }
         }
     });

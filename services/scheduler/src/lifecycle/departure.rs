@@ -460,7 +460,7 @@ pub(crate) async fn depart_all(lifecycle: &Lifecycle, asked: &mut LastAsked) -> 
             Err(error) => {
                 tracing::warn!(
                     worker.name = row.name,
-                    error = domain::chain(&error),
+                    error = domain::error_chain(&error),
                     "cannot see a worker off"
                 );
             }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use db::Database;
-use db::hints::{Heard, LONGEST, Listener};
+use db::notify::{Listener, MAX_PAYLOAD_BYTES, Received};
 use domain::{WorkerId, WorkloadId};
 use tokio::sync::Notify as Wake;
 use tokio_util::sync::CancellationToken;
@@ -141,7 +141,7 @@ impl ClusterNotifier {
             news.into_iter().partition(|one| matches!(one, Notification::Worker(_)));
         for word in workers.into_iter().chain(rest).map(Notification::word) {
             match hints.last_mut() {
-                Some(hint) if String::len(hint) + word.len() < LONGEST => {
+                Some(hint) if String::len(hint) + word.len() < MAX_PAYLOAD_BYTES => {
                     hint.push(' ');
                     hint.push_str(&word);
                 }
@@ -158,7 +158,7 @@ pub(crate) async fn tell_forever(db: Database, gossip: ClusterNotifier, stopping
         loop {
             gossip.there_is_some().await;
             for hint in gossip.hints() {
-                if let Err(error) = db.hint(CHANNEL, &hint).await {
+                if let Err(error) = db.notify(CHANNEL, &hint).await {
                     tracing::debug!(error = %error, "cannot tell other replicas what changed");
                 }
             }
@@ -193,9 +193,9 @@ async fn hear(notify: &Notifier, mut listener: Listener) {
     // What was said before.
     notify.local.much_changed();
     loop {
-        match listener.heard().await {
-            Ok(Heard::Hint(hint)) => heard(notify, &hint),
-            Ok(Heard::Gap) => notify.local.much_changed(),
+        match listener.receive().await {
+            Ok(Received::Payload(hint)) => heard(notify, &hint),
+            Ok(Received::Gap) => notify.local.much_changed(),
             Err(error) => {
                 tracing::debug!(error = %error, "cannot hear other replicas");
                 return;
@@ -249,7 +249,7 @@ mod tests {
             ..Effects::default()
         });
         let hints = gossip.hints();
-        assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= LONGEST));
+        assert!(hints.len() > 1 && hints.iter().all(|hint| hint.len() <= MAX_PAYLOAD_BYTES));
         let words = hints.iter().flat_map(|hint| hint.split(' ').skip(1));
         let heard: HashSet<_> = words.map(|word| Notification::parse(word).expect("news")).collect();
         assert_eq!(heard.len(), 504);

@@ -196,7 +196,7 @@ impl Refusal {
             Self::MissingTags(tags) => format!("it has the {}", named(tags)),
             Self::ImageKind(kind) => format!("it can run {kind} images"),
             Self::ResourceType(name) => {
-                format!("it brings an image of the resource type {name}, or the centre has one")
+                format!("it brings an image of the resource type {name}, or the cluster has one")
             }
             Self::Capability(name) => format!("its runtime has {name}"),
             Self::TooSmall(shortage) => format!("no more than {} is asked for", shortage.left()),

@@ -229,7 +229,7 @@ impl Dispatcher {
         let rows = peer_waiters::Entity::find().filter(peer_waiters::Column::Replica.is_in(news));
         for row in rows.all(self.db.read()).await? {
             self.hear_of(&row, now).unwrap_or_else(|error| {
-                tracing::debug!(replica = %row.replica, error = %domain::chain(&error), "cannot read which calls wait there");
+                tracing::debug!(replica = %row.replica, error = %domain::error_chain(&error), "cannot read which calls wait there");
             });
         }
         Ok(())

@@ -338,7 +338,7 @@ impl Dispatcher {
                 Ok(waiting) => self.queue().put(waiting),
                 // It must not keep the others from their workers.
                 Err(error) => {
-                    tracing::error!(workload.id = %id, error = %domain::chain(&error), "a workload that waits cannot be read, and gets no worker");
+                    tracing::error!(workload.id = %id, error = %domain::error_chain(&error), "a workload that waits cannot be read, and gets no worker");
                 }
             }
         }

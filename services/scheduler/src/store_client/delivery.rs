@@ -7,7 +7,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use db::{Asked, Database, Together, rows};
+use db::{BatchedCall, Batcher, Database, rows};
 use domain::Timestamp;
 use domain::workload::Outcome;
 use rpc::Reason;
@@ -36,13 +36,13 @@ pub(crate) struct Delivery {
     store: Store,
     permits: Arc<Semaphore>,
     /// Writes acknowledgements, those of many parcels at once.
-    delivered: Together<Parcel, Result<Effects, DbErr>>,
+    delivered: Batcher<Parcel, Result<Effects, DbErr>>,
 }
 
 impl Delivery {
     pub(crate) fn new(context: Context, store: Store) -> Self {
         let db = context.db.clone();
-        let delivered = Together::new(AT_ONCE, context.tasks.clone(), move |asked| {
+        let delivered = Batcher::new(AT_ONCE, context.tasks.clone(), move |asked| {
             let db = db.clone();
             async move { note_delivered(&db, asked).await }
         });
@@ -138,7 +138,7 @@ async fn deliver_once(delivery: &Delivery, parcel: &mut Parcel) -> Result<(), De
     Ok(())
 }
 
-async fn note_delivered(db: &Database, asked: Vec<Asked<Parcel, Result<Effects, DbErr>>>) {
+async fn note_delivered(db: &Database, asked: Vec<BatchedCall<Parcel, Result<Effects, DbErr>>>) {
     let (parcels, answers): (Vec<_>, Vec<_>) = asked.into_iter().unzip();
     let now = Timestamp::now();
     let note = async |parcels: &[Parcel]| db.write(async |txn| are_delivered(&txn, parcels, now).await).await;

@@ -88,10 +88,10 @@ fn within<T>(message: T) -> Request<T> {
 }
 
 impl Store {
-    /// What a resource type stands for: what the centre has of it, before what workers bring along.
+    /// What a resource type stands for: what the cluster has of it, before what workers bring along.
     pub(crate) async fn image(&self, resource_type: &str) -> Result<Image, Refusal> {
-        let of_centre = self.base_type_of_centre(resource_type).await?;
-        Ok(of_centre.map_or_else(|| Image::ResourceType(resource_type.to_owned()), Image::Artifact))
+        let cluster_wide = self.cluster_wide_base_type(resource_type).await?;
+        Ok(cluster_wide.map_or_else(|| Image::ResourceType(resource_type.to_owned()), Image::Artifact))
     }
 
     /// The store behind `peer`.
@@ -192,11 +192,11 @@ impl Store {
         Ok(Ok(answer.locations.iter().filter_map(|found| Some(location(found.location.as_ref()?))).collect()))
     }
 
-    /// The artifact that the centre has for a resource type.
-    pub(crate) async fn base_type_of_centre(&self, name: &str) -> Result<Option<ArtifactId>, Refusal> {
+    /// The artifact that the cluster has for a resource type.
+    pub(crate) async fn cluster_wide_base_type(&self, name: &str) -> Result<Option<ArtifactId>, Refusal> {
         let request = pb::ListBaseResourceTypesRequest {
             r#type: name.to_owned(),
-            of_centre: true,
+            cluster_wide: true,
             ..Default::default()
         };
         let answer = self.caches.clone().list_base_resource_types(within(request)).await?.into_inner();

@@ -102,7 +102,7 @@ use store::{
     outputs_that_the_store_lacks_are_no_success, pins_of_workloads_that_nobody_knows_are_released,
     settling_belongs_to_the_trace_of_the_workload,
     what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing,
-    what_is_left_in_a_cache_is_its_next_version, what_the_centre_has_of_a_type_is_the_image_of_all_workers,
+    what_is_left_in_a_cache_is_its_next_version, what_the_cluster_has_of_a_type_is_the_image_of_all_workers,
 };
 use support::{Gateway, Running, config, finish, hello, spec, start, until};
 use terms::{
@@ -669,7 +669,7 @@ on_both! {
     an_output_goes_to_the_caches_that_its_spec_names,
     what_is_left_in_a_cache_is_its_next_version,
     what_is_cancelled_before_its_inputs_are_pinned_never_runs_and_keeps_nothing,
-    what_the_centre_has_of_a_type_is_the_image_of_all_workers,
+    what_the_cluster_has_of_a_type_is_the_image_of_all_workers,
     settling_belongs_to_the_trace_of_the_workload,
     a_store_that_is_away_delays_the_end_and_nothing_else,
     a_limit_that_is_stated_is_asked_for_and_no_other,

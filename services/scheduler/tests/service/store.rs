@@ -435,7 +435,7 @@ pub(crate) async fn an_output_goes_to_the_caches_that_its_spec_names(database: T
     store.stop().await;
 }
 
-pub(crate) async fn what_the_centre_has_of_a_type_is_the_image_of_all_workers(database: TestDatabase) {
+pub(crate) async fn what_the_cluster_has_of_a_type_is_the_image_of_all_workers(database: TestDatabase) {
     let place = Place::new();
     let store = place.start().await;
     let scheduler = Running::start(place.config(&database)).await;

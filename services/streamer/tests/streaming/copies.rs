@@ -14,7 +14,7 @@ mod tickets;
 mod tree;
 mod trees;
 
-use suite::{Brought, Suite, may_be_a_worker, until};
+use suite::{Suite, WorkerProvided, may_be_a_worker, until};
 
 /// Long enough for anything that happens at all.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -136,8 +136,8 @@ async fn all_who_ask_share_one_copy_whichever_streamer_they_ask() {
 
     suite.link(one).open();
     let (first, second, third) = tokio::join!(first, suite.brought(second), suite.brought(third));
-    let volumes =
-        [first, second, third].map(|brought: Result<Brought, Refusal>| brought.expect("brought").volume);
+    let volumes = [first, second, third]
+        .map(|brought: Result<WorkerProvided, Refusal>| brought.expect("brought").volume);
     assert!(volumes.iter().all(|volume| *volume == volumes[0]), "{volumes:?}");
     assert_eq!(on_disk(&suite.volume(two, &volumes[0])), digest);
     assert_eq!(suite.volumes_on(two).await, 1);

@@ -217,7 +217,7 @@ async fn write_with(
     say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
     let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
-    let mut missing = transfer::Runs::new();
+    let mut missing = transfer::OrdinalRanges::new();
     loop {
         match answers.message().await?.and_then(|answer| answer.message) {
             Some(Wrote::Missing(runs)) => rpc::tree::push_runs(&mut missing, &runs).expect("ascending"),

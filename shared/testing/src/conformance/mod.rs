@@ -60,10 +60,10 @@ pub use signals::{
 pub use terminals::{terminals_have_a_size_that_changes, terminals_outlive_the_runtime};
 pub use trees::{get, is_directory, lines, put};
 pub use volumes::{
-    a_child_of_nothing_is_refused, a_copy_stands_by_itself, brought, children_leave_their_parents_alone,
+    a_child_of_nothing_is_refused, a_copy_stands_by_itself, children_leave_their_parents_alone,
     children_lose_what_their_parents_keep, directories_are_made, manifests_are_kept,
     parents_outlive_their_children, the_marker_stays, volumes_are_made_and_destroyed_once,
-    what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied,
+    what_a_store_must_know_again_is_kept, what_is_brought_along_is_copied, worker_provided,
 };
 
 /// How long anything may take.

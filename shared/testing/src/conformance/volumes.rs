@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use domain::worker::{Receipt, StoreMark};
 use domain::{ArtifactId, StoreLife, VolumeHandle};
-use runtime::{Brought, BroughtAlong, Contents, Notes, RuntimeError, VolumeSource};
+use runtime::{Contents, Notes, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath};
 
 use super::{RuntimeExt, Subject, get, is_directory, put, volumes};
 
@@ -40,20 +40,20 @@ pub async fn a_child_of_nothing_is_refused(subject: impl Subject) {
 /// refused, and what cannot be read leaves nothing behind.
 pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
     let runtime = subject.runtime();
-    let unknown = Brought::ResourceType("nobody-brings-it".to_owned());
-    let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::Brought(unknown)).await;
+    let unknown = WorkerProvided::ResourceType("nobody-brings-it".to_owned());
+    let refused = runtime.create_volume(VolumeHandle::new(), VolumeSource::WorkerProvided(unknown)).await;
     assert!(matches!(refused, Err(RuntimeError::Unsupported(_))), "{refused:?}");
     assert_eq!(volumes(&subject).await, []);
-    let brought = runtime.capabilities().brought.clone();
-    if brought.is_empty() {
+    let provided = runtime.capabilities().worker_provided.clone();
+    if provided.is_empty() {
         eprintln!("not applicable: this runtime brings nothing along");
         return;
     }
-    for BroughtAlong { what, path, .. } in brought {
-        let original = Path::new(&path).join(BROUGHT_FILE);
+    for WorkerProvidedPath { what, path, .. } in provided {
+        let original = Path::new(&path).join(PROVIDED_FILE);
         let volume = VolumeHandle::new();
-        let make = || runtime.create_volume(volume, VolumeSource::Brought(what.clone()));
-        if what == Brought::ResourceType(MISSING.to_owned()) {
+        let make = || runtime.create_volume(volume, VolumeSource::WorkerProvided(what.clone()));
+        if what == WorkerProvided::ResourceType(MISSING.to_owned()) {
             make().await.expect_err("it is not there");
             assert_eq!(volumes(&subject).await, [], "and nothing is left of it");
             continue;
@@ -63,10 +63,10 @@ pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
         assert_eq!(volumes(&subject).await, [volume]);
         std::fs::write(&original, "changed since").expect("write");
         make().await.expect("make it again");
-        assert_eq!(get(&*runtime, volume, BROUGHT_FILE).await.as_deref(), Some(text.as_str()), "{what:?}");
+        assert_eq!(get(&*runtime, volume, PROVIDED_FILE).await.as_deref(), Some(text.as_str()), "{what:?}");
         std::fs::write(&original, text).expect("write");
         let child = runtime.child(volume).await;
-        put(&*runtime, child, BROUGHT_FILE, "of the child").await;
+        put(&*runtime, child, PROVIDED_FILE, "of the child").await;
         assert_eq!(std::fs::read_to_string(&original).expect("the original").len(), 8);
         for volume in [child, volume] {
             runtime.destroy_volume(volume).await.expect("destroy");
@@ -76,24 +76,24 @@ pub async fn what_is_brought_along_is_copied(subject: impl Subject) {
 }
 
 /// The file in what a subject brings along.
-const BROUGHT_FILE: &str = "brought";
+const PROVIDED_FILE: &str = "brought";
 /// The resource type whose image a subject does not have where it says so.
 const MISSING: &str = "missing";
 
 /// What a subject brings along, made in `directory`: an image, certificates, and an image that is not there.
 #[must_use]
-pub fn brought(directory: &Path) -> Vec<BroughtAlong> {
+pub fn worker_provided(directory: &Path) -> Vec<WorkerProvidedPath> {
     let along = |what, name: &str| {
         let path = directory.join(name).display().to_string();
-        BroughtAlong { what, version: "1".to_owned(), path }
+        WorkerProvidedPath { what, version: "1".to_owned(), path }
     };
-    let image = |name: &str| along(Brought::ResourceType(name.to_owned()), name);
-    let brought = vec![image("brought"), along(Brought::Certs, "certs"), image(MISSING)];
-    for along in &brought[..2] {
+    let image = |name: &str| along(WorkerProvided::ResourceType(name.to_owned()), name);
+    let provided = vec![image("brought"), along(WorkerProvided::Certs, "certs"), image(MISSING)];
+    for along in &provided[..2] {
         std::fs::create_dir_all(&along.path).expect("make a directory");
-        std::fs::write(Path::new(&along.path).join(BROUGHT_FILE), "original").expect("write");
+        std::fs::write(Path::new(&along.path).join(PROVIDED_FILE), "original").expect("write");
     }
-    brought
+    provided
 }
 
 /// Directories are made with those above them, and what is there stays.

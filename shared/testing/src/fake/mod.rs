@@ -25,8 +25,8 @@ use async_trait::async_trait;
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, AttemptId, ContainerHandle, MarkerId, VolumeHandle};
 use runtime::{
-    Attachment, BroughtAlong, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets,
-    ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
+    ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvidedPath,
 };
 use tempfile::TempDir;
 use tokio::sync::watch;
@@ -93,8 +93,8 @@ impl FakeWorker {
 
     /// One that brings these along.
     #[must_use]
-    pub fn bringing(brought: Vec<BroughtAlong>, is_far: bool) -> Arc<Self> {
-        Self::new(is_far, brought)
+    pub fn bringing(worker_provided: Vec<WorkerProvidedPath>, is_far: bool) -> Arc<Self> {
+        Self::new(is_far, worker_provided)
     }
 
     /// One as on another machine, whose bytes go through tar.
@@ -103,7 +103,7 @@ impl FakeWorker {
         Self::new(true, Vec::new())
     }
 
-    fn new(is_far: bool, brought: Vec<BroughtAlong>) -> Arc<Self> {
+    fn new(is_far: bool, worker_provided: Vec<WorkerProvidedPath>) -> Arc<Self> {
         let directory = tempfile::tempdir().expect("a temporary directory");
         for name in ["volumes", "kept", "new", "containers", "image/etc", "image/tmp", "gateway"] {
             fs::create_dir_all(directory.path().join(name)).expect("make a directory");
@@ -115,7 +115,7 @@ impl FakeWorker {
         let capabilities = Capabilities {
             image_kinds: ["host", "artifact", "resource-type"].map(str::to_owned).to_vec(),
             features: features.map(str::to_owned).collect(),
-            brought,
+            worker_provided,
             copy_on_write: "copy, as it is a fake".to_owned(),
             cpu_millis: None,
             memory_bytes: None,

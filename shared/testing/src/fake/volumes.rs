@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Component, Path, PathBuf};
 
 use domain::{ArtifactId, VolumeHandle};
-use runtime::{Brought, RuntimeError, VolumeSource};
+use runtime::{RuntimeError, VolumeSource, WorkerProvided};
 use rustix::fs::OFlags;
 
 use super::programs::open_in;
@@ -66,13 +66,13 @@ impl FakeWorker {
         handle: VolumeHandle,
         source: VolumeSource,
     ) -> Result<(), RuntimeError> {
-        let (parent, copied, brought) = match source {
+        let (parent, copied, provided) = match source {
             VolumeSource::Empty => (None, None, None),
             VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
                 (Some(parent), Some(parent), None)
             }
             VolumeSource::Copy { original } => (None, Some(original), None),
-            VolumeSource::Brought(what) => (None, None, Some(self.brought(&what)?)),
+            VolumeSource::WorkerProvided(what) => (None, None, Some(self.provided(&what)?)),
         };
         {
             let mut state = self.state();
@@ -93,7 +93,7 @@ impl FakeWorker {
         let (new, path) = (tempfile::tempdir_in(self.directory("new")), self.path(handle));
         let new = new.map_err(io("making a volume"))?;
         let filled = new.path().join("volume");
-        let filling = match copied.map(|copied| self.path(copied)).or(brought) {
+        let filling = match copied.map(|copied| self.path(copied)).or(provided) {
             None => fs::create_dir(&filled).map_err(io("making a volume")),
             Some(source) => copy(&source, &filled).map_err(io("copying a volume")),
         };
@@ -114,8 +114,8 @@ impl FakeWorker {
     }
 
     /// Where something is that it brings along.
-    fn brought(&self, what: &Brought) -> Result<PathBuf, RuntimeError> {
-        let known = self.capabilities.brought.iter().find(|known| known.what == *what);
+    fn provided(&self, what: &WorkerProvided) -> Result<PathBuf, RuntimeError> {
+        let known = self.capabilities.worker_provided.iter().find(|known| known.what == *what);
         let known = known.map(|known| PathBuf::from(&known.path));
         known.ok_or_else(|| RuntimeError::Unsupported(format!("the fake does not bring along {what:?}")))
     }

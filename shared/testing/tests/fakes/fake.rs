@@ -22,7 +22,7 @@ struct FakeSubject {
 impl FakeSubject {
     fn new(is_far: bool) -> Option<Self> {
         let brought = tempfile::tempdir().expect("a directory");
-        let worker = FakeWorker::bringing(conformance::brought(brought.path()), is_far);
+        let worker = FakeWorker::bringing(conformance::worker_provided(brought.path()), is_far);
         Some(Self { runtime: worker.runtime(), worker, _brought: brought })
     }
 }

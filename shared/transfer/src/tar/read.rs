@@ -10,9 +10,9 @@ use domain::Digest;
 use super::members::{Members, What};
 use super::tree::Tree;
 use crate::manifest::{Entry, EntryKind, Extent, InvalidManifest, Limits, MAX_EXTENT_BYTES, Manifest};
-use crate::outstanding::Outstanding;
+use crate::ordinal_ranges::OrdinalRanges;
+use crate::pending_extents::PendingExtents;
 use crate::read::ExtentData;
-use crate::runs::Runs;
 
 /// What an extent takes in an encoded entry: at least its digest.
 const ENCODED_EXTENT_BYTES: usize = 32;
@@ -193,13 +193,13 @@ impl<R: Read> ArchiveReader<R> {
     pub fn extents(
         mut self,
         manifest: &Manifest,
-        wanted: &Runs,
+        wanted: &OrdinalRanges,
         mut sink: impl FnMut(ExtentData) -> io::Result<()>,
     ) -> Result<(), ArchiveError> {
         if let Some(last) = wanted.last().filter(|last| *last >= manifest.extent_count()) {
             return Err(ArchiveError::NoSuchExtent(last));
         }
-        let mut missing = Outstanding::new(wanted);
+        let mut missing = PendingExtents::new(wanted);
         while let Some(member) = self.members.next()? {
             let What::File { .. } = member.what else { continue };
             let Some(index) = file_at(manifest, &member.path) else { continue };

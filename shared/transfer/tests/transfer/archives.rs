@@ -20,7 +20,7 @@ fn pack(root: &Path) -> Vec<u8> {
     let manifest = Arc::new(manifest_of(root));
     let mut reader = TreeReader::new(root, manifest.clone(), ReadOptions::default()).unwrap();
     let mut writer = ArchiveWriter::new(Vec::new(), manifest.clone());
-    for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+    for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
         for extent in batch.unwrap() {
             writer.put(extent.ordinal, &extent.data).unwrap();
         }
@@ -249,7 +249,7 @@ fn a_second_pass_yields_what_is_wanted() {
     everything(from.path());
     fs::remove_file(from.path().join("giant")).unwrap();
     let manifest = Arc::new(manifest_of(from.path()));
-    let mut wanted = Runs::new();
+    let mut wanted = OrdinalRanges::new();
     (0..manifest.extent_count()).filter(|n| n % 3 != 0).for_each(|n| wanted.insert(n).unwrap());
     for archive in [tar_c(from.path(), &[]), tar_c(from.path(), &EVERYTHING), pack(from.path())] {
         let mut found = Vec::new();
@@ -264,14 +264,16 @@ fn a_second_pass_yields_what_is_wanted() {
     }
 
     let reader = || ArchiveReader::new(&b""[..]);
-    let error = reader().extents(&manifest, &Runs::all(manifest.extent_count() + 1), |_| Ok(())).unwrap_err();
+    let error = reader()
+        .extents(&manifest, &OrdinalRanges::all(manifest.extent_count() + 1), |_| Ok(()))
+        .unwrap_err();
     assert!(matches!(error, ArchiveError::NoSuchExtent(n) if n == manifest.extent_count()), "{error}");
 
     let before = tar_c(from.path(), &[]);
     fs::write(from.path().join("large"), b"other").unwrap();
     let ordinals = manifest.ordinals_of(manifest.find(b"large").unwrap());
     let error = ArchiveReader::new(&tar_c(from.path(), &[])[..])
-        .extents(&manifest, &Runs::all(manifest.extent_count()), |extent| {
+        .extents(&manifest, &OrdinalRanges::all(manifest.extent_count()), |extent| {
             assert!(!ordinals.contains(&extent.ordinal));
             Ok(())
         })
@@ -393,7 +395,7 @@ fn extents_anywhere_come_back_as_whole_blocks_of_the_archive() {
         again.push(extent.ordinal);
         Ok(())
     };
-    ArchiveReader::new(&archive[..]).extents(&manifest, &Runs::all(4), keep).unwrap();
+    ArchiveReader::new(&archive[..]).extents(&manifest, &OrdinalRanges::all(4), keep).unwrap();
     assert_eq!(again, [0, 1, 2, 3]);
 }
 

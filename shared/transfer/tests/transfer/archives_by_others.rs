@@ -510,7 +510,7 @@ proptest! {
                 // It is one that can be written and read again.
                 assert_eq!(Manifest::decode(&found.encode(), Limits::default()).unwrap(), found);
             }
-            let _ = ArchiveReader::new(&bytes[..]).extents(&manifest, &Runs::all(manifest.extent_count()), |extent| {
+            let _ = ArchiveReader::new(&bytes[..]).extents(&manifest, &OrdinalRanges::all(manifest.extent_count()), |extent| {
                 assert!(manifest.verify(extent.ordinal, &extent.data).is_ok());
                 Ok(())
             });

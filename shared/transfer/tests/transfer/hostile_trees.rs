@@ -130,7 +130,7 @@ fn changed_archive_is_refused_or_read_within_its_budget() {
     let manifest = Arc::new(crate::common::manifest_of(directory.path()));
     let mut reader = TreeReader::new(directory.path(), manifest.clone(), ReadOptions::default()).unwrap();
     let mut writer = ArchiveWriter::new(Vec::new(), manifest.clone());
-    for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+    for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
         for extent in batch.unwrap() {
             writer.put(extent.ordinal, &extent.data).unwrap();
         }

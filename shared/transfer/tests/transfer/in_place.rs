@@ -20,7 +20,7 @@ struct Fixture {
 }
 
 /// What a result did to the directory.
-struct Brought {
+struct WorkerProvided {
     conflicts: Vec<Conflict>,
     gone: Gone,
 }
@@ -45,12 +45,12 @@ impl Fixture {
         self.dir.path().join(name)
     }
 
-    fn bring(&self, removes: bool) -> Brought {
+    fn bring(&self, removes: bool) -> WorkerProvided {
         self.bring_after(removes, |_| ())
     }
 
     /// Brings the result; `edit` changes the target after it was compared.
-    fn bring_after(&self, removes: bool, edit: impl FnOnce(&Path)) -> Brought {
+    fn bring_after(&self, removes: bool, edit: impl FnOnce(&Path)) -> WorkerProvided {
         let base = manifest_of(&self.path("base"));
         let result = manifest_of(&self.path("result"));
         let tree = changes(&base, &result).unwrap();
@@ -90,7 +90,7 @@ impl Fixture {
             Gone::default()
         };
         remove_tree(&staged).unwrap();
-        Brought { conflicts: merged.conflicts, gone }
+        WorkerProvided { conflicts: merged.conflicts, gone }
     }
 
     fn target(&self) -> Files {
@@ -161,7 +161,7 @@ fn only_what_command_removed_goes() {
         (".gantryignore", "x"),
     ]);
     let fixture = Fixture::new(&base, &files(&[]), &target);
-    let Brought { gone, .. } = fixture.bring(true);
+    let WorkerProvided { gone, .. } = fixture.bring(true);
     assert_eq!((gone.changed, gone.protected), (vec!["b".into()], vec![".gantryignore".into()]));
     assert_eq!(fixture.target(), files(&[("b", "mine"), ("d/never-sent", "x"), (".gantryignore", "x")]));
     assert!(!fixture.path("target/e").exists(), "an empty directory goes");
@@ -209,7 +209,7 @@ fn edits_between_comparison_and_merge_stay() {
             fs::write(target.join(path), "mine").unwrap();
         }
     };
-    let Brought { conflicts, gone } = fixture.bring_after(true, edit);
+    let WorkerProvided { conflicts, gone } = fixture.bring_after(true, edit);
     assert_eq!((conflicts.len(), gone.changed), (2, vec![PathBuf::from("f")]));
     let expected = files(&[
         ("d/a", "mine"),
@@ -259,7 +259,7 @@ fn loose_reference_stays_when_both_packed() {
     let mut mine = base.clone();
     mine.insert(".git/packed-refs".to_owned(), "mine".to_owned());
     let fixture = Fixture::new(&base, &result, &mine);
-    let Brought { conflicts, gone } = fixture.bring(true);
+    let WorkerProvided { conflicts, gone } = fixture.bring(true);
     assert_eq!(gone.changed, [PathBuf::from(".git/refs/heads/a")]);
     assert_eq!(conflicts[0].path, PathBuf::from(".git/packed-refs"));
 }
@@ -371,7 +371,7 @@ fn file_moved_to_where_nothing_is_written_stays() {
     let base = files(&[("a", "hook"), (".git/HEAD", "1"), (".git/config", "mine")]);
     let result = files(&[(".git/HEAD", "1"), (".git/hooks/post-x", "hook")]);
     let fixture = Fixture::new(&base, &result, &base);
-    let Brought { gone, .. } = fixture.bring(true);
+    let WorkerProvided { gone, .. } = fixture.bring(true);
     assert_eq!(gone.protected, [".git/config", "a"].map(PathBuf::from));
     assert_eq!(fixture.target(), base);
 }
@@ -419,7 +419,7 @@ proptest! {
         edit(&mut target, 2, &mine);
 
         let fixture = Fixture::new(&base, &result, &target);
-        let Brought { conflicts, .. } = fixture.bring(removes);
+        let WorkerProvided { conflicts, .. } = fixture.bring(removes);
         let conflicts: BTreeSet<&Path> = conflicts.iter().map(|conflict| conflict.path.as_path()).collect();
 
         let after = fixture.target();

@@ -285,7 +285,7 @@ fn ordinals_number_extents_in_the_order_of_entries() {
     assert_eq!(manifest.find(b"c/d"), Some(4));
     assert_eq!(manifest.find(b"c/e"), None);
 
-    let mut some = Runs::new();
+    let mut some = OrdinalRanges::new();
     some.insert_run(1, 2).unwrap();
     some.insert(5).unwrap();
     assert_eq!(manifest.bytes_of(&some), 16);

@@ -495,7 +495,7 @@ fn batches_are_of_the_size_that_was_asked_for() {
     let manifest = Arc::new(manifest_of(dir.path()));
     let options = ReadOptions { batch_bytes: 100_000, verify: true };
     let mut reader = TreeReader::new(dir.path(), manifest.clone(), options).unwrap();
-    let all = Runs::all(manifest.extent_count());
+    let all = OrdinalRanges::all(manifest.extent_count());
     let batches: Vec<_> = reader.batches(&all).map(Result::unwrap).collect();
 
     let sizes: Vec<Vec<usize>> =
@@ -505,7 +505,7 @@ fn batches_are_of_the_size_that_was_asked_for() {
     assert_eq!(sizes, expected);
     let ordinals: Vec<_> = batches.iter().flatten().map(|extent| extent.ordinal).collect();
     assert_eq!(ordinals, (0..104).collect::<Vec<_>>());
-    assert_eq!(reader.batches(&Runs::new()).count(), 0);
+    assert_eq!(reader.batches(&OrdinalRanges::new()).count(), 0);
     assert_eq!(reader.read(5).unwrap(), noise(5, 10_000));
 }
 
@@ -532,11 +532,11 @@ fn a_tree_that_changed_is_noticed_when_it_is_read() {
     assert!(matches!(reader.read(3), Err(ReadError::Io { path, .. }) if path == Path::new("d")));
     assert!(matches!(reader.read(4), Err(ReadError::Io { path, .. }) if path == Path::new("e")));
     assert!(matches!(reader.read(5), Err(ReadError::NoSuchExtent(5))));
-    let all = Runs::all(6);
+    let all = OrdinalRanges::all(6);
     let mut batches = reader.batches(&all);
     assert!(batches.next().unwrap().is_err());
     assert!(batches.next().is_none(), "it ends after an error");
-    assert!(matches!(reader.batches(&Runs::all(6)).next(), Some(Err(_))));
+    assert!(matches!(reader.batches(&OrdinalRanges::all(6)).next(), Some(Err(_))));
     assert!(matches!(TreeReader::new(Path::new("/nonexistent"), manifest, options), Err(ReadError::Root(_))));
 }
 
@@ -562,7 +562,7 @@ proptest! {
         let from = tempdir().unwrap();
         crate::common::make(from.path(), &nodes);
         let manifest = Arc::new(manifest_of(from.path()));
-        let mut wanted = Runs::new();
+        let mut wanted = OrdinalRanges::new();
         for ordinal in (0..manifest.extent_count()).filter(|ordinal| choice >> (ordinal % 64) & 1 == 1) {
             wanted.insert(ordinal).unwrap();
         }

@@ -160,12 +160,12 @@ async fn a_base_type_and_certs_stay_until_others_take_their_place(database: Test
     for content in 0..6 {
         artifacts.push(suite.uploaded(&gateway, content).await);
     }
-    let [one, two, of_centre, of_other, certs, new_certs] = artifacts[..] else { panic!("six") };
+    let [one, two, cluster_wide, of_other, certs, new_certs] = artifacts[..] else { panic!("six") };
     assert_eq!(other.locates(one).await, 0);
     for _ in 0..2 {
         main.put_type("1", worker, one).await.expect("put");
     }
-    main.put_type("1", None, of_centre).await.expect("put");
+    main.put_type("1", None, cluster_wide).await.expect("put");
     main.put_type("1", Some(WorkerId::new()), of_other).await.expect("put");
     main.put_certs(gateway.worker, certs).await.expect("put");
     assert_refused(other.put_type("2", worker, two).await, Reason::ArtifactNotFound);
@@ -181,9 +181,12 @@ async fn a_base_type_and_certs_stay_until_others_take_their_place(database: Test
     };
     let before = types().await;
     assert_eq!(before.len(), 3);
-    let some = async |r#type: &str, of_centre| {
-        let request =
-            pb::ListBaseResourceTypesRequest { r#type: r#type.to_owned(), of_centre, ..Default::default() };
+    let some = async |r#type: &str, cluster_wide| {
+        let request = pb::ListBaseResourceTypesRequest {
+            r#type: r#type.to_owned(),
+            cluster_wide,
+            ..Default::default()
+        };
         suite.caches().list_base_resource_types(request).await.expect("listed").into_inner().types
     };
     assert_eq!(some(&before[0].r#type, true).await, before[1..2]);
@@ -193,7 +196,7 @@ async fn a_base_type_and_certs_stay_until_others_take_their_place(database: Test
     assert_eq!(suite.kept_by(one).await, [format!("base resource type {}", before[0].base_type_id)]);
     let of_worker = format!("resource certs of worker {}", gateway.worker);
     assert_eq!(suite.kept_by(certs).await, [of_worker]);
-    for artifact in [one, of_centre, certs] {
+    for artifact in [one, cluster_wide, certs] {
         assert_eq!(other.locates(artifact).await, 1);
         other.pin(WorkloadId::new(), artifact).await.expect("pinned");
     }

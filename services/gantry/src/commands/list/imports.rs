@@ -29,7 +29,7 @@ fn imports(connection: &Connection) -> impl Stream<Item = anyhow::Result<Import>
 }
 
 fn row(import: &Import, names: &Names) -> Vec<String> {
-    let brought = import.brought.clone().unwrap_or_default();
+    let brought = import.provided.clone().unwrap_or_default();
     let what = if brought.resource_type.is_empty() { "(certs)" } else { &brought.resource_type };
     vec![
         names.of(&import.worker_id),

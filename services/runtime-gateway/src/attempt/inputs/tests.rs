@@ -369,9 +369,9 @@ async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_brought_from_elsewhere() {
-    let what = Brought::ResourceType("git".to_owned());
-    let along = |what| runtime::BroughtAlong { what, version: "1".to_owned(), path: "/opt".to_owned() };
-    let machine = FakeWorker::bringing(vec![along(what.clone()), along(Brought::Certs)], false);
+    let what = WorkerProvided::ResourceType("git".to_owned());
+    let along = |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
+    let machine = FakeWorker::bringing(vec![along(what.clone()), along(WorkerProvided::Certs)], false);
     let mut git = task();
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();
@@ -383,7 +383,7 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
     let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
         let Asked::PrepareImport(asked, answer) = store.asked().await else { panic!("something else") };
-        assert_eq!(asked.brought.expect("something").resource_type, resource_type);
+        assert_eq!(asked.provided.expect("something").resource_type, resource_type);
         let response = store::PrepareImportResponse {
             artifact_id: artifact.to_string(),
             volume_handle: VolumeHandle::new().to_string(),
@@ -411,7 +411,7 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task), script) };
     let (prepared, told) = within("the handles", both).await;
     let (plan, prepared) = prepared.expect("everything is here");
-    assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::Brought(0));
+    assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::WorkerProvided(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
     assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
     assert!(suite.brought.try_recv().is_err(), "the streamer was not asked");

@@ -39,7 +39,7 @@ impl Worker {
         if found.term.as_ref().is_none_or(CancellationToken::is_cancelled) {
             let term = self.term();
             let containers = self.survey().await.unwrap_or_else(|error| {
-                tracing::debug!(error = domain::chain(&error), "containers are asked about one by one");
+                tracing::debug!(error = domain::error_chain(&error), "containers are asked about one by one");
                 HashMap::new()
             });
             *found = Found { term: Some(term), containers };

@@ -16,7 +16,9 @@ pub(super) fn garden(doing: &str, error: garden::Error) -> RuntimeError {
             RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
         }
         garden::Error::Full(message) => RuntimeError::Full(message),
-        error => RuntimeError::Other(format!("the worker could not {doing}: {}", domain::chain(&error))),
+        error => {
+            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+        }
     }
 }
 
@@ -29,13 +31,15 @@ pub(super) fn volume(doing: &str, handle: VolumeHandle, error: baggageclaim::Err
             RuntimeError::Io { doing: doing.to_owned(), source: io::Error::other(error) }
         }
         Error::Invalid(why) => RuntimeError::Unsupported(why.to_owned()),
-        error => RuntimeError::Other(format!("the worker could not {doing}: {}", domain::chain(&error))),
+        error => {
+            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+        }
     }
 }
 
 /// Why a program was not run. `None`: it is not sure that it was not.
 pub(super) fn run(error: &garden::Error) -> Option<End> {
-    let not_started = |reason| Some(End::not_started(reason, domain::chain(error)));
+    let not_started = |reason| Some(End::not_started(reason, domain::error_chain(error)));
     match error {
         garden::Error::ExecutableNotFound(_) => not_started(FailureReason::ProgramNotFound),
         garden::Error::ContainerNotFound(_) => not_started(FailureReason::ContainerNotFound),

@@ -290,7 +290,7 @@ impl Worker {
         term: CancellationToken,
     ) -> Result<Arc<Process>, RuntimeError> {
         let found = self.volumes.list(&[(properties::PROCESS, &id.to_string())]).await;
-        let found = found.map_err(|error| RuntimeError::Other(domain::chain(&error)))?;
+        let found = found.map_err(|error| RuntimeError::Other(domain::error_chain(&error)))?;
         if found.is_empty() {
             return Err(RuntimeError::ProcessNotFound(id));
         }
@@ -462,7 +462,7 @@ impl Worker {
             match self.read_out(process, run, first).await {
                 Ok(exit) => break self.end(process, exit).await,
                 Err(error) => {
-                    tracing::info!(process.id = %process.id, error = domain::chain(&error), "the worker let go of a process");
+                    tracing::info!(process.id = %process.id, error = domain::error_chain(&error), "the worker let go of a process");
                     let mut stdin = process.stdin.lock().await;
                     if !matches!(stdin.line, Line::Closed) {
                         stdin.line = Line::Down;
@@ -503,7 +503,7 @@ impl Worker {
                 if let Err(error) =
                     self.garden.set_property(&handle, properties::STARTED, properties::YES).await
                 {
-                    tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a start is not written down");
+                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a start is not written down");
                 }
             }
             std::future::pending::<Infallible>().await
@@ -516,7 +516,7 @@ impl Worker {
         };
         for spooled in [stdout, stderr] {
             if let Err(error) = spooled {
-                tracing::warn!(process.id = %process.id, error = domain::chain(&error), "some of its output is lost");
+                tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "some of its output is lost");
                 process.add_gaps();
             }
         }
@@ -546,11 +546,15 @@ impl Worker {
             // The worker said that it did not run it, and has nothing of it.
             if let Some(refused) = refused.filter(|refused| refused.is_answer() && !proven) {
                 if lost {
-                    let message = format!("the worker has lost its container: {}", domain::chain(refused));
+                    let message =
+                        format!("the worker has lost its container: {}", domain::error_chain(refused));
                     return Found::End(End::not_started(FailureReason::ContainerNotFound, message));
                 }
                 if missing {
-                    return Found::End(End::not_started(errors::reason(refused), domain::chain(refused)));
+                    return Found::End(End::not_started(
+                        errors::reason(refused),
+                        domain::error_chain(refused),
+                    ));
                 }
             }
             if lost {
@@ -558,7 +562,7 @@ impl Worker {
                 return Found::End(End::unknown(reason, "the worker has lost its container"));
             }
             if missing && proven {
-                let message = format!("the worker has forgotten it: {}", domain::chain(&error));
+                let message = format!("the worker has forgotten it: {}", domain::error_chain(&error));
                 return Found::End(End::unknown(FailureReason::ExitUnknown, message));
             }
             let patience = match (missing, ended) {
@@ -576,7 +580,7 @@ impl Worker {
                         "its start was asked for, and the worker does not say whether it ran",
                     )
                 };
-                return Found::End(End::unknown(reason, format!("{what}: {}", domain::chain(&error))));
+                return Found::End(End::unknown(reason, format!("{what}: {}", domain::error_chain(&error))));
             }
             tokio::time::sleep(pause).await;
             pause = LONGEST_PAUSE.min(pause * 2);
@@ -602,16 +606,16 @@ impl Worker {
         let ran = !matches!(end, End::NotStarted { .. });
         let survivors = async {
             if ran && let Err(error) = self.garden.stop(&handle, true).await {
-                tracing::debug!(process.id = %process.id, error = domain::chain(&error), "what it left could not be ended");
+                tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "what it left could not be ended");
             }
         };
         let written = async {
             let written = match serde_json::to_string(&end) {
                 Ok(end) => {
                     let set = self.garden.set_property(&handle, properties::END, &end).await;
-                    set.map_err(|error| domain::chain(&error))
+                    set.map_err(|error| domain::error_chain(&error))
                 }
-                Err(error) => Err(domain::chain(&error)),
+                Err(error) => Err(domain::error_chain(&error)),
             };
             // Another gateway would ask the worker again, which mostly knows.
             if let Err(error) = written {
@@ -663,7 +667,7 @@ impl Worker {
         }
         let handle = process.container.to_string();
         if let Err(error) = self.garden.set_property(&handle, properties::STOPPED, properties::YES).await {
-            tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop is not written down");
+            tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a stop is not written down");
         }
         self.end_by(process);
         Ok(())
@@ -692,10 +696,10 @@ impl Worker {
                                 Ok(()) => {}
                                 // Its slot stays taken. Whatever keeps it may be over later.
                                 Err(error @ Error::DoesNotEnd(_)) => {
-                                    tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a process was killed and has not ended yet");
+                                    tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "a process was killed and has not ended yet");
                                 }
                                 Err(error) => {
-                                    tracing::debug!(process.id = %process.id, error = domain::chain(&error), "a stop failed");
+                                    tracing::debug!(process.id = %process.id, error = domain::error_chain(&error), "a stop failed");
                                 }
                             }
                         }
@@ -720,7 +724,7 @@ impl Worker {
             tokio::select! {
                 stopped = worker.garden.stop(&handle, kill) => {
                     if let Err(error) = stopped {
-                        tracing::warn!(process.id = %process.id, error = domain::chain(&error), "a signal failed");
+                        tracing::warn!(process.id = %process.id, error = domain::error_chain(&error), "a signal failed");
                     }
                 }
                 () = worker.lets_go_of(&process) => {}

@@ -48,8 +48,8 @@ use concourse::{baggageclaim, garden};
 use domain::worker::{Marker, StoreMark};
 use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
 use runtime::{
-    Attachment, Brought, BroughtAlong, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes,
-    Offsets, ProcessSpec, ProcessState, Runtime, RuntimeError, VolumeSource,
+    Attachment, Capabilities, ContainerSpec, Contents, Disk, Ended, Holdings, Notes, Offsets, ProcessSpec,
+    ProcessState, Runtime, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath,
 };
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::TaskTracker;
@@ -232,17 +232,25 @@ fn capabilities(backend: Backend, config: &GardenConfig) -> Capabilities {
     if !config.resource_types.is_empty() {
         image_kinds.push("resource-type");
     }
-    let image = |known: &BroughtImage| BroughtAlong {
-        what: Brought::ResourceType(known.name.clone()),
+    let image = |known: &BroughtImage| WorkerProvidedPath {
+        what: WorkerProvided::ResourceType(known.name.clone()),
         version: known.version.clone(),
         path: known.path.clone(),
     };
-    let certs =
-        |path: &String| BroughtAlong { what: Brought::Certs, version: String::new(), path: path.clone() };
+    let certs = |path: &String| WorkerProvidedPath {
+        what: WorkerProvided::Certs,
+        version: String::new(),
+        path: path.clone(),
+    };
     Capabilities {
         image_kinds: image_kinds.into_iter().map(str::to_owned).collect(),
         features: features.into_iter().map(str::to_owned).collect(),
-        brought: config.resource_types.iter().map(image).chain(config.certs_path.iter().map(certs)).collect(),
+        worker_provided: config
+            .resource_types
+            .iter()
+            .map(image)
+            .chain(config.certs_path.iter().map(certs))
+            .collect(),
         copy_on_write: "by the worker's Baggageclaim".to_owned(),
         cpu_millis: None,
         memory_bytes: None,

@@ -206,7 +206,7 @@ impl Process {
         let seen = self.seen.borrow().clone();
         // One that is not written down is told by this gateway and not by the next, which adds its own.
         if let Err(error) = write_gaps(&self.dir, &seen.gaps) {
-            tracing::warn!(process.id = %self.id, error = domain::chain(&error), "a gap in its output is not written down");
+            tracing::warn!(process.id = %self.id, error = domain::error_chain(&error), "a gap in its output is not written down");
         }
     }
 
@@ -546,7 +546,7 @@ impl ProcessInput for Input {
         // A terminal stays: its user types the end of input, and may resize it.
         if self.process.terminal {
             if let Some(Err(error)) = self.process.until_ended(control.write("\u{4}")).await {
-                return Err(RuntimeError::Other(domain::chain(&error)));
+                return Err(RuntimeError::Other(domain::error_chain(&error)));
             }
             return Ok(());
         }
@@ -558,7 +558,7 @@ impl ProcessInput for Input {
             if let Err(error) =
                 self.worker.garden.set_property(&handle, properties::INPUT, properties::CLOSED).await
             {
-                tracing::debug!(process.id = %self.process.id, error = domain::chain(&error), "the end of its input is not written down");
+                tracing::debug!(process.id = %self.process.id, error = domain::error_chain(&error), "the end of its input is not written down");
             }
         }
         Ok(())
@@ -599,7 +599,7 @@ impl ProcessInput for Input {
         let size = WindowSize { columns: window.columns, rows: window.rows };
         match self.process.until_ended(control.resize(size)).await {
             None | Some(Ok(())) => Ok(()),
-            Some(Err(error)) => Err(RuntimeError::Other(domain::chain(&error))),
+            Some(Err(error)) => Err(RuntimeError::Other(domain::error_chain(&error))),
         }
     }
 

@@ -120,7 +120,7 @@ impl RemoteVolume for Volume {
         match self.worker.volumes.stream_p2p_out(&name, "", &url, encoding).await {
             // Of a worker that cannot be reached nothing comes, nor of one that refuses.
             Err(error @ (Error::Transfer(_) | Error::Refused { .. } | Error::Unreachable(_))) => {
-                Err(RuntimeError::Peer(domain::chain(&error)))
+                Err(RuntimeError::Peer(domain::error_chain(&error)))
             }
             sent => sent.map_err(failed),
         }

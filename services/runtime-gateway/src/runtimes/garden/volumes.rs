@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use concourse::baggageclaim::{self, Client, Encoding, Error, Strategy, StreamIn, VolumeRequest};
 use domain::worker::StoreMark;
 use domain::{ArtifactId, MarkerId, VolumeHandle};
-use runtime::{Brought, Notes, RuntimeError, VolumeSource};
+use runtime::{Notes, RuntimeError, VolumeSource, WorkerProvided};
 
 use crate::util::keyed_locks::lock;
 
@@ -39,7 +39,9 @@ fn failed(doing: &str) -> impl Fn(Error) -> RuntimeError {
         Error::Unreachable(_) | Error::Lost(_) => {
             RuntimeError::Io { doing: doing.clone(), source: std::io::Error::other(error) }
         }
-        error => RuntimeError::Other(format!("the worker could not {doing}: {}", domain::chain(&error))),
+        error => {
+            RuntimeError::Other(format!("the worker could not {doing}: {}", domain::error_chain(&error)))
+        }
     }
 }
 
@@ -126,7 +128,7 @@ impl Worker {
         let mut own = properties([(properties::KIND, properties::VOLUME.to_owned())]);
         let (strategy, parent) = match source {
             VolumeSource::Empty => (Strategy::Empty, None),
-            VolumeSource::Brought(what) => (self.import(&what)?, None),
+            VolumeSource::WorkerProvided(what) => (self.import(&what)?, None),
             // Whether links stay is up to the driver of the worker's volumes.
             VolumeSource::CopyOnWrite { parent } | VolumeSource::CopyOnWriteLinked { parent, .. } => {
                 own.insert(properties::PARENT.to_owned(), parent.to_string());
@@ -167,14 +169,14 @@ impl Worker {
     }
 
     /// How the worker copies what it brings along.
-    fn import(&self, what: &Brought) -> Result<Strategy, RuntimeError> {
+    fn import(&self, what: &WorkerProvided) -> Result<Strategy, RuntimeError> {
         let (path, follow_symlinks) = match what {
-            Brought::ResourceType(name) => {
+            WorkerProvided::ResourceType(name) => {
                 let known = self.config.resource_types.iter().find(|known| known.name == *name);
                 (known.map(|known| &known.path), false)
             }
             // They are links to where the worker's system keeps them, often.
-            Brought::Certs => (self.config.certs_path.as_ref(), true),
+            WorkerProvided::Certs => (self.config.certs_path.as_ref(), true),
         };
         match path {
             Some(path) => Ok(Strategy::Import { path: path.clone(), follow_symlinks }),
@@ -248,7 +250,7 @@ impl Worker {
                 these.iter().partition(|handle| of(**handle).next().is_some());
             left.extend(parents.into_iter().map(|handle| (handle, RuntimeError::HasChildren(handle))));
             if let Err(error) = self.destroy_together(&these).await {
-                tracing::debug!(error = domain::chain(&error), "volumes are destroyed one by one");
+                tracing::debug!(error = domain::error_chain(&error), "volumes are destroyed one by one");
                 for handle in these {
                     if let Err(error) = self.destroy_alone(handle).await {
                         left.push((handle, error));
@@ -324,7 +326,7 @@ impl Worker {
             if volume.is_none_or(|volume| !handles.contains(&volume))
                 && let Err(error) = self.volumes.destroy(&name(orphan.handle)?).await
             {
-                tracing::warn!(error = domain::chain(&error), "a manifest outlives its volume");
+                tracing::warn!(error = domain::error_chain(&error), "a manifest outlives its volume");
             }
         }
         let mut handles: Vec<_> = handles.into_iter().collect();

@@ -1,6 +1,6 @@
 //! The capabilities of this machine, as they are found when the runtime is opened.
 
-use domain::chain;
+use domain::error_chain;
 use domain::workload::Limits;
 use runtime::Capabilities;
 
@@ -17,7 +17,7 @@ pub(super) fn private_network(policy: &Policy) -> Option<Pool> {
         Ok(()) => Some(pool),
         Err(error) => {
             tracing::warn!(
-                error = chain(&error),
+                error = error_chain(&error),
                 "containers get no private network: workloads that ask for one are not placed here"
             );
             None
@@ -68,7 +68,7 @@ pub(super) fn capabilities(
     Capabilities {
         image_kinds,
         features: features.into_iter().map(str::to_owned).collect(),
-        brought: Vec::new(),
+        worker_provided: Vec::new(),
         copy_on_write,
         cpu_millis: cgroups.cpu_millis(),
         memory_bytes: cgroups.memory_bytes(),

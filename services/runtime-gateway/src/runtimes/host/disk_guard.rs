@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use domain::workload::FailureReason;
-use domain::{AttemptId, ContainerHandle, VolumeHandle, chain};
+use domain::{AttemptId, ContainerHandle, VolumeHandle, error_chain};
 use runtime::{Ended, RuntimeError};
 use rustix::fs::{AtFlags, FileType, Stat, statat};
 use transfer::TreeWalk;
@@ -77,7 +77,7 @@ impl HostRuntime {
     pub async fn guard_disk(self: Arc<Self>) {
         loop {
             if let Err(error) = self.free_disk().await {
-                tracing::warn!(error = chain(&error), "cannot keep the disk free");
+                tracing::warn!(error = error_chain(&error), "cannot keep the disk free");
             }
             tokio::time::sleep(INTERVAL).await;
         }

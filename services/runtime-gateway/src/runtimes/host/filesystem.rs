@@ -52,7 +52,7 @@ pub(super) fn remove_or_leave(path: &Path) {
     if let Err(error) = remove_tree(path) {
         tracing::warn!(
             path = %path.display(),
-            error = domain::chain(&error),
+            error = domain::error_chain(&error),
             "cannot remove an unfinished directory; it is left for the next start of the gateway"
         );
     }

@@ -9,7 +9,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use domain::{AttemptId, chain};
+use domain::{AttemptId, error_chain};
 use runtime::RuntimeError;
 
 use super::persisted::OwnNetwork;
@@ -49,7 +49,7 @@ impl HostRuntime {
                 Err(error) => Err(error),
             };
             if let Err(error) = done {
-                tracing::warn!(error = chain(&error), "cannot keep memory available");
+                tracing::warn!(error = error_chain(&error), "cannot keep memory available");
             }
             tokio::time::sleep(INTERVAL).await;
         }

@@ -60,7 +60,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use domain::chain;
+use domain::error_chain;
 use domain::worker::{Marker, StoreMark};
 use domain::workload::Usage;
 use domain::{ArtifactId, AttemptId, ContainerHandle, VolumeHandle};
@@ -191,7 +191,7 @@ impl HostRuntime {
                 }
                 Err(error) => {
                     tracing::warn!(
-                        error = chain(&error),
+                        error = error_chain(&error),
                         "cannot look after the packet filter of private networks"
                     );
                     known = network::uplinks();

@@ -161,7 +161,7 @@ impl Volumes {
                 let from = self.directory(*original)?;
                 return copy_tree(&from, &contents).map_err(at("copy", &from));
             }
-            VolumeSource::Brought(what) => {
+            VolumeSource::WorkerProvided(what) => {
                 return Err(RuntimeError::Unsupported(format!("it brings nothing along: no {what:?}")));
             }
         };

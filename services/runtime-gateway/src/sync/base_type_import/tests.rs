@@ -11,7 +11,7 @@ use crate::test_support::store::{Answer, Asked, Store, session};
 use crate::test_support::{Attended, NOBODY, TestWorker, within};
 use crate::worker::session::OpenSession;
 use rpc::pb::artifacts as pb;
-use runtime::Brought;
+use runtime::WorkerProvided;
 
 /// A gateway that imports what its worker brings along, and the store that it asks.
 struct Suite {
@@ -21,15 +21,15 @@ struct Suite {
     session: OpenSession,
 }
 
-fn git(path: &Path) -> BroughtAlong {
-    let what = Brought::ResourceType("git".to_owned());
-    BroughtAlong { what, version: "1".to_owned(), path: path.display().to_string() }
+fn git(path: &Path) -> WorkerProvidedPath {
+    let what = WorkerProvided::ResourceType("git".to_owned());
+    WorkerProvidedPath { what, version: "1".to_owned(), path: path.display().to_string() }
 }
 
 impl Suite {
-    async fn start(brought: Vec<BroughtAlong>) -> Self {
+    async fn start(worker_provided: Vec<WorkerProvidedPath>) -> Self {
         let store = Store::start().await;
-        let machine = FakeWorker::bringing(brought, false);
+        let machine = FakeWorker::bringing(worker_provided, false);
         let worker = machine.attended(NOBODY, &store.endpoint);
         let session = session("credential");
         worker.session.set(Some(session.clone()));
@@ -68,7 +68,7 @@ impl Suite {
         request
     }
 
-    async fn wanted(&self, what: &Brought) -> Result<ArtifactId, String> {
+    async fn wanted(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
         within("the import", self.worker.imports.wanted(what)).await
     }
 
@@ -95,18 +95,18 @@ fn imported(artifact: ArtifactId) -> pb::PrepareImportResponse {
 #[tokio::test(flavor = "multi_thread")]
 async fn each_thing_is_copied_read_back_and_completed_one_after_the_other() {
     let directory = tempfile::tempdir().expect("a directory");
-    let mut brought = conformance::brought(directory.path());
+    let mut brought = conformance::worker_provided(directory.path());
     brought.truncate(2);
     let mut suite = Suite::start(brought.clone()).await;
-    for BroughtAlong { what, version, path } in brought {
+    for WorkerProvidedPath { what, version, path } in brought {
         let (artifact, volume) = (ArtifactId::new(), VolumeHandle::new());
         let asked = suite.begin(artifact, volume).await;
         assert_eq!(asked.session_credential, "credential");
         let resource_type = match &what {
-            Brought::ResourceType(name) => name.clone(),
-            Brought::Certs => String::new(),
+            WorkerProvided::ResourceType(name) => name.clone(),
+            WorkerProvided::Certs => String::new(),
         };
-        assert_eq!(asked.brought, Some(pb::Brought { resource_type, version, path }));
+        assert_eq!(asked.provided, Some(pb::WorkerProvided { resource_type, version, path }));
         let complete = suite.complete(artifact).await;
         let held = suite
             .worker
@@ -172,7 +172,7 @@ async fn what_is_imported_is_not_copied_again_whoever_asks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
     let directory = tempfile::tempdir().expect("a directory");
-    let mut brought = conformance::brought(directory.path());
+    let mut brought = conformance::worker_provided(directory.path());
     brought.swap(0, 2);
     let (missing, certs) = (brought[0].clone(), brought[1].what.clone());
     brought.truncate(2);
@@ -184,7 +184,7 @@ async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
     assert!(!told.why.is_empty());
     let of_certs = ArtifactId::new();
     let (asked, answer) = suite.prepare().await;
-    assert_eq!(asked.brought.expect("something").resource_type, "");
+    assert_eq!(asked.provided.expect("something").resource_type, "");
     answer.send(Ok(imported(of_certs))).expect("it waits");
     assert_eq!(suite.wanted(&certs).await, Ok(of_certs));
 

@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver, Faults};
 use testing::fake::FakeWorker;
 use testing::garden::{self, Manner};
-use transfer::{ReadOptions, Runs, TreeReader};
+use transfer::{OrdinalRanges, ReadOptions, TreeReader};
 
 use super::*;
 use domain::worker::TicketClaims;
@@ -122,7 +122,7 @@ impl Scene {
             .expect("it may be filled");
         let mut reader =
             TreeReader::new(tree.path(), manifest.clone(), ReadOptions::default()).expect("read");
-        for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+        for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
             let extents = batch.expect("content").into_iter().map(|extent| (extent.ordinal, extent.data));
             filling.put(&from.worker.transfers, extents.collect()).await.expect("room");
         }

@@ -76,7 +76,7 @@ async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc
 async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
     let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (batches, mut ready) = mpsc::channel(4);
-    let wanted = Runs::all(manifest.extent_count());
+    let wanted = OrdinalRanges::all(manifest.extent_count());
     let reading = read::read(&worker.transfers, volume, manifest.clone(), wanted, batches);
     let writing = async {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
@@ -205,8 +205,13 @@ async fn what_the_worker_changed_is_found_out_when_it_is_read() {
     };
     let manifest = worker.transfers.manifest(&ticket(volume)).await.expect("kept");
     let (batches, mut ready) = mpsc::channel(4);
-    let reading =
-        read::read(&worker.transfers, volume, manifest.clone(), Runs::all(manifest.extent_count()), batches);
+    let reading = read::read(
+        &worker.transfers,
+        volume,
+        manifest.clone(),
+        OrdinalRanges::all(manifest.extent_count()),
+        batches,
+    );
     let (read, ()) = tokio::join!(reading, async { while ready.recv().await.is_some() {} });
     is_changed(read.err());
     is_changed(packed(&worker, volume, "").await.err());
@@ -356,7 +361,7 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
             .await
             .expect("it may be filled");
         let (batches, mut ready) = mpsc::channel(4);
-        let mut expected = transfer::Outstanding::new(&filling.missing);
+        let mut expected = transfer::PendingExtents::new(&filling.missing);
         let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
         let writing = async {
             while let Some(batch) = ready.recv().await {

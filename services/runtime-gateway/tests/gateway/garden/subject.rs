@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use concourse::garden::Settings;
 use domain::VolumeHandle;
-use runtime::{Brought, BroughtAlong, Contents, Root, Runtime, RuntimeError, VolumeSource};
+use runtime::{Contents, Root, Runtime, RuntimeError, VolumeSource, WorkerProvided, WorkerProvidedPath};
 use runtime_gateway::garden::{BroughtImage, GardenConfig, GardenRuntime};
 use tempfile::TempDir;
 use testing::baggageclaim::{self, Driver};
@@ -48,10 +48,12 @@ pub(crate) fn config(garden: &Garden, volumes: &baggageclaim::Server, dir: &Path
     let config = GardenConfig::new(garden.address(), volumes.address().to_string(), dir.join("state"));
     let mut certs_path = None;
     let mut resource_types = Vec::new();
-    for BroughtAlong { what, version, path } in testing::conformance::brought(&dir.join("brought")) {
+    for WorkerProvidedPath { what, version, path } in
+        testing::conformance::worker_provided(&dir.join("brought"))
+    {
         match what {
-            Brought::ResourceType(name) => resource_types.push(BroughtImage { name, version, path }),
-            Brought::Certs => certs_path = Some(path),
+            WorkerProvided::ResourceType(name) => resource_types.push(BroughtImage { name, version, path }),
+            WorkerProvided::Certs => certs_path = Some(path),
         }
     }
     GardenConfig {

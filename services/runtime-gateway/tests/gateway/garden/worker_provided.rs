@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use domain::VolumeHandle;
 use domain::workload::EnvironmentVariable;
-use runtime::{Brought, ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSource};
+use runtime::{ContainerSpec, ProcessSpec, Root, Runtime, RuntimeError, VolumeSource, WorkerProvided};
 use runtime_gateway::Config;
 use runtime_gateway::garden::{GardenArgs, GardenConfig, GardenWorker};
 use serde_json::{Value, json};
@@ -65,14 +65,14 @@ async fn proxies_of_the_worker_are_in_the_environment_of_every_process() {
 }
 
 /// A volume with what the worker brings along.
-async fn imported(runtime: &Arc<dyn Runtime>, what: Brought) -> Result<VolumeHandle, RuntimeError> {
+async fn imported(runtime: &Arc<dyn Runtime>, what: WorkerProvided) -> Result<VolumeHandle, RuntimeError> {
     let volume = VolumeHandle::new();
-    runtime.create_volume(volume, VolumeSource::Brought(what)).await?;
+    runtime.create_volume(volume, VolumeSource::WorkerProvided(what)).await?;
     Ok(volume)
 }
 
-fn git() -> Brought {
-    Brought::ResourceType("git".to_owned())
+fn git() -> WorkerProvided {
+    WorkerProvided::ResourceType("git".to_owned())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -86,10 +86,10 @@ async fn certificates_of_the_worker_are_what_links_lead_to() {
     std::fs::write(kept.join("ca.crt"), "trusted\n").expect("write");
     std::os::unix::fs::symlink(kept.join("ca.crt"), certs.join("ca.crt")).expect("a link");
     let runtime = gateway(&bench, directory.path(), json!({ "certs_path": certs })).await.expect("a gateway");
-    let [along] = &runtime.capabilities().brought[..] else { panic!("{:?}", runtime.capabilities()) };
-    assert_eq!((&along.what, along.path.as_str()), (&Brought::Certs, certs.to_str().expect("text")));
+    let [along] = &runtime.capabilities().worker_provided[..] else { panic!("{:?}", runtime.capabilities()) };
+    assert_eq!((&along.what, along.path.as_str()), (&WorkerProvided::Certs, certs.to_str().expect("text")));
     assert!(!runtime.capabilities().image_kinds.contains(&"resource-type".to_owned()));
-    let volume = imported(&runtime, Brought::Certs).await.expect("imported");
+    let volume = imported(&runtime, WorkerProvided::Certs).await.expect("imported");
     assert!(runtime.list().await.expect("list").volumes.contains(&volume), "it is a volume like others");
     let script = "cat /etc/ssl/certs/ca.crt; touch /etc/ssl/certs/mine 2>/dev/null || echo refused";
     let spec = ContainerSpec { mounts: vec![mount(volume, "/etc/ssl/certs", true)], ..bench.spec.clone() };
@@ -99,7 +99,7 @@ async fn certificates_of_the_worker_are_what_links_lead_to() {
     // A path that is not there is no lack of a path, and no reason not to attend the worker.
     let before = bench.subject.volumes.handles();
     let missing = gateway(&bench, directory.path(), json!({ "certs_path": "/nonexistent" })).await;
-    let missing = imported(&missing.expect("a gateway"), Brought::Certs).await;
+    let missing = imported(&missing.expect("a gateway"), WorkerProvided::Certs).await;
     assert!(matches!(missing, Err(RuntimeError::Other(_))), "{missing:?}");
     assert_eq!(bench.subject.volumes.handles(), before, "nothing is left of it");
 }
@@ -139,7 +139,7 @@ async fn images_of_resource_types_are_roots_of_containers() {
         assert!(capabilities.image_kinds.contains(&"resource-type".to_owned()));
         let [known] = &capabilities.resource_types()[..] else { panic!("{capabilities:?}") };
         assert_eq!((known.name.as_str(), known.version.as_str()), ("git", "1"));
-        let unknown = imported(&runtime, Brought::ResourceType("s3".to_owned())).await;
+        let unknown = imported(&runtime, WorkerProvided::ResourceType("s3".to_owned())).await;
         assert!(matches!(unknown, Err(RuntimeError::Unsupported(_))), "{unknown:?}");
         let parent = imported(&runtime, git()).await.expect("an image");
         let made = async |runtime: &Arc<dyn Runtime>, parent| {
@@ -162,7 +162,7 @@ async fn images_of_resource_types_are_roots_of_containers() {
         image(&path, "second");
         drop(runtime);
         let runtime = gateway(&bench, directory.path(), advertised("2")).await.expect("a gateway");
-        runtime.create_volume(parent, VolumeSource::Brought(git())).await.expect("it is there");
+        runtime.create_volume(parent, VolumeSource::WorkerProvided(git())).await.expect("it is there");
         for (parent, expected) in
             [(parent, "first"), (imported(&runtime, git()).await.expect("it"), "second")]
         {

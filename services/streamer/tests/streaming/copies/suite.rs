@@ -115,7 +115,7 @@ pub(crate) struct Suite {
 
 /// An artifact that was brought to a worker.
 #[derive(Debug)]
-pub(crate) struct Brought {
+pub(crate) struct WorkerProvided {
     pub(crate) volume: String,
     pub(crate) progress: Option<pb::TransferProgress>,
     /// What was told before.
@@ -365,7 +365,7 @@ impl Suite {
     pub(crate) fn brought(
         &self,
         answers: Streaming<pb::MaterializeResponse>,
-    ) -> impl Future<Output = Result<Brought, Refusal>> + use<> {
+    ) -> impl Future<Output = Result<WorkerProvided, Refusal>> + use<> {
         brought(answers)
     }
 
@@ -373,7 +373,7 @@ impl Suite {
         &self,
         artifact: ArtifactId,
         worker: WorkerId,
-    ) -> Result<Brought, Refusal> {
+    ) -> Result<WorkerProvided, Refusal> {
         brought(self.begin(artifact, worker).await).await
     }
 
@@ -382,7 +382,7 @@ impl Suite {
         artifact: ArtifactId,
         worker: WorkerId,
         lease_token: &str,
-    ) -> Result<Brought, Refusal> {
+    ) -> Result<WorkerProvided, Refusal> {
         let request = pb::MaterializeRequest {
             lease_token: lease_token.to_owned(),
             ..materialize_request(artifact, worker)
@@ -521,7 +521,7 @@ async fn begin(
     streamer.materialize(materialize_request(artifact, worker)).await.expect("it listens").into_inner()
 }
 
-async fn brought(mut answers: Streaming<pb::MaterializeResponse>) -> Result<Brought, Refusal> {
+async fn brought(mut answers: Streaming<pb::MaterializeResponse>) -> Result<WorkerProvided, Refusal> {
     let mut told = Vec::new();
     let last = async {
         while let Some(answer) = answers.message().await? {
@@ -535,7 +535,7 @@ async fn brought(mut answers: Streaming<pb::MaterializeResponse>) -> Result<Brou
     let materialized: Result<pb::Materialized, Refusal> =
         tokio::time::timeout(PATIENCE, last).await.expect("an end in time");
     let materialized = materialized?;
-    Ok(Brought { volume: materialized.volume_handle, progress: materialized.progress, told })
+    Ok(WorkerProvided { volume: materialized.volume_handle, progress: materialized.progress, told })
 }
 
 /// Sends what is missing of a tree to where the streamer said.
@@ -549,7 +549,7 @@ async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>)
     say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let mut gateway = VolumesClient::new(client(&go_to.gateway_endpoint));
     let mut answers = gateway.write(ReceiverStream::new(requests)).await.expect("opened").into_inner();
-    let mut missing = transfer::Runs::new();
+    let mut missing = transfer::OrdinalRanges::new();
     loop {
         match answers.message().await.expect("no error").and_then(|answer| answer.message) {
             Some(Wrote::Missing(runs)) => rpc::tree::push_runs(&mut missing, &runs).expect("ascending"),

@@ -29,7 +29,7 @@ pub fn copy(from: &Path, to: &Path, options: WriteOptions) -> Written {
         TreeReader::new(from, manifest.clone(), ReadOptions { verify: true, ..ReadOptions::default() })
             .unwrap();
     let mut writer = TreeWriter::new(to, manifest.clone(), options).unwrap();
-    for batch in reader.batches(&Runs::all(manifest.extent_count())) {
+    for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
         for extent in batch.unwrap() {
             writer.put(extent.ordinal, &extent.data).unwrap();
         }

@@ -413,7 +413,7 @@ pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec
                 longest("type", NAME),
                 of_another("type", "another type"),
                 change(
-                    "of_centre",
+                    "cluster_wide",
                     "that the token is not of",
                     Value::Bool(true),
                     Expected::Refused(InvalidPageToken, String::new()),

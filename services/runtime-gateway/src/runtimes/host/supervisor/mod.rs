@@ -29,7 +29,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use domain::chain;
+use domain::error_chain;
 use domain::workload::FailureReason;
 use libcontainer::container::builder::ContainerBuilder;
 use libcontainer::syscall::syscall::SyscallType;
@@ -87,13 +87,13 @@ impl Failed {
                 () if is_out_of_files(&error) => FailureReason::WorkerFull,
                 () => FailureReason::StartFailed,
             };
-            Self { reason, doing, cause: chain(&error) }
+            Self { reason, doing, cause: error_chain(&error) }
         }
     }
 
     fn without_cgroup<E: std::error::Error + 'static>(doing: &str) -> impl FnOnce(E) -> Self {
         let doing = doing.to_owned();
-        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: chain(&error) }
+        move |error| Self { reason: FailureReason::CgroupUnavailable, doing, cause: error_chain(&error) }
     }
 }
 
@@ -104,7 +104,7 @@ pub(super) fn supervise() -> ExitCode {
     match supervise_one() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("supervisor: {}", chain(&error));
+            eprintln!("supervisor: {}", error_chain(&error));
             ExitCode::FAILURE
         }
     }
@@ -274,7 +274,11 @@ fn start(
             } else {
                 FailureReason::StartFailed
             };
-            return Err(Failed { reason, doing: "make the container".to_owned(), cause: chain(&error) });
+            return Err(Failed {
+                reason,
+                doing: "make the container".to_owned(),
+                cause: error_chain(&error),
+            });
         }
     };
     drop(init_end);
