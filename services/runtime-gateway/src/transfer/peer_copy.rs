@@ -9,7 +9,7 @@
 //! No gateway has seen these bytes. Invariant: the volume counts only after all of it was read at its own worker
 //! and compared with the manifest that was asked for ([`transfer::ArchiveReader::compare`]). Nothing of it stays
 //! in a volume that is filled in another way afterwards. See
-//! `docs/decisions/0008-workers-fill-each-others-volumes.md`.
+//! `docs/decisions/0008-let-concourse-workers-send-volumes-directly.md`.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -3,7 +3,7 @@
 //! Such archives do not hold all that a manifest says: parts of seconds, extended attributes, holes. Their files
 //! come in the order in which the worker's tar finds them. So the manifest is kept beside the volume for as long
 //! as the volume is there, and each extent that is read is compared with it. See
-//! `docs/decisions/0005-volumes-that-are-far.md`.
+//! `docs/decisions/0005-keep-manifests-beside-remote-volumes.md`.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
