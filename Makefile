@@ -1,11 +1,12 @@
 # check: everything that looks at the code. test: everything that runs it. Both install what they need where they may.
-.PHONY: all check checks fmt fmt-check house clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
+.PHONY: all check checks fmt fmt-check house docs clippy doc deny deny-now proto test full soak fuzz clients clients-now client-tools compose-test images bench up
 
 SHELL := /bin/bash
 TOOLS := $(CURDIR)/target/tools
 BUF_VERSION := 1.75.0
 GRPCURL_VERSION := 1.9.4
 DENY_VERSION := 0.20.2
+MDBOOK_VERSION := 0.5.4
 
 all: check test
 
@@ -31,6 +32,15 @@ house:
 	cd integration-tests/house && python3 -m unittest --quiet
 	integration-tests/house/house.py
 
+# The documentation as a book, in target/book, with its links checked.
+docs: $(TOOLS)/bin/mdbook
+	$(TOOLS)/bin/mdbook build docs
+	integration-tests/house/book.py check target/book
+
+$(TOOLS)/bin/mdbook:
+	# Without the features that serve a book: they need many more crates.
+	cargo install mdbook --version $(MDBOOK_VERSION) --locked --debug --no-default-features --features search --root $(TOOLS)
+
 clippy:
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 
@@ -46,7 +56,7 @@ deny-now: $(TOOLS)/bin/cargo-deny
 	$(TOOLS)/bin/cargo-deny --locked check licenses bans sources
 
 $(TOOLS)/bin/cargo-deny:
-	# Compiled as fast as can be, for it runs for seconds.
+	# A debug build compiles faster, and the tool runs for seconds.
 	cargo install cargo-deny --version $(DENY_VERSION) --locked --debug --root $(TOOLS)
 
 proto: $(TOOLS)/node_modules/.bin/buf

@@ -6,7 +6,7 @@ circles  modules of one folder do not depend on each other in a circle
 words    words that the style rules out: no more of each than limits.txt says
 width    comments wider than 100 columns: no more than limits.txt says
 sizes    how many lines of production code and of tests there are, and whether a budget is exceeded
-links    links of documents to files of this repository lead somewhere
+links    links of documents to files and headings of this repository lead somewhere
 unused   dependencies that no file of their crate names
 subjects subjects of commits on this branch
 
@@ -287,14 +287,32 @@ def check_sizes(root):
     return problems
 
 
+def anchors(text):
+    """The anchors of the headings of a document, as GitHub and mdbook make them."""
+    found = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", re.sub(r"```.*?```", "", text, flags=re.S), flags=re.M):
+        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading.lower()))
+        number = 0
+        while (name := anchor if number == 0 else f"{anchor}-{number}") in found:
+            number += 1
+        found.add(name)
+    return found
+
+
 def check_links(root):
     problems = []
     for path in [*root.glob("*.md"), *root.glob("docs/**/*.md")]:
         text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            file = target.split("#")[0]
-            if file and not re.match(r"\w+:", file) and not (path.parent / file).exists():
+            file, _, anchor = target.partition("#")
+            if re.match(r"\w+:", file):
+                continue
+            destination = path.parent / file if file else path
+            if not destination.exists():
                 problems.append(f"{path.relative_to(root)}: {target} leads nowhere")
+            elif anchor and destination.suffix == ".md" and anchor not in anchors(destination.read_text()):
+                problems.append(f"{path.relative_to(root)}: {target} leads to no heading")
     return problems
 
 

@@ -4,6 +4,7 @@ import pathlib
 import tempfile
 import unittest
 
+import book
 import house
 
 
@@ -74,6 +75,20 @@ class Layers(unittest.TestCase):
         self.write("README.md", "[there](docs/a.md), [not](docs/b.md), [far](https://example.com)\n")
         self.write("docs/a.md", "")
         self.assertEqual(house.check_links(self.root), ["README.md: docs/b.md leads nowhere"])
+
+    def test_link_to_missing_heading_is_named(self):
+        self.write("README.md", "# A `b` c\n\n[here](#a-b-c), [there](docs/a.md#one-1), [not](docs/a.md#two)\n")
+        self.write("docs/a.md", "# One\n\n## One\n\n```\n# two\n```\n")
+        self.assertEqual(house.check_links(self.root), ["README.md: docs/a.md#two leads to no heading"])
+
+    def test_link_out_of_the_book_becomes_a_name(self):
+        text = "[a](../c/README.md#x), [`proto/a`](../../proto/a), [b](b.md), [far](https://example.com)"
+        self.assertEqual(
+            book.without_outside_links(text, "operations/a.md"),
+            "[a](../c/index.md#x), `proto/a`, [b](b.md), [far](https://example.com)",
+        )
+        self.assertEqual(book.without_outside_links("[a](../proto/README.md)", "a.md"), "a (`proto/README.md`)")
+        self.assertEqual(book.without_outside_links("[a](decisions/README.md)", "a.md"), "[a](decisions/index.md)")
 
 
 if __name__ == "__main__":

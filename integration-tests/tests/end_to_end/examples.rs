@@ -1,4 +1,4 @@
-//! Examples of the help texts and of README, as they are printed.
+//! Examples of the help texts, of README and of the book, as they are printed.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -113,33 +113,34 @@ fn examples_of_run_work() {
     up.wait().expect("it ends");
 }
 
-#[test]
-fn examples_of_readme_work() {
+/// Commands of a document: each line of a `console` block that begins with `$ `.
+fn console_commands(document: &str) -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(document);
+    let text = fs::read_to_string(path).expect("the document is there");
+    let blocks = text.split("```console\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let lines = blocks.flat_map(str::lines);
+    lines.filter_map(|line| line.strip_prefix("$ ")).map(str::to_owned).collect()
+}
+
+/// Runs the commands of a document, except those that need an image, another cluster or a person.
+fn run_examples(document: &str, least: usize) {
     if !may_run_containers() {
         return;
     }
     let cluster = Cluster::new();
-    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
-    let readme = fs::read_to_string(readme).expect("it is there");
-    let block = readme.split("```sh\n").nth(2).and_then(|rest| rest.split("```").next()).expect("examples");
-    // What asks for an image, another cluster, or a person that looks on.
-    let is_left_out = |command: &String| {
-        [
-            "IMAGE",
-            "alias",
-            "--watch",
-            "gantry up",
-            "--tag gpu",
-            "GANTRY_SERVER",
-            "gantry cordon",
-            "gantry retire",
-            "gantry prune",
-        ]
-        .iter()
-        .any(|what| command.contains(what))
-    };
-    let mut commands = commands(block);
-    commands.retain(|command| !is_left_out(command));
-    assert!(commands.len() >= 8, "{commands:?}");
+    let left_out = ["IMAGE", "resource-type:", "--watch", "GANTRY_SERVER"];
+    let mut commands = console_commands(document);
+    commands.retain(|command| !left_out.iter().any(|word| command.contains(word)));
+    assert!(commands.len() >= least, "{commands:?}");
     run(&cluster, Path::new("/nowhere"), &commands);
+}
+
+#[test]
+fn examples_of_readme_work() {
+    run_examples("README.md", 3);
+}
+
+#[test]
+fn examples_of_getting_started_work() {
+    run_examples("docs/getting-started.md", 12);
 }

@@ -93,7 +93,7 @@ fn the_main_job_goes_on_while_one_of_each_is_missing() {
     }
 }
 
-/// Compares what is exported with what docs/operations.md says.
+/// Compares the exported metrics with the table in docs/operations/monitoring.md.
 fn exported_metrics_are_documented(suite: &Suite) {
     let mut exported = BTreeSet::new();
     for name in ["scheduler-0", "artifact-store-0", "streamer-0", "runtime-gateway-0"] {
@@ -103,8 +103,8 @@ fn exported_metrics_are_documented(suite: &Suite) {
         exported.extend(types.filter_map(|line| line.split(' ').next()).map(str::to_owned));
         assert!(page.contains("gantry_ready 1"), "{page}");
     }
-    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations.md");
-    let docs = fs::read_to_string(docs).expect("docs/operations.md");
+    let docs = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/monitoring.md");
+    let docs = fs::read_to_string(docs).expect("docs/operations/monitoring.md");
     let rows = docs.lines().filter_map(|line| line.strip_prefix("| `gantry_"));
     let documented: BTreeSet<_> =
         rows.filter_map(|row| row.split(['`', '{']).next()).map(|name| format!("gantry_{name}")).collect();
