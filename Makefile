@@ -73,7 +73,7 @@ test:
 # All checks and all tests, with those that take minutes and rarely fail, more seeds, callers in all languages, and compose.yaml.
 full: export GANTRY_FULL := 1
 full: export GANTRY_SEEDS ?= 8
-full: check test clients compose-test
+full: check docs test clients compose-test
 
 # Random operations on the artifact store against its model, on both databases, with new seeds for GANTRY_SOAK hours (1) or until one fails.
 soak:
