@@ -7,6 +7,7 @@ words    words that the style rules out: no more of each than limits.txt says
 width    comments wider than 100 columns: no more than limits.txt says
 sizes    how many lines of production code and of tests there are, and whether a budget is exceeded
 links    links of documents to files and headings of this repository lead somewhere
+settings docs/operations/settings.md lists every setting of the services, and no other
 unused   dependencies that no file of their crate names
 subjects subjects of commits on this branch
 
@@ -316,6 +317,28 @@ def check_links(root):
     return problems
 
 
+def setting_flags(text):
+    """The flags of a program's arguments that have a variable, too."""
+    text = re.sub(r"^#\[cfg\(test\)\]\nmod \w+ \{.*", "", text, flags=re.S | re.M)
+    for arguments, field in re.findall(r"#\[arg\((.*?)\)\]\s*(?:#\[[^\n]*\]\s*)*(?:pub(?:\([^)]*\))? )?(\w+):", text, flags=re.S):
+        if re.search(r"\blong\b", arguments) and re.search(r"\benv\b", arguments):
+            named = re.search(r'\blong\s*=\s*"([^"]+)"', arguments)
+            yield named.group(1) if named else field.replace("_", "-")
+
+
+def check_settings(root):
+    document = root / "docs/operations/settings.md"
+    rows = [line.split("|")[1] for line in document.read_text().splitlines() if line.startswith("| `--")]
+    listed = {flag for row in rows for flag in re.findall(r"`--([\w-]+)`", row)}
+    flags = set()
+    for name, directory in crates(root):
+        if name != "gantry":
+            for path in (directory / "src").rglob("*.rs"):
+                flags.update(setting_flags(path.read_text()))
+    problems = [f"settings.md does not list --{flag}" for flag in sorted(flags - listed)]
+    return problems + [f"settings.md lists --{flag}, which no service has" for flag in sorted(listed - flags)]
+
+
 def check_unused(root):
     problems = []
     manifests = [*root.glob("services/*/Cargo.toml"), *root.glob("shared/*/Cargo.toml"), root / "integration-tests/Cargo.toml"]
@@ -350,6 +373,7 @@ CHECKS = {
     "width": lambda root: check_width(root, read_limits(LIMITS)),
     "sizes": check_sizes,
     "links": check_links,
+    "settings": check_settings,
     "unused": check_unused,
     "subjects": check_subjects,
 }

@@ -76,6 +76,21 @@ class Layers(unittest.TestCase):
         self.write("docs/a.md", "")
         self.assertEqual(house.check_links(self.root), ["README.md: docs/b.md leads nowhere"])
 
+    def test_setting_without_a_row_is_named(self):
+        arguments = """
+    #[arg(long, env = "GANTRY_A_B", value_parser = parse(1))]
+    a_b: u32,
+    #[arg(long = "c", env = "GANTRY_C")]
+    pub c_list: Vec<String>,
+    /// No setting.
+    #[arg(long)]
+    print: bool,
+"""
+        self.write("services/one/src/main.rs", arguments)
+        self.write("docs/operations/settings.md", "| `--a-b` | 1 | |\n| `--d` | `--e` | |\n")
+        problems = ["settings.md does not list --c", "settings.md lists --d, which no service has"]
+        self.assertEqual(house.check_settings(self.root), problems)
+
     def test_link_to_missing_heading_is_named(self):
         self.write("README.md", "# A `b` c\n\n[here](#a-b-c), [there](docs/a.md#one-1), [not](docs/a.md#two)\n")
         self.write("docs/a.md", "# One\n\n## One\n\n```\n# two\n```\n")
