@@ -59,7 +59,7 @@ def rows(before, bare, ended, later, at_once):
         row(before + BARE, bare),
         row(before + "the same until the end of the process is known, without the start of the program", ended, bare),
         row(before + "`gantry run -- /bin/true`", later, bare),
-        row(before + "the same, with `--gc-grace 0s`, while what the runs before it made is destroyed", at_once, bare),
+        row(before + "the same, with `--gc-grace 0s`, while the containers of earlier runs are deleted", at_once, bare),
     ]
 
 
@@ -72,13 +72,12 @@ def bench_garden(base, rounds, runs):
         with GardenServer(base) as server:
             lines += rows(REAL, *measure_garden(base, rounds, runs, server))
     text = [
-        "Each is a process of its own, over the same volume with the image. The lines with real containers say what a run costs beside bare calls;",
-        "on the server of the tests, which makes a container in no time, stands what ours adds, and little else. What ours adds is the way through the services (submit, prepare,",
-        "start, finish), each of which writes to disk what it has promised, and on the wire the intent before the start, and the end of whatever",
-        "the process left. It destroys containers five minutes after their ends, unless it is told otherwise; the first of the bare figures has",
-        "that in it. Real containers are made by runc behind the genuine Garden server library,",
-        "in the way of guardian, with namespaces and cgroups of their own, but without seccomp, limits or a network beyond the loopback, on which",
-        "a real worker spends time, too. Volumes are copies of the small image, on both. The aim is 1.2 × on a worker that makes containers.",
+        "Each run is a separate process, with a volume of the same image. The lines with real containers show the cost of a run compared with bare calls.",
+        "The server of the tests makes containers in no time, so the lines without them show the cost of Gantry alone: the calls to the services (submit, prepare,",
+        "start, finish), each of which writes to disk, the intent before the start, and the cleanup after the process. Gantry deletes containers five minutes after",
+        "their end by default. The first bare figure includes the deletion. runc makes the real containers behind the genuine Garden server library, like guardian,",
+        "with separate namespaces and cgroups, but without seccomp, limits or a network beyond the loopback. A real worker spends time on these, too. Volumes are",
+        "copies of the small image. The goal is 1.2 × on a worker that makes containers.",
         "",
     ]
-    return [*table("`true` on a Concourse worker (servers of ours that speak its wire)", lines), *text]
+    return [*table("`true` on a Concourse worker (simulated servers that speak its protocol)", lines), *text]

@@ -50,6 +50,6 @@ def bench_output(base, runs, size, stall):
         watcher.join()
         assert reader.wait() == 0 and got == size, (reader.returncode, got)
     memory = max(most.values())
-    line = f"| largest process of ours, with a reader that stalls for {stall} s | {memory:.0f} MiB | | |"
+    line = f"| largest process of Gantry, with a reader that stalls for {stall} s | {memory:.0f} MiB | | |"
     print(line)
     return table("Output, 1 GiB", [*lines, line])

@@ -46,7 +46,7 @@ def kept(said, workers, aims):
     median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in said)
     rates = [(what, key) for what, key, _ in aims if "p99" not in what]
     left = [f"{what}: {median(workers[-1], key) / median(workers[0], key):.0%}" for what, key in rates]
-    return f"With {workers[-1]:,} workers there is left of the rates with {workers[0]:,}: " + "; ".join(left) + "."
+    return f"With {workers[-1]:,} workers, compared with {workers[0]:,}, these parts of the rates remain: " + "; ".join(left) + "."
 
 
 def bench_placing(base, workers, seconds, aimed_seconds, runs):
@@ -64,7 +64,7 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
             rate("`Place` and `Release`, one lease in a call, 16 callers", "single_16", baseline),
             rate("`Place` and `Release`, one lease in a call, 64 callers", "single_64", baseline),
             row(f"{count:,} workers: `Place` of one caller, p99", of_all("single_1_p99_ms")),
-            rate("`Place` and `Release` where 64 callers shall make 4,000 pairs/s", "paced_4000"),
+            rate("`Place` and `Release` at a target of 4,000 pairs/s by 64 callers", "paced_4000"),
             row(f"{count:,} workers: `Place` at 1,000 pairs/s of 64 callers, p99", of_all("paced_1000_p99_ms")),
             row(f"{count:,} workers: `Place` at 4,000 pairs/s of 64 callers, p99", of_all("paced_4000_p99_ms")),
             row(f"{count:,} workers: `Place` of 64 callers, p99", of_all("single_64_p99_ms")),
@@ -78,11 +78,14 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
             rate("`Submit` to assigned, 64 callers", "submit_64", baseline),
         ]
     text = [
-        "One scheduler, its callers and PostgreSQL (fsync on) share the cores. Each worker has a limit on its tasks, and room. *From a cache* is how CI systems place:",
-        "all workers from a cache, filtered, shuffled and sorted for each placement, and a row with a commit of its own for each container; *with limits*, one",
-        "counter is read for each worker, and one raised under a guard and lowered again. It checks nothing else, and nobody is called. A pair of `Place` and `Release` is two",
-        "calls, two tokens and two writes of the lease. Each caller waits for its answer before it calls again: what 64 wait for is each other, for most of their time. At 1,000 and 4,000 pairs/s each call begins when it is due, and its time counts from then; 4,000 are made for more than a minute, so that what PostgreSQL does once a minute (it vacuums and analyzes, for a third of a second) is part of it. A *decision* is as the scheduler counts it (`gantry_scheduler_decision_seconds`): from when something is asked for until all that is decided with it is granted or given back, and committed. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
-        "The aims, at 10,000 workers as at 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for a decision. Of these medians:",
+        "One scheduler, its callers and PostgreSQL (fsync on) share the cores. Each worker has a limit on its tasks, and room. *From a cache* is the way of CI systems: all",
+        "workers from a cache, filtered, shuffled and sorted for each placement, and a row with its own commit for each container. *With limits* also reads one counter per",
+        "worker, raises one under a guard, and lowers it again. The baseline checks nothing else and calls no service. A pair of `Place` and `Release` is two calls, two tokens",
+        "and two writes of the lease. Each caller waits for its answer before the next call, so 64 callers mostly wait for each other. At 1,000 and 4,000 pairs/s each call",
+        "starts when it is due, and its time counts from then. 4,000 pairs/s run for more than a minute, so they include what PostgreSQL does once a minute (vacuum and",
+        "analyze, for a third of a second). A *decision* is `gantry_scheduler_decision_seconds`: from a request until everything that is decided with it is granted or released,",
+        "and committed. *Alone* counts only the time in calls of `PlaceMany`, while `ReleaseMany` runs beside it.",
+        "The goals, with 10,000 workers as with 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for a decision. Of these medians:",
         "",
         *[judged(said, workers, *aim) for aim in AIMS],
         "",
@@ -110,14 +113,14 @@ def bench_placing_more(base, workers, seconds, runs):
             row(f"{count:,} workers: a decision of two schedulers for 64 callers, p99", of_all("two_64_decided_p99_ms")),
         ]
     text = [
-        "As above, in a run of its own. *What uses five artifacts*: of 10,000, each of which is on three of the workers. For each lease they are located in an",
-        "artifact store, which shares the cores, pinned there and let go, and the worker is chosen to which the fewest bytes have to move; the baseline does",
-        "nothing of that. *Two schedulers* place in the same database on the same workers, each what it is asked for of every other lease; they share the cores, too, so",
-        "this says what it costs that others place, not how much more two can do. The aims that stand above are those of one. Of these medians:",
+        "As above, in a separate run. *What uses five artifacts*: five of 10,000 artifacts, each of which is on three workers. For each lease the artifacts are located and",
+        "pinned in an artifact store, which shares the cores, and unpinned later. The worker with the fewest bytes to move is chosen. The baseline does none of that.",
+        "*Two schedulers* place in the same database on the same workers. Each gets every other lease. They share the cores, so the lines show the cost of a second",
+        "scheduler, and not the gain. The goals above are those of one scheduler. Of these medians:",
         "",
         *[judged(said, workers, *aim) for aim in AIMS_OF_MORE],
         "",
         kept(said, workers, AIMS_OF_MORE),
         "",
     ]
-    return [*table("Placing on workers: large batches of many callers, and what uses artifacts", lines), *text]
+    return [*table("Placing on workers: large batches of many callers, and leases that use artifacts", lines), *text]

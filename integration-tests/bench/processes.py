@@ -20,4 +20,4 @@ def bench_processes(base, runs):
         row("`gantry run -- true`, one process, SQLite, a Unix socket", embedded),
         row("the same, four processes, PostgreSQL (fsync on), TCP", separate, embedded),
     ]
-    return [*table("Four processes", lines), "The aim is 1.5 ×.", ""]
+    return [*table("Four processes", lines), "The goal is 1.5 ×.", ""]

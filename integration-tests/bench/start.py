@@ -1,4 +1,4 @@
-"""Starting something, beside the system's own tools."""
+"""Starting a command, beside the system's own tools."""
 
 import contextlib
 import json
@@ -110,4 +110,4 @@ def bench_start(base, runs):
         lines.append(not_applicable("`docker run`", fact))
     else:
         lines.append(row("`docker run`, an image of `true` alone", bench_docker(runs), reference))
-    return table("Starting something", lines)
+    return table("Starting a command", lines)

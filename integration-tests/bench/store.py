@@ -31,12 +31,12 @@ def bench_store(base, artifacts, handles, rounds):
     finally:
         shutil.rmtree(home, ignore_errors=True)
     text = [
-        "A lot is one artifact in a hundred, with one replica each, that becomes garbage when the builds end that own it: ten that were made together",
-        "by each, unless it says that they lie scattered. Before each lot the database writes everything to the disk, so that each page that is touched is",
-        "logged as a whole. Ratios are to the line above that says `row by row`, of as many marks: *in a table with nothing else* is a scan for orphans and",
-        "a guarded UPDATE with a commit of its own for each volume, as CI systems do it; *the same* marks artifacts and volumes in our tables in that way,",
-        "and a pass marks both, removes what the builds owned, and says when to look again. *The floor* is those writes alone: an UPDATE, a DELETE and two INSERTs",
-        "of all rows at once. Half a pass is as many marks as the first line has. Creates beside a pass are those of one caller, one after the other, on the same cores.",
+        "A lot is one artifact in a hundred, with one replica each. It becomes garbage when the builds that own it end. Each build owns ten artifacts that were made",
+        "together, except where the line says *scattered*. Before each lot the database writes everything to the disk, so it logs each touched page completely. Ratios are",
+        "to the line above that says `row by row`, with as many marks. *In a table with nothing else* is a scan for orphans, and a guarded UPDATE with its own commit for",
+        "each volume, as CI systems do it. *The same* marks artifacts and volumes in our tables in that way. A pass marks both, removes the ownership of the builds, and",
+        "stores when to check again. *The floor* is only the writes: an UPDATE, a DELETE and two INSERTs of all rows at once. Half a pass has as many marks as the first",
+        "line. Creates beside a pass are sequential calls of one caller on the same cores.",
         "",
     ]
     return [
@@ -44,9 +44,8 @@ def bench_store(base, artifacts, handles, rounds):
         *text,
         *table("The artifact store: other calls", calls),
         *table("The artifact store: reports", reports),
-        "A report of so many handles says that they are there: each is compared with its row. One that is unchanged writes none of them, one that confirms",
-        "all writes each. The empty report is another thing: everything was marked, and the worker has destroyed it and says that nothing is left; so all",
-        "rows are removed, and for each it is written down what it was.",
+        "A report lists handles that exist, and each is compared with its row. A report without changes writes no row. A report that confirms all handles writes each row.",
+        "The empty report comes after everything was marked and deleted on the worker. All rows are then removed, and each is recorded in the deletion log.",
         "",
     ]
 
@@ -88,13 +87,13 @@ def of_marking(name, said):
         row(f"{name}: half a pass that marks {marks:,} artifacts and {marks:,} volumes", [said["alone_ms"] / 2], by_row),
         one(f"{marks:,} artifacts and {marks:,} volumes row by row, the same", "same_row_by_row_ms"),
         one("a pass that marks as many", "alone_ms", same),
-        one("that lie scattered", "scattered_ms", same),
+        one("a pass that marks as many, scattered", "scattered_ms", same),
         one("beside creates", "beside_ms", same),
         one("the floor", "floor_ms", same),
         one("the first pass of a store that was just started, with nothing to do", "started_ms"),
         one("a pass with nothing to do, median of 20", "idle_ms"),
         one("a pass with nothing to do, the slowest", "idle_max_ms"),
-        one("a pass that marks nothing, while all of the above waits to be swept, median of 20", "waiting_ms"),
+        one("a pass that marks nothing, while all of the above waits for the sweep, median of 20", "waiting_ms"),
         one("CreateArtifact, median of 200", "create_ms"),
         one(f"CreateArtifact beside a pass, median of {said['create_beside']}", "create_beside_ms"),
         one("CreateArtifact beside a pass, the slowest", "create_beside_max_ms"),

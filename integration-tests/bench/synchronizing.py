@@ -18,14 +18,14 @@ def bench_synchronizing(base, workers, seconds, landings, runs):
             one("transactions, while nothing changes", "transactions", "/s"),
             one("rows of workers written, while nothing changes", "worker_writes", ""),
             one("the scheduler's memory, of each", "bytes", "KiB", 1 / 1024),
-            one("let in, 64 at a time", "hellos", "/s"),
-            one("`CordonWorker` until its worker hears it, p50", "land_p50_ms", "ms"),
-            one("`CordonWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
+            one("registrations, 64 at a time", "hellos", "/s"),
+            one("`CordonWorker` until its worker receives it, p50", "land_p50_ms", "ms"),
+            one("`CordonWorker` until its worker receives it, p99", "land_p99_ms", "ms"),
         ]
     text = [
-        f"Each worker is a stream of `Synchronize`; {said[0]['streams']} share a connection. Each says something every {said[0]['heartbeat']} s, holds nothing, and is told",
-        f"something as often; nothing changes for {said[0]['seconds']} s. Then {said[0]['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
-        "who speak for the workers, and PostgreSQL (fsync on) share the cores.",
+        f"Each worker is a stream of `Synchronize`; {said[0]['streams']} share a connection. Each sends and receives a message every {said[0]['heartbeat']} s and holds nothing.",
+        f"Nothing changes for {said[0]['seconds']} s. Then {said[0]['landings']} of them are cordoned and uncordoned, one after the other, with the same load. The scheduler, the",
+        "simulated gateways and PostgreSQL (fsync on) share the cores.",
         "",
     ]
-    return [*table("Workers that are connected", lines), *text]
+    return [*table("Connected workers", lines), *text]

@@ -68,10 +68,9 @@ def bench_transfers(disk, runs):
     for name, base in (("/dev/shm", "/dev/shm"), ("disk", disk)):
         lines += bench_place(name, base, runs)
     text = [
-        "A run on one worker whose input only the other has, less the same run again, which finds it there. Both workers are on this",
-        "machine, each with a gateway of its own, and the loopback is between them. The Garden and Baggageclaim servers are those of the",
-        "tests, which copy where a real worker makes a layer. That copy is in both runs: where the disk takes",
-        "its time with it, the difference says little, and may even be below zero.",
+        "The time of a run on one worker with an input that only the other one has, minus the time of the same run again, which finds the input there. Both workers are",
+        "on this machine, each with its own gateway, and connected by the loopback. The Garden and Baggageclaim servers are those of the tests. They copy where a real",
+        "worker makes a layer. Both runs contain that copy. If the disk dominates it, the difference means little and may be below zero.",
         "",
     ]
     return [*table("Worker to worker: 1 GiB in 10,000 files, half of it compressible", lines), *text]
