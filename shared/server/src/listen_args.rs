@@ -41,7 +41,7 @@ pub struct ListenArgs {
     /// What is logged: a level (error, warn, info, debug, trace), or target=level pairs with commas between them
     #[arg(long, env = "GANTRY_LOG", value_name = "FILTER", default_value = LOGGED)]
     log: String,
-    /// How often what the service needs is checked, such as its database; see docs/operations.md
+    /// How often what the service needs is checked, such as its database; see docs/operations/monitoring.md
     #[arg(long, env = "GANTRY_PROBE_INTERVAL", value_name = "DURATION", default_value = "2s", value_parser = term)]
     probe_interval: Duration,
     /// How long the service goes on when it was told to end, not ready any more, so that callers find another one first
