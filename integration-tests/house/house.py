@@ -8,6 +8,7 @@ width    comments wider than 100 columns: no more than limits.txt says
 sizes    how many lines of production code and of tests there are, and whether a budget is exceeded
 links    links of documents to files and headings of this repository lead somewhere
 settings docs/operations/settings.md lists every setting of the services, and no other
+attacks  docs/security.md names tests that exist
 unused   dependencies that no file of their crate names
 subjects subjects of commits on this branch
 
@@ -339,6 +340,19 @@ def check_settings(root):
     return problems + [f"settings.md lists --{flag}, which no service has" for flag in sorted(listed - flags)]
 
 
+def check_attacks(root):
+    """The last column of each table in security.md names files, test programs and tests. Tests have several underscores."""
+    folders = ("services", "shared", "integration-tests")
+    tests = {name for folder in folders for path in (root / folder).rglob("*.rs") for name in re.findall(r"\bfn (\w+)", path.read_text())}
+    problems = []
+    for line in (root / "docs/security.md").read_text().splitlines():
+        if line.startswith("|"):
+            for name, is_start in re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+){2,})(…?)`", line.split("|")[-2]):
+                if not any(test.startswith(name) if is_start else test == name for test in tests):
+                    problems.append(f"security.md names {name}, which is no test")
+    return problems
+
+
 def check_unused(root):
     problems = []
     manifests = [*root.glob("services/*/Cargo.toml"), *root.glob("shared/*/Cargo.toml"), root / "integration-tests/Cargo.toml"]
@@ -374,6 +388,7 @@ CHECKS = {
     "sizes": check_sizes,
     "links": check_links,
     "settings": check_settings,
+    "attacks": check_attacks,
     "unused": check_unused,
     "subjects": check_subjects,
 }

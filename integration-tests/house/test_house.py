@@ -91,6 +91,11 @@ class Layers(unittest.TestCase):
         problems = ["settings.md does not list --c", "settings.md lists --d, which no service has"]
         self.assertEqual(house.check_settings(self.root), problems)
 
+    def test_attack_without_a_test_is_named(self):
+        self.write("shared/one/tests/a.rs", "fn a_b_c() {}\nfn d_e_f_g() {}\n")
+        self.write("docs/security.md", "| x_y_z | stop | `a.rs`: `a_b_c`, `d_e_f…`, `a_b_d` |\n| - | `p_q_r` | none |\n")
+        self.assertEqual(house.check_attacks(self.root), ["security.md names a_b_d, which is no test"])
+
     def test_link_to_missing_heading_is_named(self):
         self.write("README.md", "# A `b` c\n\n[here](#a-b-c), [there](docs/a.md#one-1), [not](docs/a.md#two)\n")
         self.write("docs/a.md", "# One\n\n## One\n\n```\n# two\n```\n")
