@@ -1,4 +1,4 @@
-//! Calls that carry archives.
+//! The calls that transfer a volume as an archive.
 
 use rpc::pb::runtime::read_archive_response::Message as ReadAnswer;
 use rpc::pb::runtime::write_archive_request::Message as Said;
@@ -28,7 +28,7 @@ pub(super) async fn write(
         match next(&mut said).await? {
             Said::Data(data) => unpacking.data(data).await?,
             Said::Commit(_) => break,
-            Said::Open(_) => return Err(invalid_field("message", "`open` was said before")),
+            Said::Open(_) => return Err(invalid_field("message", "`open` must be sent only once")),
         }
     }
     let manifest = unpacking.commit().await?;

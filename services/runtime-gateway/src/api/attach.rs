@@ -1,4 +1,4 @@
-//! The calls of one attached caller: input and signals to a process, output from it.
+//! The `Attach` call, which sends input and signals to a process and receives its output.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,13 +24,15 @@ use crate::worker::Worker;
 use crate::worker::attached_callers::AttachGuard;
 use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
-/// Pieces of input that wait for a process. What a caller may have in flight, 1 MiB, fits when it is sent in pieces of 4 KiB or more.
+/// Most messages of input that wait for a process. A caller may have 1 MiB in flight. That fits if
+/// each message has 4 KiB or more.
 const STDIN_MESSAGES: usize = 257;
 
 /// Most bytes of one message of standard input.
 pub(super) const STDIN_MESSAGE_BYTES: usize = 1 << 20;
 
-/// Most bytes of standard input that wait for a process: what a caller may have in flight, and one message more.
+/// Most bytes of standard input that wait for a process: the bytes that may be in flight, plus one
+/// message.
 const STDIN_BYTES: usize = 2 * STDIN_MESSAGE_BYTES;
 
 pub(super) async fn attach(
@@ -50,8 +52,9 @@ pub(super) async fn attach(
     if worker.runtime.team(process).await.map_err(status)? != team {
         return Err(status(RuntimeError::ProcessNotFound(process)));
     }
-    // Where a worker keeps no output, what it told to another gateway is not told to this one, and never comes: so only who surely speaks
-    // for it says anything, and that all was said most of all.
+    // Without durable output, the worker sends each part of the output to one gateway only. So only
+    // the gateway with the session may forward output, and above all claim that the output is
+    // complete.
     let features = &worker.runtime.capabilities().features;
     let durable = features.iter().any(|feature| feature == "durable-output");
     let open = worker.session.current().filter(|_| !durable);
@@ -73,7 +76,7 @@ pub(super) async fn attach(
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
     }
-    // Each direction holds back only itself: a process that does not read must not keep its output from being heard.
+    // A process that does not read its input must not delay its output.
     let hear = async {
         while let Some(event) = events.next().await {
             let (message, last) = heard(event.map_err(status)?);
@@ -86,8 +89,8 @@ pub(super) async fn attach(
         }
         Ok::<_, Status>(())
     };
-    // Input waits in a queue of its own: a process that does not read it must not keep acknowledgements from arriving, for without those it
-    // may be unable to write, and so never come to read.
+    // Input has its own queue. A process that does not read its input must not delay
+    // acknowledgements, which it may need before it can write and then read.
     let (queue, mut queued) = mpsc::channel(STDIN_MESSAGES);
     let room = Arc::new(Semaphore::new(STDIN_BYTES));
     let feed = async {
@@ -113,15 +116,15 @@ pub(super) async fn attach(
             if length > STDIN_MESSAGE_BYTES {
                 return Err(invalid_field("stdin.data", "must be at most 1 MiB"));
             }
-            let full = || invalid_field("stdin", "runs further ahead of `stdin_ack` than it may");
+            let full = || invalid_field("stdin", "runs too far ahead of `stdin_ack`");
             let taken = room.clone().try_acquire_many_owned(u32::try_from(length).unwrap_or(u32::MAX));
             queue.try_send((stdin, taken.map_err(|_| full())?)).map_err(|_| full())?;
         }
-        // The caller says no more. What the process says is still wanted.
+        // The caller has sent everything, but still receives output.
         std::future::pending::<Result<(), Status>>().await
     };
     tokio::select! {
-        // First: a turn that came with the end of a session is not used.
+        // Biased: a message that arrives with the end of a session is discarded.
         biased;
         elsewhere = superseded => elsewhere,
         heard = hear => heard,
@@ -131,8 +134,11 @@ pub(super) async fn attach(
     }
 }
 
-/// Tells the artifact store now and again that the container of a process is used. Nobody waits for that, and a call that fails is made up for by
-/// the next. Of a process that has not ended it is not told at once: what is kept for a grace after the end is kept for longer than that.
+/// Reports to the artifact store at intervals that the container of a process is in use. Failed
+/// calls are not repeated, because the next one follows.
+///
+/// If the process runs, the first report waits for one interval. The grace that the store gives a
+/// container after the end is longer than that.
 pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallible {
     let goes_on = worker.runtime.process(process).await;
     if matches!(goes_on, Ok(ProcessState::Starting | ProcessState::Started)) {
@@ -142,7 +148,7 @@ pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) 
         if let Some(session) = worker.session.current()
             && let Err(refusal) = worker.clients.store.touch(&session.credential, process).await
         {
-            tracing::debug!(attempt.id = %process, error = %refusal, "cannot say that a container is used");
+            tracing::debug!(attempt.id = %process, error = %refusal, "cannot report that a container is used");
         }
         tokio::time::sleep(every).await;
     }
@@ -159,7 +165,7 @@ async fn say(input: &dyn ProcessInput, said: Option<Say>) -> Result<(), Status> 
             input.acknowledge(Offsets { stdout: ack.stdout_offset, stderr: ack.stderr_offset }).await
         }
         Some(Say::Detach(_)) => input.detach().await,
-        Some(Say::Resume(_)) => return Err(invalid_field("message", "`resume` was said before")),
+        Some(Say::Resume(_)) => return Err(invalid_field("message", "`resume` must be sent only once")),
         Some(Say::Stdin(_) | Say::CloseStdin(_)) | None => {
             return Err(invalid_field("message", "is required"));
         }
@@ -167,7 +173,7 @@ async fn say(input: &dyn ProcessInput, said: Option<Say>) -> Result<(), Status> 
     said.map_err(status)
 }
 
-/// What a caller hears, and whether it is the last.
+/// Converts an event to a message. Returns whether it is the last one.
 fn heard(event: ProcessEvent) -> (Heard, bool) {
     let wire = |stream| match stream {
         OutputStream::Stdout => pb::Stream::Stdout.into(),

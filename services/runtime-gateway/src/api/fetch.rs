@@ -1,4 +1,4 @@
-//! The calls that fetch a volume.
+//! The calls that copy a volume from another worker.
 
 use rpc::client::Outgoing;
 use rpc::pb::runtime::fetch_response::Message as Answer;
@@ -22,9 +22,9 @@ use crate::transfer::error::ReadVolumeError;
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::worker_set::{AdmitError, WorkerSet};
 
-/// How many sources a call may name.
+/// Most sources of one call.
 const MOST_SOURCES: usize = 100;
-/// Time that the gateway of a destination has to say where its worker is reached.
+/// Timeout of the query for the destination's peer address.
 const CONFIRM: Duration = Duration::from_secs(5);
 
 pub(super) async fn fetch(
@@ -45,7 +45,7 @@ pub(super) async fn fetch(
     }
     let to = Destination { ticket, signed: request.ticket };
 
-    // Progress is for people: when the caller does not read it, it is left out.
+    // Progress is only informative, so it is dropped if the caller does not read it.
     let tell = |Progress { done, total, saved, source, by_peer }| {
         let progress = pb::FetchProgress {
             bytes_done: done,
@@ -62,8 +62,8 @@ pub(super) async fn fetch(
     send(&answers, pb::FetchResponse { message: Some(Answer::Committed(committed)) }).await
 }
 
-/// The source that `ticket` permits to read, at the gateway that the scheduler named when it signed the ticket.
-/// `named` is the address that the caller named.
+/// Returns the source that `ticket` permits to read. Its address is the one that the scheduler
+/// signed into the ticket. It must equal `named`, the address that the caller sent.
 async fn permitted_source(
     gateway: &WorkerSet,
     place: usize,
@@ -77,10 +77,10 @@ async fn permitted_source(
         Ok(_) => Err(invalid_field(
             "sources.gateway_endpoint",
             format!(
-                "the gateway of source {place} does not listen at {named:?}: use the address that came with its ticket"
+                "the gateway of source {place} is not at {named:?}; use the address that came with its ticket"
             ),
         )),
-        // Another source may do.
+        // Another source may work.
         Err(AdmitError::Ticket) => Ok(Source { endpoint: None, ticket }),
         Err(error) => Err(error.into()),
     }
@@ -91,7 +91,7 @@ pub(super) async fn stream_to_peer(
     request: pb::StreamToPeerRequest,
 ) -> Result<pb::StreamToPeerResponse, Status> {
     let (attended, from) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
-    // Nobody sends to a volume by which nobody let them.
+    // Both tickets are required, so a caller can write only to a volume that it may fill.
     let into = gateway.permitted(&request.destination_ticket, TicketOperation::Write).await?;
     let address = rpc::required("peer_url", Some(request.peer_url).filter(|url| !url.is_empty()))?;
     let to = Inlet { address, volume: into.volume, encoding: request.encoding };
@@ -99,16 +99,19 @@ pub(super) async fn stream_to_peer(
     confirm(&to, &into, &request.destination_ticket).await?;
     match attended.worker.runtime.contents(from.volume).await.map_err(status)? {
         Contents::Remote(remote) => remote.send(&to).await.map_err(status)?,
-        Contents::Directory(_) => return Err(status(RuntimeError::NoPeers("it is no Concourse worker"))),
+        Contents::Directory(_) => {
+            return Err(status(RuntimeError::NoPeers("the source is not a Concourse worker")));
+        }
     }
     Ok(pb::StreamToPeerResponse {})
 }
 
-/// Makes sure that `to` is where the gateway of the destination says that its worker is reached. That gateway is asked at the address that the
-/// scheduler signed. So nobody has a worker of this gateway connect to an address of his choice.
+/// Checks that `to` is the peer address of the destination, as its gateway reports it. That gateway
+/// is called at the address that the scheduler signed. So a caller cannot make a worker connect to
+/// an address of its choice.
 async fn confirm(to: &Inlet, into: &TicketClaims, signed: &str) -> Result<(), Status> {
     let unknown = |why: String| {
-        Reason::NoPeers.status(SERVICE, format!("cannot confirm where the other worker is reached: {why}"))
+        Reason::NoPeers.status(SERVICE, format!("cannot confirm the peer address of the other worker: {why}"))
     };
     let outgoing = Outgoing::internal().with_ticket(signed);
     let peer = rpc::client::peer(&into.endpoint, outgoing).map_err(|error| unknown(error.to_string()))?;
@@ -119,11 +122,14 @@ async fn confirm(to: &Inlet, into: &TicketClaims, signed: &str) -> Result<(), St
     if answer.peer_url == to.address {
         Ok(())
     } else {
-        Err(invalid_field("peer_url", "is not where the gateway of the other worker says that it is reached"))
+        Err(invalid_field(
+            "peer_url",
+            "differs from the address that the gateway of the other worker reports",
+        ))
     }
 }
 
-/// Answers where workers reach the worker of a volume that is to be filled.
+/// Returns the peer address of the worker whose volume is to be filled.
 pub(super) async fn peer_address(
     gateway: WorkerSet,
     request: pb::GetPeerAddressRequest,
@@ -133,7 +139,7 @@ pub(super) async fn peer_address(
         Contents::Remote(remote) => remote.inlet().await.map_err(status)?,
         Contents::Directory(_) => None,
     };
-    let none = || status(RuntimeError::NoPeers("no worker reaches it"));
+    let none = || status(RuntimeError::NoPeers("the worker has no peer address"));
     Ok(pb::GetPeerAddressResponse { peer_url: inlet.ok_or_else(none)?.address })
 }
 

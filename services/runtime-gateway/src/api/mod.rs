@@ -1,4 +1,6 @@
-//! The calls that gateways serve: parse, call, answer.
+//! The services `Containers` and `Volumes`.
+//!
+//! Each handler parses the request, calls a function of another module, and converts the result.
 
 mod archives;
 mod attach;
@@ -29,7 +31,7 @@ use crate::SERVICE;
 use crate::worker_set::{AttendedWorker, WorkerSet};
 use errors::status;
 
-/// Messages that wait for a caller.
+/// Most messages that wait for a caller.
 const ANSWERS: usize = 4;
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
@@ -47,7 +49,7 @@ pub(crate) struct Handler {
 }
 
 impl Handler {
-    /// Runs a call in a task of its own, which answers through a bounded channel.
+    /// Runs a call in a separate task, which answers through a bounded channel.
     fn answer<T, F>(
         &self,
         extensions: &http::Extensions,
@@ -67,7 +69,7 @@ impl Handler {
                 () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
             };
             if let Err(status) = result {
-                // Failing to answer means that nobody listens any more.
+                // If sending fails, the caller is gone.
                 answers.send(Err(status)).await.ok();
             }
         };
@@ -113,13 +115,13 @@ impl Containers for Handler {
     }
 }
 
-/// The worker that a call names. It need not name the only one.
+/// Returns the worker that a call names. A gateway with one worker does not need the name.
 async fn worker_of(gateway: &WorkerSet, field: &str, id: &str) -> Result<Arc<AttendedWorker>, Status> {
     match parse_optional_id(field, id)? {
         Some(worker) => Ok(gateway.worker(worker).await?),
-        None => gateway
-            .only_worker()
-            .ok_or_else(|| invalid_field(field, "is required: this gateway does not attend just one worker")),
+        None => gateway.only_worker().ok_or_else(|| {
+            invalid_field(field, "is required: this gateway does not attend exactly one worker")
+        }),
     }
 }
 

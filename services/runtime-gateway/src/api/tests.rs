@@ -132,7 +132,7 @@ async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
     for (messages, bytes, why) in
-        [(1, STDIN_MESSAGE_BYTES + 1, "at most 1 MiB"), (100, STDIN_MESSAGE_BYTES, "further ahead")]
+        [(1, STDIN_MESSAGE_BYTES + 1, "at most 1 MiB"), (100, STDIN_MESSAGE_BYTES, "too far ahead")]
     {
         let container = runtime.made(container()).await;
         let spec = runtime::ProcessSpec {

@@ -26,14 +26,18 @@ use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::worker_set::WorkerSet;
 
-/// Longest pause of a caller between two messages of an upload. An upload that makes no progress keeps its reservations, such as memory for its
-/// manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends.
+/// Longest pause of a caller between two messages of an upload. An upload without progress keeps
+/// its reservations no longer than that. The pause is long because a caller may compute the bytes
+/// that it sends.
 pub(super) const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 
-/// Longest pause of a caller of a download, and of a source. Each may have to scan a large volume before it goes on.
+/// Longest pause of the caller or the source of a download. Each may first have to scan a large
+/// volume.
 pub(super) const DOWNLOAD_PAUSE: Duration = Duration::from_secs(60 * 60);
 
-/// Receives the caller's next message within `pause`. Errors: `TRANSFER_TRUNCATED`.
+/// Receives the next message of the caller within `pause`.
+///
+/// Errors: `TRANSFER_TRUNCATED`.
 pub(super) async fn next_message<T>(
     said: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
     pause: Duration,
@@ -42,7 +46,7 @@ pub(super) async fn next_message<T>(
     next.ok_or_else(truncated)?
 }
 
-/// A transfer made no progress, for its caller `did` nothing.
+/// The error of a transfer whose caller made no progress.
 fn paused(did: &str, pause: Duration) -> Status {
     let minutes = pause.as_secs() / 60;
     Reason::TransferTruncated.status(SERVICE, format!("the caller {did} nothing for {minutes} minutes"))
@@ -82,11 +86,11 @@ pub(super) async fn write(
                 let extents: Vec<_> =
                     chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
                 if extents.iter().all(|(_, data)| data.is_empty()) {
-                    return Err(invalid_field("chunk", "a chunk has content"));
+                    return Err(invalid_field("chunk", "must have content"));
                 }
                 bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
                 filling.put(&attended.transfers, extents).await?;
-                // Progress is for people: when the caller does not read it, it is left out.
+                // Progress is only informative, so it is dropped if the caller does not read it.
                 let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
                 answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
             }
@@ -114,13 +118,15 @@ pub(super) async fn receive_manifest(
         match next(said).await? {
             WriteSaid::Manifest(part) => rpc::tree::push_part(&mut builder, &part).map_err(invalid)?,
             WriteSaid::ManifestEnd(end) => break end,
-            _ => return Err(invalid_field("message", "the manifest must come first, and whole")),
+            _ => return Err(invalid_field("message", "the whole manifest must come first")),
         }
     };
     let manifest = builder.finish().map_err(invalid)?;
     let said = Digest::try_from(end.digest.as_ref());
     if said != Ok(manifest.tree_digest()) {
-        return Err(Reason::DigestMismatch.status(SERVICE, "the manifest has another digest than was said"));
+        return Err(
+            Reason::DigestMismatch.status(SERVICE, "the manifest does not have the digest in `manifest_end`")
+        );
     }
     Ok(manifest)
 }
@@ -186,7 +192,7 @@ pub(super) async fn read_file(
     path: PathBuf,
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
-    // Nothing is read that may not have survived a crash of the machine.
+    // The manifest is checked first, so that bytes damaged by a machine crash are never read.
     let manifest = transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
     let (chunks, mut ready) = mpsc::channel(ANSWERS);
     let reading = async {

@@ -1,12 +1,14 @@
-//! The task caches of an attempt, as its process left them.
+//! Publishing the task caches of an attempt.
 //!
-//! A cache that was changed becomes a volume of its own. A cache that started empty is that volume itself; a child
-//! of the version before is copied, so that nothing has to be kept for it. A cache that cannot be kept whole does
-//! not fail the workload: it stays as it was before, and a note says so to the caller.
+//! A changed cache becomes a candidate with its own volume. If the cache started empty, that is the
+//! mounted volume. If it started with a version, the volume is a copy of the mounted child, so that
+//! no older version must be kept. A cache that cannot be published does not fail the workload. It
+//! stays at its last version, and a note tells the caller.
 //!
-//! A tree counts as unchanged if only the time of its root differs, because each child has a root of its own.
-//! Archives of a worker have no parts of seconds and no extended attributes, so these are not compared there. A
-//! tree that is taken for a changed one is published in vain, which does no harm.
+//! A tree counts as unchanged if only the modification time of its root differs, because each child
+//! has its own root. Archives from a Concourse worker have no fractions of seconds and no extended
+//! attributes, so these are not compared there. An unchanged tree that is published wastes space
+//! but does no harm.
 
 use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, error_chain};
@@ -23,15 +25,15 @@ use crate::transfer::completion::complete;
 use crate::transfer::manifests::ScanResult;
 use crate::worker::Worker;
 
-/// What became of the caches of an attempt.
+/// The published caches of an attempt.
 #[derive(Default)]
 pub(super) struct CacheResult {
     pub(super) published: Vec<PublishedCache>,
-    /// What of them is not kept, for people.
+    /// Notes for the caller about caches that were not published completely.
     pub(super) notes: Vec<String>,
 }
 
-/// Makes candidates of this attempt of those caches that were changed.
+/// Publishes the changed caches as candidates of this attempt.
 pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
@@ -55,7 +57,7 @@ pub(super) async fn publish(
                     workload.id = %task.workload,
                     cache.id = %cache.cache,
                     error,
-                    "what was left in a task cache is not kept"
+                    "cannot publish a task cache: it stays at its last version"
                 );
                 left.notes.push(format!("{name} stays as it was before this run: {error}"));
             }
@@ -64,7 +66,8 @@ pub(super) async fn publish(
     Ok(left)
 }
 
-/// The candidate, and what was left out of it. `None`: the cache holds what it held.
+/// Publishes one cache. Returns the candidate, and a note about omitted entries. `None`: the cache
+/// is unchanged.
 async fn publish_one(
     context: &AttemptContext,
     task: &AttemptTask,
@@ -77,7 +80,7 @@ async fn publish_one(
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
     let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
     let (volume, ScanResult { manifest, left_out }) = match parent {
-        // Nothing but its root.
+        // The cache is still empty.
         None if found.manifest.entries().len() <= 1 => return Ok(None),
         None => (mounted, found),
         Some((parent, digest)) => {
@@ -88,7 +91,7 @@ async fn publish_one(
             }
             let copy = handle_of_copy(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
-            // What is published is what was read of it, and not of what it was copied from.
+            // The copy itself is scanned, because the original may have changed meanwhile.
             (copy, transfers.manifests.scan_all(runtime, copy, team).await?)
         }
     };
@@ -96,7 +99,7 @@ async fn publish_one(
     Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
 }
 
-/// The volume for a copy of what was left in a cache. The same each time that it is asked for.
+/// Returns the volume for a copy of a cache. Each call for the same cache returns the same volume.
 async fn handle_of_copy(
     worker: &Worker,
     task: &AttemptTask,
@@ -108,10 +111,14 @@ async fn handle_of_copy(
     };
     let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);
-    handle.ok_or_else(|| AttemptError::Nonsense("the artifact store answered no volume".to_owned()))
+    handle.ok_or_else(|| {
+        AttemptError::Nonsense(
+            "cannot prepare a volume: the answer of the artifact store is empty".to_owned(),
+        )
+    })
 }
 
-/// Whether nothing was changed in a child of the volume with the tree `before`.
+/// Whether a child of the volume with the tree `before` is unchanged.
 fn is_same(before: &Manifest, found: &Manifest, exact: bool) -> bool {
     let (before, found) = (before.entries(), found.entries());
     let same = |(before, found): (&Entry, &Entry)| {
@@ -153,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_is_the_same_whatever_the_time_of_its_root() {
+    fn root_time_is_ignored_when_comparing_trees() {
         let before = tree(1, |_| {});
         for exact in [true, false] {
             assert!(is_same(&before, &tree(2, |_| {}), exact));
@@ -167,7 +174,7 @@ mod tests {
                 assert!(!is_same(&before, &tree(1, change), exact));
             }
         }
-        // Archives do not say.
+        // Archives contain no fractions of seconds.
         let finer = tree(1, |file| file.mtime_nanos = 1);
         assert!(!is_same(&before, &finer, true) && is_same(&before, &finer, false));
         let root = Manifest::new(before.entries()[..1].to_vec(), Limits::default()).expect("valid");

@@ -1,4 +1,6 @@
-//! Images that are artifacts: the directory `rootfs`, and beside it `metadata.json`, which says how processes of it run by default.
+//! Images that are artifacts: the directory `rootfs`, and the file `metadata.json` beside it.
+//!
+//! The metadata has the default environment and user of the image's processes.
 
 use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;
@@ -15,28 +17,28 @@ use crate::transfer::error::ReadVolumeError;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::util::keyed_locks::lock;
 
-/// The root file system.
+/// Directory of the root file system.
 const ROOT: &[u8] = b"rootfs";
 const METADATA: &str = "metadata.json";
 /// Most bytes of metadata.
 const MAX_METADATA: u64 = 1 << 20;
 
-/// What processes of an image get unless their spec says otherwise.
+/// Default settings of an image for its processes. A workload spec takes precedence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Defaults {
     pub(crate) environment: Vec<EnvironmentVariable>,
     pub(crate) user: Option<String>,
 }
 
-/// What images say, by the digest of their tree: an image of this digest says nothing else anywhere.
+/// Default settings of images, cached by the digest of the tree.
 #[derive(Debug, Default)]
 pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, Defaults)>>);
 
-/// How many images are remembered.
+/// Most images in the cache.
 const MOST_IMAGES: usize = 64;
 
 impl ImageDefaults {
-    /// The defaults of the image in `volume`, which has the tree of `manifest`.
+    /// Returns the default settings of the image in `volume`, which has the tree of `manifest`.
     pub(crate) async fn of(
         &self,
         transfers: &Transfers,
@@ -73,16 +75,18 @@ async fn read(
     let invalid = |what: String| Err(RuntimeError::InvalidImage(what));
     match kind(ROOT) {
         Some(EntryKind::Directory) => {}
-        Some(_) => return invalid("`rootfs` is no directory".to_owned()),
-        None => return invalid("it has no directory `rootfs`".to_owned()),
+        Some(_) => return invalid("`rootfs` is not a directory".to_owned()),
+        None => return invalid("the image has no directory `rootfs`".to_owned()),
     }
     match kind(METADATA.as_bytes()) {
         None => return Ok(Defaults::default()),
         Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA => {}
         Some(EntryKind::File { size_bytes, .. }) => {
-            return invalid(format!("`{METADATA}` has {size_bytes} bytes, {MAX_METADATA} are the most"));
+            return invalid(format!(
+                "`{METADATA}` has {size_bytes} bytes, but at most {MAX_METADATA} are allowed"
+            ));
         }
-        Some(_) => return invalid(format!("`{METADATA}` is no regular file")),
+        Some(_) => return invalid(format!("`{METADATA}` is not a regular file")),
     }
     let (chunks, mut ready) = mpsc::channel(1);
     let reading =
@@ -98,7 +102,7 @@ async fn read(
     read.map_err(|error| match error {
         ReadVolumeError::Worker(error) => error,
         error => {
-            RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", error_chain(&error)))
+            RuntimeError::Other(format!("cannot read `{METADATA}` of the image: {}", error_chain(&error)))
         }
     })?;
     parse(&text)
@@ -115,7 +119,7 @@ fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
     let metadata: Metadata = serde_json::from_slice(text).map_err(|error| invalid(error.to_string()))?;
     let mut environment: Vec<EnvironmentVariable> = Vec::new();
     let mut named = HashSet::new();
-    // The last one of a name counts.
+    // If a name occurs repeatedly, the last value counts.
     for variable in metadata.env.unwrap_or_default().into_iter().rev() {
         let split = variable.split_once('=').filter(|(name, _)| !name.is_empty() && !variable.contains('\0'));
         let (name, value) = split.ok_or_else(|| invalid(format!("{variable:?} in `env` is not `K=V`")))?;
@@ -132,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_of_the_largest_size_takes_linear_time() {
+    fn largest_metadata_takes_linear_time() {
         let variables: Vec<_> = (0..60_000).map(|number| format!("\"{number}=\"")).collect();
         let text = format!("{{\"env\":[{}]}}", variables.join(","));
         assert!(text.len() as u64 <= MAX_METADATA);
@@ -142,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn hostile_metadata_is_refused_or_no_larger_than_its_text() {
+    fn hostile_metadata_is_rejected_or_bounded() {
         testing::hostile::each(5000, |draws| {
             let mut names = HashSet::new();
             let mut variable = |at: usize| {
@@ -169,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_is_understood_or_refused() {
+    fn metadata_is_parsed_or_rejected() {
         let variable =
             |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };
         let text = br#"{"env": ["A=1", "B=x=y", "A=2", "C="], "user": "ann", "other": [1]}"#;

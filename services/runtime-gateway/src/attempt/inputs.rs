@@ -1,4 +1,5 @@
-//! The inputs of an attempt: rows in the artifact store, and copies of artifacts that are not on the worker.
+//! The inputs of an attempt: their rows in the artifact store, and copies of those that are not on
+//! the worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -20,34 +21,37 @@ use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
 
-/// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
+/// Time for which failing sources of an input are tried again, because gateways may restart.
 const SOURCES_RETURN: Duration = Duration::from_secs(120);
-/// The same for caches, without which it goes as well.
+/// Time for which failing sources of a cache are tried again. It is shorter, because a cache may
+/// start empty.
 const CACHES_RETURN: Duration = Duration::from_secs(15);
-/// What a runtime can do whose outputs need not be mounts.
+/// Feature of a runtime whose outputs need not be mounts.
 const REPLACEABLE: &str = "replaceable-outputs";
-/// How often inputs are brought that are gone again before they are used.
+/// Most rounds of copying inputs. Another round is necessary if a copied input is lost before it is
+/// used.
 const ROUNDS: usize = 8;
 
-/// The handles of what an attempt needs.
+/// The handles of the container and the volumes of an attempt.
 pub(super) struct Prepared {
     pub(super) container: ContainerHandle,
-    /// In the order of the plan: the volume, and its parent with what that must hold.
+    /// Volumes in the order of the plan, each with its parent and the digest of the parent's tree.
     pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
-    /// How many bytes were brought to the worker for it.
+    /// Bytes that were copied to the worker.
     pub(super) bytes_in: u64,
 }
 
-/// Bytes that are not on the worker.
+/// An artifact that is not on the worker.
 pub(super) struct Missing {
     artifact: ArtifactId,
-    /// What the spec calls it.
+    /// Name of the input in the spec.
     name: String,
-    /// Whether it is but the version of a cache.
+    /// Whether only a cache starts with this artifact.
     is_cache: bool,
 }
 
-/// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
+/// Returns the plan of an attempt and its handles, once all inputs are on the worker. Caches that
+/// cannot be copied start empty.
 pub(super) async fn prepare(
     context: &AttemptContext,
     task: &AttemptTask,
@@ -62,7 +66,7 @@ pub(super) async fn prepare(
         let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
         let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
-            // Something else was put in the place of what the worker brings along.
+            // The worker-provided image or the certificates have changed since the import.
             Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
                 continue;
             }
@@ -71,7 +75,8 @@ pub(super) async fn prepare(
         if missing.is_empty() {
             return Ok((plan, Prepared { bytes_in, ..prepared }));
         }
-        // What the worker brings along it has itself, and nobody else.
+        // A worker-provided artifact is only on this worker, so it must be imported again instead
+        // of copied.
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
@@ -80,22 +85,27 @@ pub(super) async fn prepare(
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
-    Err(AttemptError::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+    Err(AttemptError::Nonsense(
+        "cannot prepare the inputs: the artifact store reports a missing input again after each copy"
+            .to_owned(),
+    ))
 }
 
-/// Whether the store refuses something that was imported, and that has to be looked at again.
+/// Whether the store rejected a worker-provided artifact, which must be checked again.
 fn is_about_base_type(imports: &BaseTypeImports, provided: &WorkerImports, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
     refusal.is(Reason::InputUnavailable)
         && artifact.is_some_and(|artifact| is_base_type(imports, provided, artifact))
 }
 
-/// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
+/// Whether a missing artifact is worker-provided. A new import is requested, unless there was one
+/// since.
 fn is_base_type(imports: &BaseTypeImports, provided: &WorkerImports, artifact: ArtifactId) -> bool {
     imports.lost(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
 }
 
-/// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
+/// Returns the worker-provided artifacts for the container of an attempt. Waits for their imports,
+/// unless the container already exists.
 async fn base_types(
     worker: &Worker,
     imports: &BaseTypeImports,
@@ -109,7 +119,7 @@ async fn base_types(
         Image::Host | Image::Artifact(_) => None,
     };
     if let Some(what) = image.as_ref().filter(|what| !brings(what)) {
-        let message = format!("this worker does not bring along {what:?}");
+        let message = format!("this worker does not provide {what:?}");
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(WorkerProvided::Certs).filter(brings);
@@ -124,17 +134,18 @@ async fn base_types(
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
     let image = image.map_err(|why| {
-        let message = format!("the image that the worker brings along cannot be imported: {why}");
+        let message = format!("cannot import the worker-provided image: {why}");
         AttemptError::Worker(RuntimeError::Other(message))
     })?;
     let certs = certs.unwrap_or_else(|why| {
-        tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
+        tracing::warn!(attempt.id = %task.attempt, why, "cannot import the certificates of the worker: the container starts without them");
         None
     });
     Ok(WorkerImports { image, certs })
 }
 
-/// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
+/// Requests handles for the volumes in `asked`. Returns also the artifacts that are not on the
+/// worker. Caches do not start with artifacts in `unreachable`.
 pub(super) async fn ask(
     worker: &Worker,
     task: &AttemptTask,
@@ -167,8 +178,8 @@ pub(super) async fn ask(
     Ok((prepared, missing))
 }
 
-/// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought, and how many bytes
-/// were.
+/// Copies artifacts to the worker concurrently, and reports the progress. Returns the caches that
+/// cannot be copied, and the number of copied bytes.
 async fn bring(
     worker: &Worker,
     task: &AttemptTask,
@@ -190,7 +201,7 @@ async fn bring(
             Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
-                tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be provided, and is found empty");
+                tracing::warn!(artifact.id = %artifact, error, "cannot copy a task cache: it starts empty");
                 Ok((Some(*artifact), 0))
             }
             Err(refusal) => Err(AttemptError::InputMissing(name.clone(), *artifact, refusal)),
@@ -202,16 +213,17 @@ async fn bring(
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
-/// What is heard of an input that is brought.
+/// An event of the copy of an input.
 #[derive(Debug, Clone, Copy)]
 enum InputEvent<'n> {
-    /// So many bytes of so many are there.
+    /// Bytes on the worker, and bytes in total.
     Bytes(u64, u64),
-    /// It cannot be brought just now.
+    /// The copy waits, for this reason.
     Waits(&'n str),
 }
 
-/// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
+/// Applies an event to the progress of an input. The wait ends when there are more bytes than
+/// before. Each try starts with the bytes that already exist.
 fn take(input: &mut InputProgress, news: InputEvent<'_>) {
     match news {
         InputEvent::Waits(why) => why.clone_into(&mut input.waits_for),
@@ -223,7 +235,7 @@ fn take(input: &mut InputProgress, news: InputEvent<'_>) {
     }
 }
 
-/// What the spec calls an artifact with which a volume starts.
+/// Returns the name of an artifact in the spec.
 fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
@@ -234,7 +246,8 @@ fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> Str
     }
 }
 
-/// Brings one artifact to the worker, and answers how many bytes came from elsewhere. Sources that fail are given time to come back.
+/// Copies one artifact to the worker, and returns the number of copied bytes. Failing sources are
+/// tried again for `patience`.
 async fn materialize(
     worker: &Worker,
     task: &AttemptTask,
@@ -258,7 +271,7 @@ async fn materialize(
             }
             tell(InputEvent::Waits(&refusal.message));
         }
-        tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be provided just now");
+        tracing::info!(artifact.id = %artifact, error = %refusal, "cannot copy an input: trying again");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(2));
     }

@@ -1,4 +1,4 @@
-//! The volumes and the container of an attempt, as they are made on the worker.
+//! Making the volumes and the container of an attempt on the worker.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::transfer::Transfers;
 use crate::transfer::error::ManifestError;
 use crate::worker::Worker;
 
-/// How long a reason may be that the artifact store keeps, in bytes.
+/// Most bytes of a failure's cause that the artifact store keeps.
 const LONGEST_WHY: usize = 1000;
 
-/// Makes the volumes and the container on the worker. Answers what the image says of its processes.
+/// Makes the volumes and the container on the worker. Returns the default settings of the image.
 pub(super) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
@@ -32,7 +32,7 @@ pub(super) async fn make(
         let source = match *parent {
             Some((parent, digest)) => {
                 let manifest = verify(transfers, parent, &task.spec.team, digest).await?;
-                // Images have many links that nothing writes to.
+                // The links of images are not kept, because nothing writes to them.
                 child(parent, &manifest, matches!(volume.mount, Some((_, false))))
             }
             None => VolumeSource::Empty,
@@ -44,13 +44,15 @@ pub(super) async fn make(
         }
         Ok::<_, AttemptError>(())
     });
-    // What the image says is read from its replica, which is there already.
+    // The metadata is read from the replica of the image, which already exists.
     let image = async {
         let (PlannedImage::Artifact(index) | PlannedImage::WorkerProvided(index)) = plan.image else {
             return Ok((Root::Host, Defaults::default()));
         };
         let (volume, Some((replica, digest))) = prepared.volumes[index] else {
-            return Err(AttemptError::Nonsense("the image has no replica".to_owned()));
+            return Err(AttemptError::Nonsense(
+                "cannot make the container: its image has no replica".to_owned(),
+            ));
         };
         if let PlannedImage::WorkerProvided(_) = plan.image {
             return Ok((Root::Whole(volume), Defaults::default()));
@@ -58,7 +60,7 @@ pub(super) async fn make(
         let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
         Ok((Root::Volume(volume), images.of(transfers, replica, manifest).await?))
     };
-    // Each to its end: nothing is left half made.
+    // All of them run to their end, so that nothing is half made.
     let (made, image) = tokio::join!(futures::future::join_all(made), image);
     made.into_iter().collect::<Result<(), _>>()?;
     let (root, defaults) = image?;
@@ -81,9 +83,10 @@ pub(super) async fn make(
     Ok(defaults)
 }
 
-/// How a child of a volume with this manifest is made, so that its container sees all of it.
+/// Returns how to make a child of a volume with this manifest, so that its container sees all of
+/// it.
 fn child(parent: VolumeHandle, manifest: &transfer::Manifest, keeps_links: bool) -> VolumeSource {
-    // In a layer below an overlay, such a device says that there is nothing.
+    // In the lower layer of an overlay, this device hides a file.
     let is_whiteout = |entry: &transfer::Entry| {
         entry.kind == EntryKind::Device { kind: DeviceKind::Character, major: 0, minor: 0 }
     };
@@ -103,7 +106,7 @@ fn child(parent: VolumeHandle, manifest: &transfer::Manifest, keeps_links: bool)
     VolumeSource::CopyOnWriteLinked { parent, names: names.collect() }
 }
 
-/// The first name of a file, of which this entry is another.
+/// Returns the target of a hard link.
 fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
     match &entry.kind {
         EntryKind::HardLink { to } => Some(to),
@@ -111,20 +114,22 @@ fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
     }
 }
 
-/// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.
+/// Reports to the artifact store what cannot be made, so that it is collected at once. If the
+/// report is lost, it is collected with the attempt.
 pub(super) async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &AttemptError) {
-    // Whoever speaks for the worker now goes on with it.
+    // The gateway with the new session continues the attempt.
     let Some(session) = worker.session.current().filter(|_| !stopped.is_superseded()) else { return };
-    let mut why = format!("it could not be made: {}", error_chain(stopped));
+    let mut why = format!("cannot make the container or its volumes: {}", error_chain(stopped));
     why.truncate(why.floor_char_boundary(LONGEST_WHY));
     let volumes: Vec<_> = prepared.volumes.iter().map(|(handle, _)| *handle).collect();
     let call = worker.clients.store.mark_failed(&session.credential, prepared.container, &volumes, why);
     if let Err(refusal) = call.await {
-        tracing::debug!(error = %refusal, "cannot say that something could not be made");
+        tracing::debug!(error = %refusal, "cannot report a container that cannot be made");
     }
 }
 
-/// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.
+/// Verifies the contents of a replica. A damaged replica is kept, and reported to the artifact
+/// store as lost.
 pub(super) async fn verify(
     transfers: &Transfers,
     replica: VolumeHandle,

@@ -1,15 +1,18 @@
-//! One attempt at a workload, from its lease to its end.
+//! One attempt at a workload, from its lease to its result.
 //!
 //! ```text
-//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start →
+//! wait → publish → FinishAttempt
 //! ```
 //!
-//! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
-//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's. So does one
-//! that was refused because another session had begun, once it is let in again.
+//! [`carry_out`] runs these steps in this order. Every step can be repeated, so a restarted gateway
+//! runs the attempt from the top. Existing containers and volumes are reused. A process that was
+//! started is not started again, because its id is that of the attempt. An attempt that was
+//! rejected because of a newer session runs again when this gateway has a session again.
 //!
-//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
-//! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
+//! Invariant: a process starts only after `StartAttempt` was acknowledged under this lease. Outputs
+//! and caches are published only after the process has exited without being stopped. On a runtime
+//! with `ends-whole`, all other processes of the container must have ended too.
 
 mod caches;
 pub(crate) mod context;
@@ -46,7 +49,7 @@ use make::{could_not_make, make};
 use process::{announce_start, give_up, process_spec, report_running, used, wait, wished};
 use result::{StopCause, ended_result, finish_attempt, is_interrupted};
 
-/// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
+/// Runs `work`, which handles the lease. If `work` panics, the attempt fails and its slot is freed.
 pub(crate) async fn attended(
     worker: Arc<Worker>,
     lease: LeaseId,
@@ -57,19 +60,20 @@ pub(crate) async fn attended(
     let _entry = LeaseGuard { worker: &worker, lease };
     let Err(panic) = AssertUnwindSafe(work).catch_unwind().await else { return };
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it did not say why");
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the panic has no message");
     tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
     if let Some(attempt) = attempt
         && !give_up(&worker, attempt).await
     {
         return;
     }
-    let message = format!("the gateway broke off: {text}");
+    let message = format!("the gateway failed while it ran the attempt: {text}");
     let failure = Failure { reason: FailureReason::WorkerFailed, message };
     finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
 }
 
-/// A lease that a task attends to. When the task dies, the lease is forgotten, and so the scheduler told that nobody attends to it.
+/// The entry of a lease. If its task dies, the entry is removed, so that the scheduler sees an
+/// unhandled lease.
 struct LeaseGuard<'w> {
     worker: &'w Worker,
     lease: LeaseId,
@@ -78,13 +82,14 @@ struct LeaseGuard<'w> {
 impl Drop for LeaseGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
+            tracing::error!(lease.id = %self.lease, "cannot end an attempt: its task died");
             self.worker.attempts.remove(self.lease);
         }
     }
 }
 
-/// Ends an attempt that cannot be understood, after whatever an earlier gateway may have started of it.
+/// Ends an attempt that cannot be parsed. First stops a process that an earlier gateway may have
+/// started.
 pub(crate) async fn refuse(
     worker: Arc<Worker>,
     lease: LeaseId,
@@ -97,12 +102,13 @@ pub(crate) async fn refuse(
     {
         return;
     }
-    let message = format!("this gateway cannot understand what it shall do: {why}");
+    let message = format!("cannot parse the attempt: {why}");
     let failure = Failure { reason: FailureReason::Unsupported, message };
     finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
 }
 
-/// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
+/// Runs an attempt and reports its result to the scheduler. If the gateway stops, it returns
+/// without a report.
 pub(crate) async fn run(
     context: Arc<AttemptContext>,
     task: AttemptTask,
@@ -124,23 +130,24 @@ pub(crate) async fn run(
                 Ok(result) => break result,
                 Err(AttemptError::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
-                    tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "this attempt waits until this gateway is let in again");
+                    tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "cannot continue an attempt: waiting for a new session");
                     if !let_in_again(worker).await {
                         return;
                     }
                 }
-                // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
+                // No process was started. The attempt runs again once the session is exclusive.
                 Err(AttemptError::NotAlone) => tokio::select! {
                     () = worker.session.wait_until_exclusive() => {}
                     () = worker.stopping.cancelled() => return,
                 },
                 Err(stopped) => {
-                    // Whatever went wrong: the slot is free only once nothing runs.
+                    // The slot may be freed only when no process runs.
                     if !give_up(worker, task.attempt).await {
                         return;
                     }
                     let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
-                    // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
+                    // For a lease that is ending, the scheduler waits for this result. For one that
+                    // has ended, it rejects it.
                     let wish = stop.borrow().clone().filter(|_| lost);
                     break AttemptResult::failed(failure(&wish.map_or(stopped, AttemptError::Wished)));
                 }
@@ -152,7 +159,7 @@ pub(crate) async fn run(
     .await;
 }
 
-/// Ends an attempt that shall stop and that this gateway did not start: an earlier one may have.
+/// Stops an attempt of an earlier gateway, and reports its result.
 pub(crate) async fn stop_unknown(
     worker: Arc<Worker>,
     lease: LeaseId,
@@ -172,11 +179,11 @@ pub(crate) async fn stop_unknown(
             let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
             AttemptResult::failed(Failure {
                 reason,
-                message: "stopped before its process was started".to_owned(),
+                message: "stopped before the process was started".to_owned(),
             })
         }
         Err(stopped) => {
-            // The slot is free only once nothing runs.
+            // The slot may be freed only when no process runs.
             if !give_up(&worker, attempt).await {
                 return;
             }
@@ -186,11 +193,11 @@ pub(crate) async fn stop_unknown(
     finish_attempt(&worker, lease, &token, result).await;
 }
 
-/// Waits until an attempt may be begun again at the top after a call was refused as of an old session: what runs, and what is to be said
-/// of it, is that gateway's which speaks for the worker now, and that may come to be this one again. Answers whether it has.
+/// Waits until this gateway has a session again, after a call was rejected because of a newer
+/// session. Until then the other gateway handles the attempt. Returns false if the gateway stops.
 async fn let_in_again(worker: &Worker) -> bool {
     let let_in = async {
-        // The session may be an old one, and this gateway not have heard.
+        // The session may already have ended without notice.
         tokio::time::sleep(Duration::from_secs(1)).await;
         worker.session.opened().await;
     };
@@ -206,8 +213,8 @@ async fn carry_out(
     stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<AttemptResult, AttemptError> {
     let worker = &*context.worker;
-    // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
-    // the worker does not start it again.
+    // The state of the process can be read concurrently. Only another gateway could start the
+    // process meanwhile, and the runtime does not start it twice.
     let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
     let (prepared, known) = tokio::select! {
         asked = asked => asked,
@@ -255,7 +262,7 @@ async fn carry_out(
     }
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    // What a signal ended was in the midst of something: no state for the next run.
+    // A process that was ended by a signal may leave an incomplete cache.
     let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
     let cut_short = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
@@ -273,10 +280,10 @@ async fn carry_out(
             .await;
         match published {
             Ok(()) => {}
-            // How the process ended is known all the same.
+            // The exit of the process is reported nevertheless.
             Err(AttemptError::Worker(error)) => result.add_failure(error.failure()),
             Err(AttemptError::Refused(refusal)) if !is_superseded(&refusal) => {
-                let message = format!("the artifact store does not take an output: {refusal}");
+                let message = format!("cannot publish an output: {refusal}");
                 result.add_failure(Failure { reason: FailureReason::PublishFailed, message });
             }
             Err(stopped) => return Err(stopped),
@@ -286,7 +293,9 @@ async fn carry_out(
             result.caches = left.published;
             result.notes.extend(left.notes);
         } else if !plan.caches.is_empty() {
-            result.notes.push("caches stay as they were: a signal ended the process".to_owned());
+            result
+                .notes
+                .push("caches stay as they were before this run: a signal ended the process".to_owned());
         }
     }
     if publishable {

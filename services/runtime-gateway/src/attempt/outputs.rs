@@ -1,4 +1,4 @@
-//! The outputs of an attempt, as they become candidates in the artifact store.
+//! Publishing the outputs of an attempt.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ use crate::clients::scheduler_messages::AttemptTask;
 use crate::transfer::completion::complete;
 use crate::transfer::manifests::ScanResult;
 
-/// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
+/// Scans the outputs, and publishes them as candidates of this attempt.
 pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,

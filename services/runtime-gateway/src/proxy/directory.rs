@@ -1,4 +1,6 @@
-//! The gateway of each worker, as the scheduler names it, with the ticket for calls to that gateway.
+//! The gateway of each worker, as the scheduler reports it, with the proxy ticket for that gateway.
+//!
+//! Each call looks its gateway up here. Entries are cached for some seconds.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -11,12 +13,12 @@ use rpc::{Peer, Reason, Refusal};
 
 use crate::util::keyed_locks::lock;
 
-/// How long an answer of the scheduler is used without asking again.
+/// Time for which an answer of the scheduler is used.
 const FRESH: Duration = Duration::from_secs(10);
-/// How long the scheduler may take to answer.
+/// Timeout of a query to the scheduler.
 const ASK: Duration = Duration::from_secs(5);
 
-/// Where a worker is attended, and the permission to pass calls on.
+/// The gateway of a worker, and the proxy ticket for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) endpoint: String,
@@ -26,7 +28,7 @@ pub(super) struct Destination {
 struct CachedDestination {
     destination: Destination,
     asked: Instant,
-    /// Until when the ticket is surely good.
+    /// Time until which the ticket is certainly valid.
     good_until: Instant,
 }
 
@@ -40,14 +42,15 @@ impl Directory {
         Self { scheduler, known: Mutex::default() }
     }
 
-    /// Where `worker` is attended. Asks the scheduler anew when what is known is not `fresh` enough, or turned out to be wrong.
+    /// Returns the gateway of `worker`. With `anew`, the scheduler is asked even if an entry is
+    /// cached.
     pub(super) async fn find(&self, worker: WorkerId, anew: bool) -> Result<Destination, Refusal> {
         let now = Instant::now();
         if !anew && let Some(known) = self.known(worker, |known| now < known.asked + FRESH) {
             return Ok(known);
         }
         match self.ask(worker, now).await {
-            // The scheduler is away. Whoever attended the worker may still be there.
+            // The scheduler does not answer. The last known gateway may still attend the worker.
             Err(refusal) if refusal.is_transient() => {
                 self.known(worker, |known| now < known.good_until).ok_or(refusal)
             }
@@ -68,12 +71,16 @@ impl Directory {
         let mut scheduler = self.scheduler.clone();
         let request = pb::IssueProxyTicketRequest { worker_id: worker.to_string() };
         let asked = tokio::time::timeout(ASK, scheduler.issue_proxy_ticket(request)).await;
-        let slow =
-            || Refusal::from(Reason::Unavailable.status(crate::SERVICE, "the scheduler does not answer"));
+        let slow = || {
+            Refusal::from(
+                Reason::Unavailable
+                    .status(crate::SERVICE, "cannot look up the gateway: the scheduler does not answer"),
+            )
+        };
         let answer = asked.map_err(|_| slow())??.into_inner();
         let destination = Destination { endpoint: answer.gateway_endpoint, ticket: answer.ticket };
         let valid_for = answer.valid_for.and_then(|term| Duration::try_from(term).ok()).unwrap_or(FRESH);
-        // Halved: clocks disagree, and a call takes time to arrive.
+        // Halved, because clocks differ and a call takes time to arrive.
         let good_until = now + valid_for / 2;
         let known = CachedDestination { destination: destination.clone(), asked: now, good_until };
         let mut all = lock(&self.known);

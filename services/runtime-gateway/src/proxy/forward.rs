@@ -1,12 +1,15 @@
 //! The forwarding of one call, frame by frame in both directions.
 //!
-//! - *Back pressure*: a frame is taken from one side when the other side asks for it. HTTP/2 windows bound what is
-//!   in flight. Each call has a connection of its own to the gateway, so a slow reader holds no other call back.
-//! - *Cancellation*: the call to the gateway lives in the answer to the caller. Dropping one drops the other.
-//! - *Deadline*: `grpc-timeout` tells the gateway what is left of it, and the proxy keeps it, too.
-//! - *Status*: trailers are passed on untouched. The proxy looks only for the status of a gateway that does not
-//!   attend the worker any more. Then it asks the scheduler again, and repeats the call if the caller's messages so
-//!   far are still at hand.
+//! - *Back pressure*: the proxy reads a frame from one side when the other side asks for it. HTTP/2
+//!   windows bound the bytes in flight. Each call has its own connection to the gateway, so a slow
+//!   reader delays no other call.
+//! - *Cancellation*: the response to the caller owns the call to the gateway. Dropping one drops
+//!   the other.
+//! - *Deadline*: the gateway receives the remaining time as `grpc-timeout`. The proxy enforces the
+//!   deadline too.
+//! - *Status*: trailers are forwarded unchanged. The proxy reads only the status `NOT_ATTENDED`. It
+//!   then asks the scheduler again, and repeats the call if it still has all messages of the
+//!   caller.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -31,13 +34,13 @@ use super::route;
 use crate::SERVICE;
 use crate::util::keyed_locks::lock;
 
-/// The longest first message. It has a ticket or the name of a process, and a path at most.
+/// Most bytes of the first message, which contains at most a ticket or a process id, and a path.
 const FIRST: usize = 256 << 10;
-/// How much of what a caller has said is kept for saying it again.
+/// Most bytes of the caller's messages that the proxy keeps to repeat a call.
 const KEPT: usize = 1 << 20;
-/// The compression flag and the length before each message.
+/// Bytes of the compression flag and the length before each message.
 const PREFIX: usize = 5;
-/// What is between the caller and the proxy, and not for anybody else.
+/// Headers that are meant for the proxy only.
 const OURS: [&str; 7] = [
     "authorization",
     "proxy-authorization",
@@ -48,7 +51,7 @@ const OURS: [&str; 7] = [
     TICKET_HEADER,
 ];
 
-/// Passes a call on, and answers what is answered there.
+/// Forwards a call to the gateway of its worker, and returns the response.
 pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
@@ -72,7 +75,7 @@ pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result
     Ok(Response::from_parts(parts, Body::new(StreamBody::new(pass(call, body)))))
 }
 
-/// A call on its way.
+/// A call that is being forwarded.
 struct Call {
     proxy: Arc<Proxy>,
     worker: WorkerId,
@@ -83,7 +86,8 @@ struct Call {
 }
 
 impl Call {
-    /// Makes the call, and once more where the first try went to a gateway that is not there or not the right one any more.
+    /// Makes the call. If the first gateway does not answer or does not attend the worker, the call
+    /// is repeated once.
     async fn begin(&self) -> Result<Response<Body>, Status> {
         let destination = self.find(false).await?;
         match self.send(&destination).await {
@@ -92,11 +96,11 @@ impl Call {
         }
     }
 
-    /// Asks the scheduler anew, and makes the call there.
+    /// Asks the scheduler for the gateway again, and makes the call there.
     async fn again(&self) -> Result<Response<Body>, Status> {
         let destination = self.find(true).await?;
         self.send(&destination).await.map_err(|error| {
-            tracing::debug!(worker.id = %self.worker, endpoint = destination.endpoint, %error, "a gateway does not answer");
+            tracing::debug!(worker.id = %self.worker, endpoint = destination.endpoint, %error, "cannot forward a call: the gateway does not answer");
             unreachable()
         })
     }
@@ -106,7 +110,7 @@ impl Call {
         found.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
     }
 
-    /// Makes the call at one gateway. Answers once that has begun to answer.
+    /// Makes the call at one gateway. Returns when the response begins.
     async fn send(&self, to: &Destination) -> Result<Response<Body>, Status> {
         let mut peer = rpc::client::peer(&to.endpoint, Outgoing::default())
             .map_err(|error| rpc::unavailable(SERVICE, "reach a worker's gateway", &error))?;
@@ -137,7 +141,7 @@ impl Call {
             tracing::debug!(
                 endpoint = to.endpoint,
                 error = domain::error_chain(&error),
-                "a gateway does not answer"
+                "cannot forward a call: the gateway does not answer"
             );
             unreachable()
         })?;
@@ -151,20 +155,21 @@ impl Call {
 
 impl Drop for Call {
     fn drop(&mut self) {
-        // As long as the caller might say more, the gateway would not hear that nobody listens.
+        // Ends the request stream, because the gateway would otherwise wait for more messages.
         self.said().next_turn();
     }
 }
 
 fn unreachable() -> Status {
-    Reason::Unavailable.status(SERVICE, "the worker's gateway does not answer, call again")
+    Reason::Unavailable
+        .status(SERVICE, "cannot forward the call: the worker's gateway does not answer; call again")
 }
 
 fn is_not_attended(headers: &HeaderMap) -> bool {
     Status::from_header_map(headers).is_some_and(|status| Refusal::from(status).is(Reason::NotAttended))
 }
 
-/// The answer of the gateway, frame by frame.
+/// Forwards the response of the gateway, frame by frame.
 fn pass(call: Call, body: Body) -> impl futures::Stream<Item = Result<Frame<Bytes>, Status>> + Send {
     let passing = Passing { call, body, waiting: true, ended: false };
     futures::stream::unfold(passing, |mut passing| async move {
@@ -176,7 +181,7 @@ fn pass(call: Call, body: Body) -> impl futures::Stream<Item = Result<Frame<Byte
 struct Passing {
     call: Call,
     body: Body,
-    /// Nothing has been answered yet.
+    /// Whether no frame was forwarded yet.
     waiting: bool,
     ended: bool,
 }
@@ -190,7 +195,7 @@ impl Passing {
         let next = tokio::select! {
             next = within(deadline, self.answered()) => next,
             () = stopping.cancelled() => {
-                Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping, call again"))
+                Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping; call again"))
             }
         };
         let frame = match next {
@@ -199,7 +204,7 @@ impl Passing {
         };
         self.ended = frame.as_ref().is_none_or(Frame::is_trailers);
         if self.ended {
-            // Whatever the gateway still does for this call is for nobody.
+            // The call has ended for the caller, so the call to the gateway is cancelled.
             self.body = Body::empty();
             self.call.said().next_turn();
         }
@@ -209,8 +214,8 @@ impl Passing {
     async fn answered(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
         let Some(frame) = next_frame(&mut self.body).await else { return Ok(None) };
         let frame = frame.map_err(|error| {
-            tracing::debug!(worker.id = %self.call.worker, %error, "a call broke");
-            Reason::Unavailable.status(SERVICE, "the worker's gateway broke off, call again")
+            tracing::debug!(worker.id = %self.call.worker, %error, "cannot forward a call: the response of the gateway broke off");
+            Reason::Unavailable.status(SERVICE, "the response of the worker's gateway broke off; call again")
         })?;
         if !std::mem::take(&mut self.waiting) {
             return Ok(Some(frame));
@@ -223,13 +228,13 @@ impl Passing {
         let (parts, body) = self.call.again().await?.into_parts();
         self.call.said().keeping = false;
         self.body = body;
-        // One without a body has its status where others have their headers.
+        // A response without a body has its status in the headers.
         if parts.headers.contains_key(Status::GRPC_STATUS) {
             return Ok(Some(Frame::trailers(parts.headers)));
         }
         next_frame(&mut self.body).await.transpose().map_err(|error| {
-            tracing::debug!(worker.id = %self.call.worker, %error, "a call broke");
-            Reason::Unavailable.status(SERVICE, "the worker's gateway broke off, call again")
+            tracing::debug!(worker.id = %self.call.worker, %error, "cannot forward a call: the response of the gateway broke off");
+            Reason::Unavailable.status(SERVICE, "the response of the worker's gateway broke off; call again")
         })
     }
 }
@@ -246,21 +251,21 @@ async fn next_frame(body: &mut Body) -> Option<Result<Frame<Bytes>, Status>> {
     std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
 }
 
-/// What the caller says.
+/// The request stream of the caller.
 struct CallerStream {
     body: Body,
-    /// The beginning of it, as long as it may have to be said again, and what was not yet passed on of it.
+    /// The frames from the beginning of the stream, while the call may have to be repeated.
     kept: Vec<Bytes>,
     kept_bytes: usize,
     keeping: bool,
-    /// Which try of the call it is said to. Earlier ones hear no more.
+    /// Number of the current try. Earlier tries receive no more frames.
     turn: u64,
-    /// Who waits for more.
+    /// The task that waits for the next frame.
     listener: Option<Waker>,
 }
 
 impl CallerStream {
-    /// Waits for the first message, which stays to be passed on.
+    /// Waits for the first message, which is kept and forwarded later.
     async fn first_message(&mut self) -> Result<Bytes, Status> {
         let mut first = BytesMut::new();
         loop {
@@ -276,7 +281,7 @@ impl CallerStream {
         }
     }
 
-    /// Says everything once more, to whoever listens from now on. `false`: it is not at hand any more.
+    /// Starts the stream again for a new try. Returns false if its beginning is no longer kept.
     fn begin_again(&mut self) -> bool {
         if self.keeping {
             self.next_turn();
@@ -284,7 +289,7 @@ impl CallerStream {
         self.keeping
     }
 
-    /// Who has listened so far hears that this was all, and that it was broken off.
+    /// Ends the stream of the current try with a cancellation.
     fn next_turn(&mut self) {
         self.turn += 1;
         if let Some(listener) = self.listener.take() {
@@ -293,7 +298,7 @@ impl CallerStream {
     }
 }
 
-/// The message at the beginning of `bytes`, if all of it is there.
+/// Returns the message at the beginning of `bytes`, if it is complete.
 fn whole_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
     let Some((mut prefix, rest)) = bytes.split_at_checked(PREFIX) else { return Ok(None) };
     if prefix.get_u8() != 0 {
@@ -306,7 +311,7 @@ fn whole_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
     Ok(rest.get(..length).map(Bytes::copy_from_slice))
 }
 
-/// What the caller says, from its beginning, for one try of the call.
+/// The request stream for one try of the call.
 struct Again {
     said: Arc<Mutex<CallerStream>>,
     turn: u64,
@@ -328,7 +333,7 @@ impl HttpBody for Again {
         let this = self.get_mut();
         let mut said = lock(&this.said);
         if said.turn != this.turn {
-            return Poll::Ready(Some(Err(Status::cancelled("nobody listens any more"))));
+            return Poll::Ready(Some(Err(Status::cancelled("the call has ended"))));
         }
         if let Some(data) = said.kept.get(this.next) {
             this.next += 1;
@@ -355,7 +360,7 @@ impl HttpBody for Again {
     }
 }
 
-/// `left` as `grpc-timeout` says it, with eight digits at most.
+/// Formats a duration for `grpc-timeout`, which allows at most eight digits.
 fn timeout(left: Duration) -> HeaderValue {
     let text = match (left.as_micros(), left.as_millis()) {
         (micros @ 0..100_000_000, _) => format!("{micros}u"),
@@ -371,7 +376,7 @@ async fn within<T>(
 ) -> Result<T, Status> {
     let Some(deadline) = deadline else { return work.await };
     let late = || {
-        let message = "the deadline passed before the worker's gateway had answered";
+        let message = "the deadline passed before the worker's gateway answered";
         Reason::DeadlineExceeded.status(SERVICE, message)
     };
     tokio::time::timeout_at(deadline, work).await.unwrap_or_else(|_| Err(late()))

@@ -1,4 +1,4 @@
-//! The worker that a call is for, as the first message of the call says.
+//! The lookup of the worker that a call names in its first message.
 
 use bytes::Bytes;
 use domain::WorkerId;
@@ -14,7 +14,7 @@ use tonic::Status;
 
 use crate::SERVICE;
 
-/// The call at `path` with this first message.
+/// Returns the worker of the call at `path` with this first message.
 pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
     match path {
         "/gantry.runtime.v1.Containers/Attach" => match decode::<pb::AttachRequest>(first)?.message {
@@ -44,9 +44,7 @@ pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<Work
         "/gantry.runtime.v1.Volumes/ReadFile" => {
             of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
         }
-        _ => Err(Status::unimplemented(
-            "a proxy passes on what callers from outside need, and this is not among it",
-        )),
+        _ => Err(Status::unimplemented("a proxy does not forward this call")),
     }
 }
 
@@ -58,12 +56,12 @@ fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
     M::decode(message).map_err(|error| invalid_field("message", error.to_string()))
 }
 
-/// Whether it is good for what is asked is for the worker's gateway to say; a forged one leads nowhere.
+/// Returns the worker that a ticket names. The gateway verifies the operation.
 async fn of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
     match keys.verify::<TicketClaims>(ticket).await {
         Ok(claims) => Ok(claims.worker),
         Err(VerifyError::Invalid(_)) => {
-            Err(Reason::InvalidToken.status(SERVICE, "the ticket is not good for this"))
+            Err(Reason::InvalidToken.status(SERVICE, "the ticket is invalid or expired"))
         }
         Err(VerifyError::KeysUnavailable(refusal)) => {
             Err(rpc::unavailable(SERVICE, "verify a ticket", &refusal))

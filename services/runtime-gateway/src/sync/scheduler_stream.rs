@@ -1,9 +1,11 @@
-//! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
+//! The stream to the scheduler, which carries the current state of a worker up and the desired
+//! state down.
 //!
-//! Each message names all leases, so a stream that breaks costs only time. The scheduler says once on each stream what to run and what to
-//! stop. An attempt is started once per lease, in a task that survives the stream, and that task is told to stop it.
+//! Each message names all leases, so a broken stream loses no state. On each stream the scheduler
+//! sends each request to run or stop an attempt once. An attempt starts once per lease, in a task
+//! that outlives the stream.
 //!
-//! The worker is told of contact as [`crate::worker::heartbeat`] says: as of a message of ours that the scheduler says it heard.
+//! The runtime receives each proof of contact, as [`crate::worker::heartbeat`] defines it.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -28,19 +30,20 @@ use crate::worker::heartbeat::{Heartbeats, NeverSent};
 use crate::worker::session::OpenSession;
 use crate::worker::usage::Usage;
 
-/// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
+/// Time of an extra state message after a registration, if the heartbeat is slower. The scheduler
+/// ignores listings of the first second.
 const LISTED: Duration = Duration::from_millis(1100);
 
-/// Why a stream to the scheduler ended.
+/// The reason why a stream to the scheduler ended.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
     #[error(transparent)]
     Stream(#[from] StreamError),
-    #[error("the worker cannot say who it is")]
+    #[error("cannot read the marker of the worker")]
     Runtime(#[from] runtime::RuntimeError),
-    #[error("the scheduler received a message that was never sent")]
+    #[error("the scheduler acknowledged a message that was never sent")]
     NeverSent,
-    #[error("the scheduler has forgotten this worker")]
+    #[error("the scheduler does not know this worker any more")]
     Forgotten,
 }
 
@@ -67,7 +70,7 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
             Ended::Forgotten => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
-                    "this worker was forgotten: it registers anew"
+                    "the scheduler does not know this worker any more: registering again"
                 );
                 worker.session.set(None);
             }
@@ -75,23 +78,23 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 if !std::mem::replace(&mut retired, true) {
                     tracing::warn!(
                         worker.name = worker.config.worker_name,
-                        "this worker was retired: it starts and destroys nothing any more, unless it is told to run again"
+                        "this worker was retired: the gateway starts and destroys nothing until an operator starts the worker again"
                     );
                 }
                 worker.session.set(None);
             }
             Ended::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
-                tracing::debug!(error = %refusal, "the scheduler does not answer");
+                tracing::debug!(error = %refusal, "the scheduler does not answer: trying again");
             }
             Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
                 if !std::mem::replace(&mut standing_by, true) {
                     tracing::info!(
                         worker.name = worker.config.worker_name,
-                        "another gateway attends this worker: this one stands by"
+                        "another gateway attends this worker: this gateway stands by"
                     );
                 }
             }
-            ended => tracing::warn!(error = %error_chain(ended), "cannot speak for the worker"),
+            ended => tracing::warn!(error = %error_chain(ended), "cannot keep a session: registering again"),
         }
         standing_by &= worker.session.current().is_none();
         retired &= worker.session.current().is_none();
@@ -103,7 +106,7 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
     }
 }
 
-/// Speaks for the worker on one stream, from the registration to the end of the stream.
+/// Registers, and exchanges messages until the stream ends.
 async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
     match try_speak(context, instance, pause).await {
         Ok(never) => match never {},
@@ -132,7 +135,7 @@ async fn try_speak(
         worker.name = worker.config.worker_name,
         incarnation = session.incarnation.0,
         session = session.session.0,
-        "speaking for the worker"
+        "session opened"
     );
     worker.session.extend_exclusive(registered_at + welcome.worker_ttl);
     worker.session.set(Some(session.clone()));
@@ -158,7 +161,8 @@ async fn try_speak(
                         .map_err(|NeverSent| Ended::NeverSent)?;
                     if let Some(sent) = contact {
                         worker.session.extend_exclusive(sent + welcome.worker_ttl);
-                        // A supervisor that does not answer must not delay others.
+                        // Spawned, because a supervisor that does not answer must not delay the
+                        // stream.
                         worker.tasks.spawn(report_contact(worker.clone(), sent, welcome.stop_after));
                     }
                     let before = std::mem::replace(&mut applied, desired.generation);
@@ -181,12 +185,12 @@ async fn try_speak(
     }
 }
 
-/// Logs that the scheduler wants something else of the worker as a whole. It gives the worker no work then, so
-/// there is nothing to do about it here.
+/// Logs a change of the worker's directive. Nothing else is necessary, because the scheduler grants
+/// no leases meanwhile.
 fn log_directive(worker: &Worker, directive: Directive) {
     let name = &worker.config.worker_name;
     match directive {
-        Directive::Run => tracing::info!(worker.name = name, "this worker may take work"),
+        Directive::Run => tracing::info!(worker.name = name, "this worker takes work"),
         Directive::Cordon => {
             tracing::info!(worker.name = name, "this worker is cordoned: it gets no more work")
         }
@@ -224,7 +228,7 @@ async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> R
     })
 }
 
-/// Applies the state that the scheduler wants. Returns whether that changed anything here.
+/// Applies the desired state. Returns whether the current state changed.
 fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     let worker = &context.worker;
     let mut named = Vec::with_capacity(desired.leases.len());
@@ -240,7 +244,8 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
         if named.contains(lease) {
             return true;
         }
-        // Over without us: whatever still runs of it has to end. The task tells when it has.
+        // The scheduler no longer knows the lease, so the attempt must stop. Its task reports the
+        // end.
         if attempt.phase != AttemptPhase::Ended {
             let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
             attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
@@ -252,7 +257,7 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     changed
 }
 
-/// Takes a lease up, in a task of its own that `attend` makes.
+/// Starts the task that handles a lease.
 fn attend<F>(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
@@ -286,7 +291,7 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
             true
         }
         LeaseRequest::Invalid { attempt, token, why } => {
-            tracing::error!(lease.id = %lease, error = why, "an attempt cannot be understood");
+            tracing::error!(lease.id = %lease, error = why, "cannot parse an attempt");
             attend(context, lease, None, (attempt, token.clone()), |_| {
                 attempt::refuse(worker.clone(), lease, attempt, token, why)
             });
@@ -295,8 +300,8 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
     }
 }
 
-/// Asks the task of an attempt to stop it. Of an attempt without a task, an earlier gateway may have started a
-/// process.
+/// Requests the task of an attempt to stop. If there is no task, an earlier gateway may have
+/// started the process.
 fn stop(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
@@ -313,8 +318,8 @@ fn stop(
             attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
         }),
         None => {
-            tracing::error!(lease.id = %lease, "the attempt that shall stop is no UUID");
-            let why = "attempt_id: is no UUID".to_owned();
+            tracing::error!(lease.id = %lease, "cannot parse the id of an attempt that must stop");
+            let why = "attempt_id: must be a UUID".to_owned();
             attend(context, lease, Some(wish), whose, |_| {
                 attempt::refuse(worker.clone(), lease, None, token, why)
             });
@@ -325,7 +330,7 @@ fn stop(
 
 async fn report_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
     if let Err(error) = worker.runtime.contact(sent, stop_after).await {
-        tracing::warn!(error = %error_chain(&error), "cannot tell the worker's processes that they may go on");
+        tracing::warn!(error = %error_chain(&error), "cannot report contact to the supervisors");
     }
 }
 

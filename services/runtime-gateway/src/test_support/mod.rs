@@ -1,4 +1,4 @@
-//! Gateways for tests, of a worker that is a fake.
+//! Gateways of fake workers, for unit tests.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,11 +21,11 @@ pub(crate) mod scheduler;
 pub(crate) mod served;
 pub(crate) mod store;
 
-/// How long is waited for what must come.
+/// Longest wait for an expected event.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// How many containers gateways in tests destroy at once.
+/// Most containers that a gateway destroys at a time in tests.
 pub(crate) const DESTROYED_AT_ONCE: usize = 3;
-/// Pauses that tests need not wait for, and terms that do not end in a test.
+/// Intervals of tests: short pauses, and timeouts that never pass.
 pub(crate) const INTERVALS: Intervals = Intervals {
     peer_transfer: Duration::from_secs(15 * 60),
     peer_quiet: Duration::from_millis(100),
@@ -33,19 +33,19 @@ pub(crate) const INTERVALS: Intervals = Intervals {
     caller_term: Duration::from_secs(5 * 60),
     touch: Duration::from_millis(10),
 };
-/// An address where nobody listens.
+/// An address without a listener.
 pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
 
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
     tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
 }
 
-/// What was put into `mutex`.
+/// Returns a copy of the value in `mutex`.
 pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
     mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// A fake worker that a gateway attends, with its features at hand.
+/// A fake worker that a gateway attends, with its features.
 #[derive(Clone)]
 pub(crate) struct TestWorker {
     pub(crate) worker: Arc<Worker>,
@@ -80,19 +80,19 @@ impl Deref for TestWorker {
     }
 }
 
-/// How gateways attend a fake worker.
+/// Creates gateways of a fake worker.
 pub(crate) trait Attended {
-    /// A gateway's view of it, with peers at these addresses.
+    /// Returns a gateway of the worker, with services at these addresses.
     fn attended(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
         self.brought_to(scheduler, artifact_store, NOBODY)
     }
 
-    /// The view of a gateway whose operator holds destruction.
+    /// Returns a gateway whose operator holds destruction.
     fn holding(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, NOBODY, true)
     }
 
-    /// The view of a gateway whose callers have another term.
+    /// Returns a gateway with another term of callers.
     fn with_caller_term(&self, term: Duration) -> TestWorker {
         TestWorker::new(
             Config {
@@ -103,7 +103,7 @@ pub(crate) trait Attended {
         )
     }
 
-    /// The view of a gateway to which a streamer brings inputs.
+    /// Returns a gateway with a streamer that copies inputs.
     fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, streamer, false)
     }
@@ -160,7 +160,7 @@ impl Attended for Arc<FakeWorker> {
     }
 }
 
-/// A gateway that attends these workers.
+/// Creates a gateway that attends these workers.
 pub(crate) fn gateway_of(workers: &[TestWorker], scheduler: &str) -> WorkerSet {
     let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
     let workers = workers.iter().map(|worker| worker.attended.clone()).collect();

@@ -1,4 +1,4 @@
-//! A scheduler that tells by which key tickets are signed, and nothing else.
+//! A fake scheduler that returns the keys of its tickets, and rejects all other calls.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ pub(crate) struct Schedule {
 }
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not used in this test"))
 }
 
 impl Schedule {
@@ -28,7 +28,7 @@ impl Schedule {
         Self { signer: TokenSigner::from_seed(&[7; 32]), calls_for_keys: Arc::default() }
     }
 
-    /// How often it was asked for its keys.
+    /// Returns how often the keys were queried.
     pub(crate) fn calls_for_keys(&self) -> usize {
         self.calls_for_keys.load(Ordering::Relaxed)
     }
@@ -37,7 +37,7 @@ impl Schedule {
         WorkersServer::new(self.clone())
     }
 
-    /// A ticket, and what it says.
+    /// Signs a ticket, and returns it with its claims.
     pub(crate) fn ticket(
         &self,
         worker: WorkerId,
@@ -47,7 +47,7 @@ impl Schedule {
         self.ticket_at(NOBODY, worker, volume, operation)
     }
 
-    /// A ticket for a worker whose gateway listens at `endpoint`, and what it says.
+    /// Signs a ticket for a worker whose gateway listens at `endpoint`. Returns it with its claims.
     pub(crate) fn ticket_at(
         &self,
         endpoint: &str,

@@ -1,4 +1,4 @@
-//! An artifact store whose answers each test gives.
+//! A fake artifact store whose answers the tests provide.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -15,10 +15,10 @@ use super::served::Served;
 use super::{noted, within};
 use crate::worker::session::OpenSession;
 
-/// Where the answer to a call goes. Closed when the caller has gone.
+/// The channel for the answer to a call. It is closed when the caller is gone.
 pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
 
-/// What the store is asked, and has to answer.
+/// A call that the test must answer.
 pub(crate) enum Asked {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
     Failed(pb::FailedRequest, Answer<pb::FailedResponse>),
@@ -27,13 +27,13 @@ pub(crate) enum Asked {
     PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
     CompleteImport(pb::CompleteImportRequest, Answer<pb::CompleteImportResponse>),
     FailImport(pb::FailImportRequest, Answer<pb::FailImportResponse>),
-    /// The volumes that a worker reported, by the credential.
+    /// The credential and the volumes of a report.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
     DescribeOrphans(pb::DescribeOrphansRequest, Answer<pb::DescribeOrphansResponse>),
     ListVolumes(pb::ListVolumesRequest, Answer<pb::ListVolumesResponse>),
 }
 
-/// The life that a store begins with.
+/// The first store life.
 pub(crate) const LIFE: &str = "0197c1a2-0000-7000-8000-000000000001";
 
 #[derive(Clone)]
@@ -43,7 +43,7 @@ struct Script {
     said: Arc<Mutex<Said>>,
 }
 
-/// What was said when the last report was begun and opened.
+/// The last requests that began and opened a report.
 #[derive(Default)]
 struct Said {
     begun: Option<pb::BeginReportRequest>,
@@ -59,7 +59,7 @@ impl Script {
 }
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -253,7 +253,7 @@ impl Inventory for Script {
     }
 }
 
-/// A store that is asked over gRPC.
+/// A fake artifact store that is called over gRPC.
 pub(crate) struct Store {
     pub(crate) endpoint: String,
     asked: mpsc::Receiver<Asked>,
@@ -272,22 +272,22 @@ impl Store {
         Self { endpoint: served.endpoint.clone(), asked, life, said, served }
     }
 
-    /// From now on it is a store of this life.
+    /// Changes the store life.
     pub(crate) fn begin_life(&self, life: &str) {
         life.clone_into(&mut self.life.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// How the last report was opened.
+    /// Returns how the last report was opened.
     pub(crate) fn opened(&self) -> Option<pb::ReportOpen> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner).opened.clone()
     }
 
-    /// How the last report was begun, if one was.
+    /// Returns how the last report was begun.
     pub(crate) fn begun(&self) -> Option<pb::BeginReportRequest> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner).begun.clone()
     }
 
-    /// What it is asked next.
+    /// Waits for the next call.
     pub(crate) async fn asked(&mut self) -> Asked {
         within("a call to the store", self.asked.recv()).await.expect("it is served")
     }
@@ -298,7 +298,7 @@ impl Store {
     }
 }
 
-/// A session with this credential.
+/// Creates a session with this credential.
 pub(crate) fn session(credential: &str) -> OpenSession {
     OpenSession {
         credential: credential.to_owned(),

@@ -1,6 +1,7 @@
-//! Archives in and out of the worker's volumes.
+//! Transfers of volumes as tar archives.
 //!
-//! The invariant of [`super::write`] holds: what arrives counts only after the caller's `commit`, and only if it is a whole archive.
+//! Invariant: as in [`super::write`], an archive counts only after the caller's `commit`, and only
+//! if it is complete.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -32,25 +33,26 @@ use crate::transfer::remote;
 use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
 
-/// Pieces of an archive that wait for the thread that reads them.
+/// Most pieces of an archive that wait for the unpacking thread.
 const QUEUE: usize = 4;
-/// The name under which a spool begins.
+/// Name of the spool file for a moment, until it is unlinked.
 const SPOOL: &str = ".gantry-spool";
-/// Bytes after which an archive that is unpacked looks at the free space again.
+/// Bytes after which unpacking checks the free space again.
 const LOOK_AFTER: u64 = 64 << 20;
-/// File systems that share blocks share whole ones.
+/// Block size of file systems that share whole blocks.
 const BLOCK: u64 = 4096;
 
-/// An archive that comes in.
+/// An upload of an archive.
 pub(crate) struct ArchiveUpload {
     pieces: mpsc::Sender<Piece>,
-    /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
+    /// The task that unpacks. It outlives the caller, so that it can destroy a partial volume
+    /// before another writer starts.
     unpacked: JoinHandle<Result<Arc<Manifest>, WriteVolumeError>>,
 }
 
 impl ArchiveUpload {
-    /// Makes the volume, and unpacks what comes. An earlier try at the same volume is thrown away, unless its bytes were final: then what
-    /// comes is only compared.
+    /// Makes the volume and starts to unpack. A partial volume of an earlier try is destroyed. If
+    /// the volume is already complete, the archive is only compared.
     pub(crate) fn begin(transfers: &Arc<Transfers>, ticket: TicketClaims) -> Self {
         let (pieces, queue) = mpsc::channel(QUEUE);
         let tasks = transfers.worker.tasks.clone();
@@ -59,7 +61,7 @@ impl ArchiveUpload {
         Self { pieces, unpacked: tasks.spawn(unpacked.in_current_span()) }
     }
 
-    /// Takes some of the archive. Waits when the disk is slower than the sender.
+    /// Adds some bytes of the archive. Waits if the disk is slower than the sender.
     pub(crate) async fn data(&mut self, data: Bytes) -> Result<(), WriteVolumeError> {
         if self.pieces.send(Some(data)).await.is_err() {
             return self.ended().await.map(|_| ());
@@ -67,16 +69,16 @@ impl ArchiveUpload {
         Ok(())
     }
 
-    /// Ends the volume: everything is there, and known to the artifact store.
+    /// Completes the volume, and reports it to the artifact store.
     pub(crate) async fn commit(mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
-        // Whoever does not take it says why.
+        // If the task has ended, its result has the cause.
         self.pieces.send(None).await.ok();
         self.ended().await
     }
 
     async fn ended(&mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
         (&mut self.unpacked).await.unwrap_or_else(|error| {
-            Err(RuntimeError::Other(format!("the unpacking of an archive broke off: {error}")).into())
+            Err(RuntimeError::Other(format!("cannot unpack an archive: its task failed: {error}")).into())
         })
     }
 }
@@ -95,7 +97,7 @@ async fn unpack(
         if again.await?.tree_digest() != kept.tree_digest() {
             return Err(WriteVolumeError::Complete(ticket.volume));
         }
-        // Whether the store knows was not heard, by the caller or by us. It is told again.
+        // An earlier report to the store may have been lost, so the volume is reported again.
         let manifest = transfers.manifest(ticket).await?;
         return settle(transfers, ticket.volume, &ticket.team, manifest, turn).await;
     }
@@ -115,10 +117,11 @@ async fn unpack(
     }
 }
 
-/// Unpacks `archive` in the empty directory `root`.
+/// Unpacks `archive` into the empty directory `root`.
 ///
-/// What an entry is, is sure only when the archive has ended: later entries replace earlier ones. So content waits in a file without a name,
-/// each extent once, and is copied from there, or shared where the file system can do that.
+/// Later entries of an archive replace earlier ones, so the tree is known only at the end. Until
+/// then, the contents are kept in an unlinked spool file, each extent once. Then they are copied,
+/// or shared if the file system supports that.
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
@@ -145,10 +148,10 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     Ok(manifest)
 }
 
-/// Keeps an archive, which does not say before how much it holds, from the reserve of the disk.
+/// Keeps the disk reserve free while an archive of unknown size is unpacked.
 struct Guard<'f> {
     on: &'f File,
-    /// Bytes that may be written before the disk is looked at again.
+    /// Bytes that may be written before the next check.
     left: u64,
 }
 
@@ -180,7 +183,8 @@ fn spool(root: &Path) -> io::Result<File> {
     Ok(spool)
 }
 
-/// Packs a volume, or the directory of it at `path`. Answers the digest of the tree if it was the whole.
+/// Packs a volume or one directory of it. Returns the digest of the tree if the whole volume was
+/// packed.
 pub(crate) async fn pack(
     transfers: &Transfers,
     ticket: &TicketClaims,
@@ -205,7 +209,7 @@ pub(crate) async fn pack(
     Ok(digest)
 }
 
-/// Packs a directory, or that directory of it.
+/// Packs a local volume, or one directory of it.
 fn pack_from(
     root: &Path,
     manifest: Arc<Manifest>,

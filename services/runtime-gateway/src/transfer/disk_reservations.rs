@@ -1,8 +1,10 @@
-//! Reservations of disk space by transfers, which say before the first byte how much they write.
+//! Reservations of disk space for transfers, made before the first byte.
 //!
-//! [`crate::transfer::write`] declares what a manifest says when a transfer begins. Each copy of an extent counts,
-//! because each is written. Invariant: the bytes that all transfers have declared and not written yet fit the free
-//! space less a reserve. The lock on the sum enforces it. What containers write is not known before, so a disk may
+//! [`crate::transfer::write`] reserves the size of the manifest when a transfer begins. Each copy
+//! of an extent counts, because each is written.
+//!
+//! Invariant: the reserved bytes that are not written yet fit into the free space minus the disk
+//! reserve. The lock on the sum enforces it. Containers write without reservations, so a disk may
 //! be full nevertheless.
 
 use std::sync::{Arc, Mutex};
@@ -13,31 +15,31 @@ use transfer::Manifest;
 use crate::util::disk_reserve::reserve;
 use crate::util::keyed_locks::lock;
 
-/// Bytes that an entry takes on a disk, besides content: its inode, and the end of its last block.
+/// Bytes of an entry on the disk besides its contents: the inode, and the rest of the last block.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Bytes that a tree takes on a disk. Each copy of an extent counts; holes do not.
+/// Returns the bytes of a tree on a disk. Each copy of an extent counts, holes do not.
 pub(crate) fn needs(manifest: &Manifest) -> u64 {
     let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
     manifest.extent_bytes().saturating_add(entries.saturating_mul(ENTRY_BYTES))
 }
 
-/// A transfer declares more than there is room for.
+/// The error of a transfer for which the disk has too little space.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot begin a transfer of {needs} bytes: transfers may take {available} bytes of the worker's disk now"
+    "cannot begin a transfer of {needs} bytes: only {available} bytes of the worker's disk are available for transfers"
 )]
 pub(crate) struct InsufficientDisk {
     needs: u64,
     available: u64,
 }
 
-/// Bytes that transfers have declared and not written yet.
+/// Bytes that transfers have reserved and not written yet.
 #[derive(Debug, Default)]
 pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
 
 impl DiskReservations {
-    /// Declares a transfer, if `disk` has room for it beside the others. `None`: the worker does not say how large its disk is.
+    /// Reserves space for a transfer. `disk` is `None` if the worker does not report its disk.
     pub(crate) fn declare(
         &self,
         disk: Option<Disk>,
@@ -55,7 +57,7 @@ impl DiskReservations {
     }
 }
 
-/// A transfer that was declared. Gives back what it has not written when it is dropped.
+/// The reservation of one transfer. The unwritten rest is released on drop.
 #[derive(Debug)]
 pub(crate) struct DiskReservation {
     of: Arc<Mutex<u64>>,
@@ -63,7 +65,7 @@ pub(crate) struct DiskReservation {
 }
 
 impl DiskReservation {
-    /// So much of it was written: the free space says so from now on.
+    /// Reduces the reservation by bytes that were written and now count as used space.
     pub(crate) fn wrote(&mut self, bytes: u64) {
         let bytes = bytes.min(self.left);
         self.left -= bytes;
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn transfers_together_fit_the_free_space_less_the_reserve() {
+    fn reservations_fit_the_free_space_minus_the_reserve() {
         let room = DiskReservations::default();
         let mut one = room.declare(disk(1000), 500).expect("there is room");
         room.declare(disk(1000), 401).expect_err("the reserve is 100");

@@ -1,16 +1,20 @@
-//! Manifests of complete volumes, and where on this worker an extent of content can be found.
+//! The manifests of complete volumes, and the index of extents on this worker.
 //!
-//! A manifest is proof: a volume whose manifest was kept in this boot holds what it says. After a crash of the machine that is no longer
-//! sure, for contents are not synced before they are called complete; so what a manifest of an earlier boot says is read again and
-//! compared before anything is made from it or sent ([`Manifests::proven`]). A volume that holds something else is remembered as damaged:
-//! nothing is made from it or read any more, and it is left out of what the worker reports, so that the artifact store counts it as lost.
+//! [`super`] asks for the manifest before it reads a volume, and stores it when a volume is
+//! complete. [`super::write`] looks up extents that need not be sent.
 //!
-//! The manifest of a volume that is far is kept by its worker, beside it and for as long: any gateway finds it there, and what it says is
-//! compared whenever content is read ([`crate::transfer::remote`]).
+//! Invariant: a volume whose manifest was stored in this boot holds the tree of the manifest. After
+//! a machine crash this is no longer certain, because contents are not synced before a volume is
+//! complete. So [`Manifests::proven`] compares a volume from an earlier boot before it is used. A
+//! volume that differs is remembered as damaged. It is no longer read, and the report omits it, so
+//! that the artifact store counts it as lost.
 //!
-//! Both are caches: a manifest that is not here is made again by scanning the volume; an extent that is not found is sent again. The memory
-//! they take is bounded by [`MEMORY`]. Extents are found only for the team whose volume has them, so that nobody learns from what need
-//! not be sent what others have.
+//! The manifest of a volume on another machine is stored by its worker beside the volume. Its
+//! contents are compared whenever they are read ([`crate::transfer::remote`]).
+//!
+//! Manifests and extents are only caches, bounded by [`MEMORY`]. A missing manifest is made again
+//! by a scan, and a missing extent is sent again. Extents are found only for the team of their
+//! volume. Otherwise a team could detect the contents of another team by what it need not send.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -29,76 +33,76 @@ use super::scan::{left_out, scan};
 use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
-/// What the name of the mark of a damaged volume ends with.
+/// Suffix of the file that marks a damaged volume.
 const DAMAGED: &str = "damaged";
-/// What the name of the mark of a volume ends with that a transfer fills.
+/// Suffix of the file that marks a volume that a transfer fills.
 const FILLING: &str = "filling";
 
-/// Most bytes of manifests, encoded, that are held in memory.
+/// Most bytes of encoded manifests in memory.
 const MEMORY: u64 = 64 << 20;
 
-/// Manifests of complete volumes on this worker.
+/// The manifests of complete volumes on one worker.
 pub(crate) struct Manifests {
     directory: PathBuf,
-    /// The life of the machine.
+    /// The boot id of the machine.
     boot: String,
     state: Mutex<State>,
-    /// Whether what earlier gateways kept was looked through.
+    /// Whether the manifests of earlier gateways were loaded.
     recalled: tokio::sync::OnceCell<()>,
 }
 
 #[derive(Default)]
 struct State {
     trees: HashMap<VolumeHandle, Tree>,
-    /// In the order in which they came.
+    /// Volumes in the order of insertion.
     order: VecDeque<VolumeHandle>,
     bytes: u64,
     extents: HashMap<Digest, (VolumeHandle, u64)>,
     damaged: BTreeSet<VolumeHandle>,
-    /// Volumes that transfers began to fill and that have no final bytes yet.
+    /// Volumes that transfers fill and that are not complete.
     filling: BTreeSet<VolumeHandle>,
 }
 
 struct Tree {
     team: String,
     manifest: Arc<Manifest>,
-    /// Whether its extents can be copied from here.
+    /// Whether the volume is local, so that its extents can be copied.
     near: bool,
 }
 
-/// A manifest that was kept.
+/// A stored manifest.
 pub(crate) struct StoredManifest {
     team: String,
     manifest: Arc<Manifest>,
-    /// Whether it was in this boot, so that the volume holds what it says.
+    /// Whether the manifest was stored in this boot, so that the volume certainly holds its tree.
     this_boot: bool,
 }
 
 impl StoredManifest {
-    /// Whose it is.
+    /// Returns the team of the volume.
     pub(crate) fn team(&self) -> &str {
         &self.team
     }
 
-    /// Bytes of its files.
+    /// Returns the total size of the files, in bytes.
     pub(crate) fn size_bytes(&self) -> u64 {
         self.manifest.size_bytes()
     }
 
-    /// What the volume held when it was complete.
+    /// Returns the digest of the tree.
     pub(crate) fn tree_digest(&self) -> Digest {
         self.manifest.tree_digest()
     }
 }
 
-/// A volume that was scanned.
+/// The result of a scan.
 pub(crate) struct ScanResult {
     pub(crate) manifest: Arc<Manifest>,
-    /// What of it was left out, with the first paths. `None`: nothing.
+    /// Omitted entries, with the first paths. `None`: nothing was omitted.
     pub(crate) left_out: Option<String>,
 }
 
-/// Where some content is.
+/// The location of an extent.
 pub(crate) struct ExtentLocation {
     pub(crate) volume: VolumeHandle,
     pub(crate) path: PathBuf,
@@ -106,7 +110,7 @@ pub(crate) struct ExtentLocation {
 }
 
 impl Manifests {
-    /// The cache in `directory`, which is made. `boot` is the life of the machine.
+    /// Opens the manifests in `directory`, which is created. `boot` is the boot id of the machine.
     pub(crate) fn open(directory: &Path, boot: String) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
         let mut state = State::default();
@@ -114,10 +118,10 @@ impl Manifests {
             let path = entry?.path();
             let handle = || path.file_stem().and_then(|stem| stem.to_str()?.parse::<VolumeHandle>().ok());
             match path.extension().and_then(|extension| extension.to_str()) {
-                // A gateway was killed while it wrote it.
+                // A gateway was killed while it wrote this file.
                 Some(UNFINISHED) => std::fs::remove_file(&path)?,
                 Some(DAMAGED) => state.damaged.extend(handle()),
-                // A gateway was killed after the volume had its final bytes.
+                // A gateway was killed after the volume was complete.
                 Some(FILLING) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
                 Some(FILLING) => state.filling.extend(handle()),
                 _ => {}
@@ -131,7 +135,8 @@ impl Manifests {
         })
     }
 
-    /// The manifest of a volume that surely holds what it says, for which the volume is read if nothing of this boot says so.
+    /// Returns the manifest of a volume that certainly holds its tree. The volume is read if no
+    /// manifest of this boot exists.
     pub(crate) async fn proven(
         &self,
         runtime: &dyn Runtime,
@@ -158,7 +163,7 @@ impl Manifests {
                 tracing::error!(
                     volume.handle = %volume,
                     path = %path.display(),
-                    "a volume did not survive a crash of the machine; nothing is made from it"
+                    "volume damaged by a machine crash: it is no longer used"
                 );
                 self.mark_damaged(volume).await;
                 Err(ManifestError::Damaged(volume))
@@ -166,7 +171,7 @@ impl Manifests {
         }
     }
 
-    /// Makes sure that a volume holds the tree with this digest.
+    /// Verifies that a volume holds the tree with this digest.
     pub(crate) async fn verify(
         &self,
         runtime: &dyn Runtime,
@@ -178,21 +183,20 @@ impl Manifests {
         if manifest.tree_digest() == digest {
             return Ok(manifest);
         }
-        tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
+        tracing::error!(volume.handle = %volume, "volume damaged: its tree differs from that in the artifact store, so it is no longer used");
         self.mark_damaged(volume).await;
         Err(ManifestError::Damaged(volume))
     }
 
-    /// The volumes that do not hold what they should.
+    /// Returns the damaged volumes.
     pub(crate) fn damaged(&self) -> BTreeSet<VolumeHandle> {
         self.state().damaged.clone()
     }
 
-    /// Marks a volume that does not exist yet as one that a transfer fills. The mark is durable when this returns, as far as the manifests
-    /// are.
+    /// Marks a new volume as one that a transfer fills. The mark is as durable as the manifests.
     ///
-    /// Only a volume with this mark is ever emptied for a transfer. So no ticket, however it was got, empties a volume that a container uses or
-    /// an artifact has.
+    /// Only a volume with this mark is emptied for a transfer. So no ticket can empty a volume that
+    /// a container or an artifact uses.
     pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
         let path = self.path(volume).with_extension(FILLING);
         let written = tokio::fs::write(&path, b"").await;
@@ -206,7 +210,7 @@ impl Manifests {
         self.state().filling.contains(&volume)
     }
 
-    /// Removes the mark: the volume has its final bytes, or does not exist any more.
+    /// Removes the mark of a volume that is complete or destroyed.
     pub(crate) async fn end_filling(&self, volume: VolumeHandle) {
         if !self.state().filling.remove(&volume) {
             return;
@@ -215,7 +219,7 @@ impl Manifests {
         if let Err(error) = tokio::fs::remove_file(&path).await
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(volume.handle = %volume, %error, "cannot remove the mark of a volume that was filled");
+            tracing::warn!(volume.handle = %volume, %error, "cannot remove the mark of a filled volume");
         }
     }
 
@@ -227,12 +231,12 @@ impl Manifests {
         }
         let path = self.path(volume).with_extension(DAMAGED);
         if let Err(error) = tokio::fs::write(&path, b"").await {
-            // It is found out again.
-            tracing::warn!(volume.handle = %volume, %error, "cannot remember that a volume is damaged");
+            // The damage is detected again at the next use.
+            tracing::warn!(volume.handle = %volume, %error, "cannot mark a damaged volume");
         }
     }
 
-    /// Scans a volume that has its final bytes, and keeps what was found.
+    /// Scans a complete volume, and stores its manifest.
     pub(crate) async fn scan(
         &self,
         runtime: &dyn Runtime,
@@ -242,7 +246,7 @@ impl Manifests {
         self.scan_all(runtime, volume, team).await.map(|scanned| scanned.manifest)
     }
 
-    /// Scans a volume as [`Self::scan`] does, and says what a manifest cannot hold of it.
+    /// Scans a complete volume, stores its manifest, and returns also the omitted entries.
     pub(crate) async fn scan_all(
         &self,
         runtime: &dyn Runtime,
@@ -257,23 +261,24 @@ impl Manifests {
             Contents::Remote(remote) => (remote::scan(&remote).await?, None),
         };
         if let Some(left_out) = &left_out {
-            tracing::info!(volume.handle = %volume, left_out, "a manifest does not hold all of a volume");
+            tracing::info!(volume.handle = %volume, left_out, "a manifest omits some entries of a volume");
         }
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
         Ok(ScanResult { manifest, left_out })
     }
 
-    /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
+    /// Stores the manifest of a complete volume. If that fails, a later gateway scans the volume
+    /// again.
     async fn insert(&self, runtime: &dyn Runtime, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
         if let Err(error) = self.keep(runtime, volume, team, manifest.clone()).await {
-            tracing::warn!(volume.handle = %volume, error = error_chain(&error), "a manifest has to be made again");
+            tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot store a manifest: the volume will be scanned again");
             self.state().insert(volume, Tree { team: team.to_owned(), manifest, near: false });
         }
     }
 
-    /// Keeps the manifest of a volume that has its final bytes, so that the next gateway finds it as well: beside the volume, where that is
-    /// far.
+    /// Stores the manifest of a complete volume for later gateways. If the volume is on another
+    /// machine, so is the manifest.
     pub(crate) async fn keep(
         &self,
         runtime: &dyn Runtime,
@@ -290,7 +295,8 @@ impl Manifests {
                 true
             }
             Contents::Remote(remote) => {
-                // What happens to the machine of the worker, its marker says; there is no boot to compare.
+                // The marker of the worker covers crashes of its machine, so there is no boot to
+                // compare.
                 let file = blocking(move || encode("", &whose, &kept).map_err(failed)).await?;
                 remote.keep_manifest(file).await?;
                 false
@@ -300,7 +306,8 @@ impl Manifests {
         Ok(())
     }
 
-    /// The manifest that was kept of a volume, here or on its worker. `None`: it is not complete, or it has to be scanned.
+    /// Returns the stored manifest of a volume, from here or from its worker. `None`: the volume is
+    /// not complete, or must be scanned.
     pub(crate) async fn kept_of(
         &self,
         runtime: &dyn Runtime,
@@ -312,17 +319,19 @@ impl Manifests {
         let remote = match runtime.contents(volume).await {
             Ok(Contents::Remote(remote)) => remote,
             Ok(Contents::Directory(_)) | Err(RuntimeError::VolumeNotFound(_)) => return Ok(None),
-            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) => return Err(error),
         };
         let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
         let decoded = blocking(move || match decode(&file) {
             Ok(decoded) => Ok(Some(decoded)),
-            // What is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
                 Err(RuntimeError::io("reading a manifest", error))
             }
-            // One that makes no sense is as good as none.
+            // An invalid file counts as missing.
             Err(_) => Ok(None),
         });
         let decoded = decoded.await?;
@@ -333,7 +342,7 @@ impl Manifests {
         Ok(Some(StoredManifest { team, manifest, this_boot: true }))
     }
 
-    /// The manifest that was kept here of a volume.
+    /// Returns the manifest of a volume that is stored on this machine.
     pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
@@ -345,7 +354,8 @@ impl Manifests {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {
                 Ok(None)
             }
-            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) => Err(RuntimeError::io("reading a manifest", error)),
         });
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
@@ -357,7 +367,8 @@ impl Manifests {
         Ok(Some(StoredManifest { team, manifest, this_boot }))
     }
 
-    /// Takes in, once, what earlier gateways kept in this boot, so that [`Self::find`] finds it: the youngest, as far as there is memory.
+    /// Loads the newest manifests of earlier gateways from this boot, once, so that [`Self::find`]
+    /// finds their extents.
     pub(crate) async fn recall(&self) {
         let recall = || async {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
@@ -368,21 +379,24 @@ impl Manifests {
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
                     self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), near: true });
-                    // It may have been forgotten since it was read.
+                    // The manifest may have been removed since it was read.
                     if !self.path(volume).exists() {
                         self.state().remove(volume);
                     }
                 }),
-                // What is not found is sent again.
+                // An extent that is not found is sent again.
                 Err(error) => {
-                    tracing::warn!(error = error_chain(&error), "cannot look for what is here already")
+                    tracing::warn!(
+                        error = error_chain(&error),
+                        "cannot load the manifests of earlier gateways"
+                    )
                 }
             }
         };
         self.recalled.get_or_init(recall).await;
     }
 
-    /// Where a volume of `team` has the content with this digest.
+    /// Returns the location of the extent with this digest in a volume of `team`.
     pub(crate) fn find(&self, team: &str, digest: &Digest) -> Option<ExtentLocation> {
         let state = self.state();
         let (volume, ordinal) = state.extents.get(digest)?;
@@ -392,8 +406,10 @@ impl Manifests {
         Some(ExtentLocation { volume: *volume, path, offset: located.extent.offset })
     }
 
-    /// Forgets a volume that is destroyed: before it is, so that nothing more is made from it, and again after, for what had begun to read
-    /// it may have kept it since.
+    /// Removes the manifest of a volume that is being destroyed.
+    ///
+    /// It must be called before the destruction, so that the volume is no longer used. It must be
+    /// called again afterwards, because a concurrent reader may have stored the manifest meanwhile.
     pub(crate) async fn forget(&self, volume: VolumeHandle) {
         {
             let mut state = self.state();
@@ -426,7 +442,7 @@ impl State {
         if tree.manifest.encoded_bytes() > MEMORY {
             return;
         }
-        // From here on, `MEMORY` bounds it.
+        // From here on, `MEMORY` bounds the manifest instead of the budget.
         tree.manifest.release_budget();
         self.bytes += tree.manifest.encoded_bytes();
         for located in tree.manifest.extents().filter(|_| tree.near) {

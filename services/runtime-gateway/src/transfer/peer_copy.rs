@@ -1,14 +1,16 @@
-//! The copy of a volume that one Concourse worker sends straight to another, past both gateways.
+//! The direct copy of a volume from one Concourse worker to another.
 //!
 //! ```text
-//! nothing sent ──▶ the way through the gateways
-//! sent ──▶ read again and compared ──▶ the volume holds the tree
-//!   └──anything else──▶ emptied ──▶ the way through the gateways
+//! not sent ──▶ copy through the gateways
+//! sent ──▶ read back and compared ──▶ complete
+//!   └──failed or different──▶ emptied ──▶ copy through the gateways
 //! ```
 //!
-//! No gateway has seen these bytes. Invariant: the volume counts only after all of it was read at its own worker
-//! and compared with the manifest that was asked for ([`transfer::ArchiveReader::compare`]). Nothing of it stays
-//! in a volume that is filled in another way afterwards. See
+//! [`super::write`] tries it before a copy through the gateways.
+//!
+//! Invariant: the volume counts only after all of it was read back and compared with the requested
+//! manifest ([`transfer::ArchiveReader::compare`]). The gateways have not seen these bytes before.
+//! A volume that is then filled in another way is empty. See
 //! `docs/decisions/0008-workers-fill-each-others-volumes.md`.
 
 use std::path::Path;
@@ -31,52 +33,52 @@ use crate::transfer::blocking_pipe::Arriving;
 use crate::transfer::remote::SharedRemoteVolume;
 use crate::util::blocking::blocking;
 
-/// How it ends that another worker is asked to send, as metrics call it.
+/// Outcomes of direct copies, as labels of the metric.
 pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
-/// How long a worker may take to say where it is reached.
+/// Timeout of the query for a worker's peer address.
 const ASK: Duration = Duration::from_secs(5);
-/// What a worker sends in a second, if it is a large volume.
+/// Slowest transfer rate of a large volume, in bytes per second.
 const SLOWEST: u64 = 2 << 20;
-/// Longest time in which emptying a volume is tried again.
+/// Longest time for which emptying a volume is tried again.
 const CLEARING: Duration = Duration::from_secs(180);
 
-/// A volume elsewhere whose worker is asked to send it.
+/// A volume on another worker, which is asked to send it.
 pub(crate) struct Sender {
     pub(crate) source: Source,
-    /// Permits to write the volume that is to be filled.
+    /// Ticket that permits to write the destination.
     pub(crate) ticket: String,
-    /// Is told how many bytes were compared.
+    /// Number of bytes that were compared.
     pub(crate) compared: watch::Sender<u64>,
-    /// Nobody wants the volume any more.
+    /// Cancelled when the caller is gone.
     pub(crate) left: CancellationToken,
 }
 
-/// A worker could not send a volume to this one.
+/// The reason why a direct copy failed.
 #[derive(Debug, thiserror::Error)]
 enum PeerError {
-    /// Its gateway cannot be called.
+    /// The gateway of the source cannot be called.
     #[error(transparent)]
     Source(SourceError),
-    /// It has not begun.
-    #[error("the other worker does not send: {0}")]
+    /// The other worker has not started to send.
+    #[error("the other worker rejected the copy: {0}")]
     NotBegun(Refusal),
-    /// It said that it could not.
-    #[error("the other worker could not send: {0}")]
+    /// The other worker failed, and sends no more.
+    #[error("the other worker failed to send: {0}")]
     Failed(Refusal),
-    /// It may be sending still.
-    #[error("whether the other worker still sends is not known: {0}")]
+    /// The other worker may still send.
+    #[error("the other worker may still be sending: {0}")]
     Lost(Refusal),
-    /// So may it here.
+    /// The other worker took too long, and may still send.
     #[error("the other worker took too long")]
     Late,
-    /// So may it here.
-    #[error("nobody wants it any more")]
+    /// The caller is gone. The other worker may still send.
+    #[error("the caller is gone")]
     Left,
-    /// What arrived cannot be read.
-    #[error("what arrived cannot be read")]
+    /// The received volume cannot be read.
+    #[error("cannot read the received volume")]
     Worker(#[from] RuntimeError),
-    /// It is not what was asked for.
-    #[error("what arrived is not what was asked for")]
+    /// The received tree differs from the requested one.
+    #[error("the received volume has another tree")]
     Arrived(#[source] ArchiveError),
 }
 
@@ -106,17 +108,17 @@ impl From<SourceError> for PeerError {
 }
 
 impl PeerError {
-    /// Whether the volume is as empty as it was.
+    /// Whether the volume is certainly still empty.
     fn is_untouched(&self) -> bool {
         matches!(self, Self::Source(_) | Self::NotBegun(_))
     }
 
-    /// Whether more may come.
+    /// Whether the other worker may still send.
     fn may_go_on(&self) -> bool {
         matches!(self, Self::Lost(_) | Self::Late | Self::Left)
     }
 
-    /// As metrics call it.
+    /// Returns the label of the metric.
     fn outcome(&self) -> &'static str {
         match self {
             error if error.is_untouched() => "refused",
@@ -132,8 +134,8 @@ fn count(outcome: &'static str) {
 }
 
 impl Sender {
-    /// Has the worker of the source fill the empty volume `remote`, if both workers do such things. Answers whether it holds the tree of
-    /// `manifest`; if not, it is empty, and stays so.
+    /// Requests the worker of the source to fill the empty volume `remote`. Returns true if the
+    /// volume holds the tree of `manifest`. Otherwise the volume is empty.
     pub(crate) async fn fill(
         &self,
         transfers: &Transfers,
@@ -141,7 +143,7 @@ impl Sender {
         remote: &SharedRemoteVolume,
         manifest: &Arc<Manifest>,
     ) -> Result<bool, WriteVolumeError> {
-        // Plain tar would make all holes full.
+        // Plain tar fills holes with zeroes, so trees with holes are not copied this way.
         if manifest.extent_bytes() == 0 || manifest.extent_bytes() != manifest.size_bytes() {
             return Ok(false);
         }
@@ -168,13 +170,13 @@ impl Sender {
         if matches!(error, PeerError::Left) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
     }
 
-    /// Says why a volume goes through the gateways.
+    /// Logs why a volume is copied through the gateways.
     fn without(&self, volume: VolumeHandle, why: &str) -> bool {
         tracing::info!(
             volume.handle = %volume,
             source = ?self.source.endpoint,
             error = why,
-            "a volume is not sent from worker to worker"
+            "cannot copy a volume directly: copying through the gateways"
         );
         false
     }
@@ -210,11 +212,12 @@ impl Sender {
     }
 }
 
-/// Empties a volume, so that nothing comes any more: where something `may_come`, only after it was gone for so long that nothing does. Makes
-/// it `again`, empty.
+/// Empties a volume. With `may_come`, the other worker may still send, so the volume is destroyed
+/// for a while first. With `again`, the volume is made again, empty.
 ///
-/// To a worker whose volume is gone nothing can be sent, and what writes into a directory that is gone writes nowhere. But one that unpacks
-/// at this moment may keep the directory, and have it found again by the volume that comes after it; so that one is looked into.
+/// A worker rejects bytes for a destroyed volume, and writes to a deleted directory are lost. But a
+/// worker that is unpacking may keep the directory, and a new volume may then show its contents. So
+/// the new volume is checked.
 async fn clear(
     transfers: &Transfers,
     volume: VolumeHandle,
@@ -240,11 +243,11 @@ async fn clear(
             if is_empty(remote).await? {
                 return Ok(());
             }
-            Err(RuntimeError::Other("something is left in a volume that was made anew".to_owned()))
+            Err(RuntimeError::Other("cannot empty a volume: the new volume is not empty".to_owned()))
         };
         match cleared.await {
             Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
-                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "a volume is not empty yet");
+                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot empty a volume: trying again");
                 may_come = true;
                 tokio::time::sleep(intervals.clear_retry).await;
             }
@@ -257,7 +260,7 @@ async fn is_empty(remote: &SharedRemoteVolume) -> Result<bool, RuntimeError> {
     let archive = Arriving::new(remote.read(Path::new("")).await?);
     blocking(move || {
         let read = ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
-        // What is left of an archive that is being unpacked may change while it is read.
+        // An archive that is still being unpacked may change while it is read.
         Ok::<_, RuntimeError>(read.is_ok_and(|manifest| manifest.entries().len() == 1))
     })
     .await

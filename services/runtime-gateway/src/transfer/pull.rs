@@ -1,14 +1,15 @@
-//! The copy of a volume from other workers into a planned volume.
+//! The copy of a volume from other workers to this one.
 //!
-//! The manifest comes first. Extents that this worker has are copied here. The rest is read from one source after
-//! the other, and each goes on where the one before broke off. So a source that dies costs only what was in
-//! flight. A worker on another machine takes whole files, so the next source begins again.
+//! `api` calls it for `Volumes.Fetch`. The manifest comes first. Extents that this worker has are
+//! copied locally. The other extents are read from the sources in turn. A source continues where
+//! the previous one failed. A worker on another machine accepts only whole files, so there the next
+//! source starts from the beginning.
 //!
-//! If both workers are on other machines and reach one another, the source's worker sends the volume itself
-//! ([`crate::transfer::peer_copy`]). A failure of that costs only time.
+//! If both workers are on other machines and can reach each other, the worker of the source sends
+//! the volume directly ([`crate::transfer::peer_copy`]). A failure of that costs only time.
 //!
-//! Invariant: the volume counts only if it has the tree that was asked for ([`super::write`]): its manifest has
-//! that digest, and each extent has the digest that the manifest says.
+//! Invariant: the volume counts only if it holds the requested tree. [`super::write`] verifies the
+//! digest of the manifest and of each extent.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -26,45 +27,45 @@ use super::write::VolumeWriter;
 use crate::clients::gateway::{Source, SourceError, VolumeReader};
 use crate::transfer::peer_copy::Sender;
 
-/// Longest pause of a source, which may have to scan a large volume before it goes on.
+/// Longest pause of a source, which may have to scan a large volume.
 const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
 
-/// How far a fetch is, in bytes of content.
+/// The progress of a copy, in bytes of content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
     pub(crate) done: u64,
     pub(crate) total: u64,
-    /// What this worker had already.
+    /// Bytes that this worker already had.
     pub(crate) saved: u64,
-    /// The place of the source that is read.
+    /// Index of the source that is read.
     pub(crate) source: usize,
-    /// Whether the worker of that source sent it all by itself.
+    /// Whether the worker of that source sends the volume directly.
     pub(crate) by_peer: bool,
 }
 
-/// A volume could not be fetched.
+/// The reason why a volume cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FetchError {
-    /// This worker failed, or the store refused.
+    /// The worker of this gateway failed, or the store rejected a call.
     #[error(transparent)]
     Here(#[from] WriteVolumeError),
-    /// Each source failed, in their order.
-    #[error("no source could give all that is missing: {}", listed(.0))]
+    /// All sources failed. The errors are in the order of the sources.
+    #[error("cannot copy the volume from any source: {}", listed(.0))]
     Sources(Vec<SourceError>),
 }
 
-/// The errors of sources, for people.
+/// Joins the errors of sources to a message.
 fn listed(errors: &[SourceError]) -> String {
     let mut text = String::new();
     for (place, error) in errors.iter().enumerate() {
         let separator = if place == 0 { "" } else { "; " };
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         _ = write!(text, "{separator}{}", error_chain(error));
     }
     text
 }
 
-/// Why nothing more came from a source.
+/// The reason why a source was given up.
 enum Failed {
     There(SourceError),
     Here(WriteVolumeError),
@@ -79,17 +80,18 @@ impl From<SourceError> for Failed {
 /// Longest pause of a source while there are others to try.
 const OTHERS_LEFT: Duration = Duration::from_secs(120);
 
-/// The volume to be filled, and what permits it.
+/// The volume that is filled.
 pub(crate) struct Destination {
-    /// What the ticket says.
+    /// Claims of its ticket.
     pub(crate) ticket: TicketClaims,
-    /// The ticket itself.
+    /// The signed ticket.
     pub(crate) signed: String,
 }
 
-/// Fills the volume that the ticket of `to` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+/// Fills the volume of `to` with the tree of `digest`, from the first of `sources` that works.
+/// Reports to `progress`.
 ///
-/// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
+/// Cancel safe: if it is dropped, the volume stays incomplete, and the artifact store collects it.
 pub(crate) async fn fetch(
     transfers: &Arc<Transfers>,
     to: Destination,
@@ -105,7 +107,7 @@ pub(crate) async fn fetch(
             Ok(filling) => return Ok(filling.commit(transfers).await?),
             Err(Failed::Here(error)) => return Err(error.into()),
             Err(Failed::There(error)) => {
-                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "a source failed");
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "cannot copy from a source: trying the next one");
                 failed.push(error);
             }
         }
@@ -113,7 +115,7 @@ pub(crate) async fn fetch(
     Err(FetchError::Sources(failed))
 }
 
-/// What is kept from one source to the next.
+/// The state of a copy across sources.
 struct Fetch<'w, P> {
     transfers: &'w Arc<Transfers>,
     to: Destination,
@@ -122,17 +124,17 @@ struct Fetch<'w, P> {
     progress: P,
 }
 
-/// A volume of which some is there.
+/// A volume that is partially filled.
 struct UnderWay {
     filling: VolumeWriter,
     manifest: Arc<Manifest>,
-    /// What no source has sent yet.
+    /// Extents that no source has sent yet.
     missing: OrdinalRanges,
     progress: Progress,
 }
 
 impl<P: Fn(Progress)> Fetch<'_, P> {
-    /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
+    /// Copies all missing extents from `source`. Returns the volume, ready to commit.
     async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<VolumeWriter, Failed> {
         let mut reader = source.read(pause).await?;
         let manifest = reader.manifest().await?;
@@ -151,7 +153,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
                 debug_assert!(under_way.missing.is_empty(), "everything was received");
                 Ok(under_way.filling)
             }
-            // The next source may begin with another file.
+            // The next source may send files in another order.
             Err(failed) if under_way.filling.takes_whole_files() => {
                 under_way.filling.abandon().await;
                 Err(failed)
@@ -163,7 +165,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         }
     }
 
-    /// Makes the volume. Where the worker of `source` can, it fills it, too.
+    /// Makes the volume. If possible, the worker of `source` fills it directly.
     async fn begin(
         &self,
         place: usize,
@@ -232,7 +234,8 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
 
 type Received = (u64, u64, Verified<bytes::Bytes>);
 
-/// Verifies extents that arrived: those that are expected, each once. Returns their ordinals and lengths, too.
+/// Verifies received extents. Each must be expected, and may arrive once. Returns them with their
+/// ordinals and lengths.
 fn verify(
     manifest: &Manifest,
     extents: Vec<ExtentData>,
@@ -262,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+    fn only_expected_extents_are_accepted_once() {
         let directory = tempfile::tempdir().expect("a directory");
         for name in ["a", "b", "c"] {
             std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
@@ -291,8 +294,8 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn source_that_says_nothing_is_left() {
-        // The kernel accepts connections, and no process reads them.
+    async fn silent_source_times_out() {
+        // The kernel accepts connections, but no process reads from them.
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
         let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };

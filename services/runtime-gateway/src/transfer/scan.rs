@@ -1,4 +1,4 @@
-//! The manifest of a volume, as it is found by reading all of it, and the problems that are met.
+//! The scan of a volume, and the problems that are found.
 
 use std::io;
 use std::path::Path;
@@ -7,10 +7,10 @@ use domain::error_chain;
 use runtime::RuntimeError;
 use transfer::{InvalidManifest, Limits, Problem, ProblemKind, ScanError, ScanOptions};
 
-/// Most paths that a message about a volume names.
+/// Most paths in a message about a volume.
 const NAMED: usize = 3;
 
-/// Reads everything in a volume. A volume that no manifest can describe is the fault of the process that wrote it.
+/// Scans a volume. A volume that no manifest can describe is an error of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
     let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
     let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
@@ -21,7 +21,7 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
     })?;
     let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
     let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
-    // Any of these is no less a part of the volume than what was read.
+    // Omitting such an entry would lose a part of the volume.
     if let Some(invalid) = named(&invalid) {
         return Err(RuntimeError::InvalidOutput(invalid));
     }
@@ -31,19 +31,19 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
     Ok(scanned)
 }
 
-/// Whether no manifest can hold what is at a path.
+/// Whether a problem makes the volume impossible to describe.
 fn cannot_travel(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::PathTooLong => true,
-        // Attributes together are too large.
+        // All attributes of the entry are too large together.
         ProblemKind::Unreadable(error) => error.kind() == io::ErrorKind::ArgumentListTooLong,
-        // Overlays over the volume would act on it.
+        // An overlay above the volume would interpret these attributes.
         ProblemKind::SkippedXattr(name) => name.starts_with("trusted.overlay."),
         ProblemKind::ChangedWhileRead | ProblemKind::SkippedSocket => false,
     }
 }
 
-/// Whether what is at a path could not be read as a whole.
+/// Whether an entry could not be read completely.
 fn is_unread(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::Unreadable(_) | ProblemKind::ChangedWhileRead => true,
@@ -51,7 +51,7 @@ fn is_unread(problem: &Problem) -> bool {
     }
 }
 
-/// The first problems, and how many more there are. `None`: there is none.
+/// Formats the first problems, and the number of others. `None`: there are none.
 fn named(problems: &[&Problem]) -> Option<String> {
     let first: Vec<_> = problems.iter().take(NAMED).map(|problem| shortened(problem)).collect();
     let more = problems.len().saturating_sub(first.len());
@@ -59,7 +59,7 @@ fn named(problems: &[&Problem]) -> Option<String> {
     (!first.is_empty()).then(|| first.join(", ") + &more)
 }
 
-/// What was left out of a manifest: sockets and extended attributes, with the first paths. `None`: nothing.
+/// Formats the sockets and extended attributes that a manifest omits. `None`: there are none.
 pub(super) fn left_out(problems: &[Problem]) -> Option<String> {
     let is_left_out = |problem: &&Problem| {
         matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
@@ -67,7 +67,7 @@ pub(super) fn left_out(problems: &[Problem]) -> Option<String> {
     named(&problems.iter().filter(is_left_out).collect::<Vec<_>>())
 }
 
-/// A problem with the beginning of its path.
+/// Formats a problem with a shortened path.
 fn shortened(problem: &Problem) -> String {
     const SHOWN: usize = 200;
     let path = problem.path.to_string_lossy();
@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn volume_that_no_manifest_describes_is_an_invalid_output() {
+    fn undescribable_volume_is_an_invalid_output() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let mut descent = transfer::Descent::open(directory.path()).expect("opened");
         for _ in 0..3000 {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_named_and_left_out() {
+    fn sockets_are_omitted_and_listed() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let bind = |name: &str| std::os::unix::net::UnixListener::bind(directory.path().join(name));
         let _sockets: Vec<_> =

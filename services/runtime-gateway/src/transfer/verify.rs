@@ -1,7 +1,7 @@
-//! Whether a volume still holds what its manifest says.
+//! The comparison of a volume with its manifest.
 //!
-//! Where a file system keeps holes differs from one time to the next: what was just written lies in no blocks yet, and blocks may be set
-//! aside before they are written. So extents are compared by what they hold, not by where a new scan finds some.
+//! The places of holes in a file may change without a write, because file systems allocate late or
+//! in advance. So extents are compared by their contents, not by the extents of a new scan.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use transfer::{Entry, EntryKind, Extent, Manifest, ReadError, ReadOptions, TreeR
 
 use super::scan;
 
-/// Bytes that are read at a time.
+/// Bytes of one read.
 const CHUNK: usize = 1 << 16;
 
-/// What was found.
+/// The result of a comparison.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Comparison {
-    /// It holds what the manifest says.
+    /// The volume holds the tree of the manifest.
     Same,
-    /// This entry is missing, is not in the manifest, or is another one.
+    /// This entry is missing, is not in the manifest, or differs.
     Differs(PathBuf),
 }
 
@@ -73,7 +73,7 @@ fn failed(error: ReadError) -> RuntimeError {
     RuntimeError::Other(format!("cannot read a volume: {}", domain::error_chain(&error)))
 }
 
-/// An entry but for where its content is.
+/// Returns an entry without its extents.
 fn without_extents(entry: &Entry) -> Entry {
     let mut entry = entry.clone();
     if let EntryKind::File { extents, .. } = &mut entry.kind {
@@ -82,7 +82,7 @@ fn without_extents(entry: &Entry) -> Entry {
     entry
 }
 
-/// What lies in one of `extents` and in none of `others`, from and to. Both ascend.
+/// Returns the ranges in `extents` that no extent in `others` covers. Both lists ascend.
 fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     let end = |extent: &Extent| extent.offset + u64::from(extent.length);
     let mut found = Vec::new();
@@ -102,7 +102,7 @@ fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     found
 }
 
-/// Whether there are only zeroes in a part of the file of an entry.
+/// Whether a range of a file contains only zeroes.
 fn is_zero(reader: &mut TreeReader, entry: usize, from: u64, to: u64) -> Result<bool, ReadError> {
     let mut buffer = vec![0; CHUNK];
     let mut at = from;
@@ -127,7 +127,8 @@ mod tests {
 
     const SIZE: u64 = 4 << 20;
 
-    /// A tree with a file that is `whole` or has holes, with the same bytes and times either way.
+    /// Creates a tree with a file that is `whole` or has holes. Bytes and times are the same in
+    /// both cases.
     fn tree(root: &Path, whole: bool, change: impl FnOnce(&File)) {
         fs::create_dir_all(root.join("directory")).expect("make");
         fs::write(root.join("directory/small"), "small").expect("write");
@@ -140,7 +141,7 @@ mod tests {
         file.set_len(SIZE).expect("resize");
         change(&file);
         for path in ["directory/small", "sparse", "directory", "."] {
-            // One of them may have been removed.
+            // One of these files may have been removed.
             if let Ok(file) = File::open(root.join(path)) {
                 file.set_modified(SystemTime::UNIX_EPOCH).expect("set the time");
             }
@@ -159,12 +160,12 @@ mod tests {
     }
 
     #[test]
-    fn where_holes_are_makes_no_difference() {
+    fn places_of_holes_are_ignored() {
         assert_eq!(compared(|_, _| {}), Comparison::Same);
     }
 
     #[test]
-    fn whatever_is_not_as_it_was_is_found() {
+    fn every_change_is_detected() {
         let sparse = Comparison::Differs("sparse".into());
         let write = |at: u64| compared(|_, file| file.write_all_at(b"x", at).expect("write"));
         for at in [0, SIZE / 2, SIZE / 2 + 5, SIZE - 1] {

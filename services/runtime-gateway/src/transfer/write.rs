@@ -1,8 +1,8 @@
-//! Bytes into the volumes of a worker.
+//! Writing the volumes of a worker.
 //!
-//! Invariant: a volume becomes known as complete only after its manifest was validated, every extent had the
-//! digest that the manifest says, and the writer said `commit`. Bytes that arrive before that lie in a volume
-//! that the artifact store knows as unfinished, and collects when its transfer ends.
+//! [`crate::api`] and [`super::pull`] use it. Invariant: a volume counts as complete only after its
+//! manifest was validated, every extent has its digest, and the writer committed. Until then the
+//! artifact store counts the volume as incomplete, and collects it when its transfer ends.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ use super::remote::{self, SharedRemoteVolume};
 use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
 
-/// Verified extents that wait for the thread that writes them, in batches of about 1 MiB.
+/// Most batches of verified extents that wait for the writing thread. A batch has about 1 MiB.
 const QUEUE: usize = 16;
 
 /// A volume that is being filled.
@@ -36,13 +36,13 @@ pub(crate) struct VolumeWriter {
     volume: VolumeHandle,
     team: String,
     manifest: Arc<Manifest>,
-    /// What has to be sent.
+    /// Extents that must be sent.
     pub(crate) missing: OrdinalRanges,
-    /// Whether a file must be whole before another begins.
+    /// Whether a file must be complete before the next one starts.
     whole_files: bool,
-    /// Whether the worker that has the bytes sent them all by itself.
+    /// Whether the worker of the source has sent all extents directly.
     pub(crate) by_peer: bool,
-    /// What it will write. `None`: it writes nothing, or its worker has another disk.
+    /// Disk space of the transfer. `None`: nothing is written here.
     declared: Option<DiskReservation>,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(WriterPermit, Result<(), WriteVolumeError>)>,
@@ -54,10 +54,12 @@ enum Step {
 }
 
 impl VolumeWriter {
-    /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away,
-    /// unless it got as far as that its bytes were final: then nothing is missing.
+    /// Makes the volume, copies the extents that this worker has, and determines the missing ones.
+    /// A partial volume of an earlier try is destroyed. If the volume is already complete, nothing
+    /// is missing.
     ///
-    /// A caller who goes away does not break this off: what destroys, makes or copies would go on in its thread, beside the next writer.
+    /// A caller that is dropped does not interrupt it, because its blocking steps would continue
+    /// beside the next writer.
     pub(crate) async fn begin(
         transfers: &Arc<Transfers>,
         ticket: TicketClaims,
@@ -66,7 +68,7 @@ impl VolumeWriter {
         Self::begin_with(transfers, ticket, manifest, None).await
     }
 
-    /// The same of a volume that `peer` may fill, if both workers do such things: then nothing is missing.
+    /// Begins a volume that `peer` may fill. If `peer` does, nothing is missing.
     pub(crate) async fn begin_with(
         transfers: &Arc<Transfers>,
         ticket: TicketClaims,
@@ -78,7 +80,7 @@ impl VolumeWriter {
         let begin = async move { Self::begin_whole(&transfers, &ticket, manifest, peer).await };
         let begun = tasks.spawn(begin.in_current_span());
         begun.await.unwrap_or_else(|error| {
-            Err(RuntimeError::Other(format!("the start of a transfer broke off: {error}")).into())
+            Err(RuntimeError::Other(format!("cannot begin a transfer: its task failed: {error}")).into())
         })
     }
 
@@ -96,7 +98,7 @@ impl VolumeWriter {
             if kept.tree_digest() != manifest.tree_digest() {
                 return Err(WriteVolumeError::Complete(ticket.volume));
             }
-            // Whether the store knows was not heard, by the caller or by us. It is told again.
+            // An earlier report to the store may have been lost, so the volume is reported again.
             transfers.manifest(ticket).await?;
             return Ok(Self::whole(ticket, manifest, turn));
         }
@@ -148,7 +150,7 @@ impl VolumeWriter {
         declared.wrote(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
-            // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
+            // The thread holds the permit until its last write, even if its caller is dropped.
             (turn, write(writer, steps).map_err(WriteVolumeError::from))
         });
         Ok(Self {
@@ -164,7 +166,7 @@ impl VolumeWriter {
         })
     }
 
-    /// A volume on another machine, to which everything is sent.
+    /// Creates a writer for a volume on another machine. All extents must be sent.
     fn far(
         transfers: &Transfers,
         ticket: &TicketClaims,
@@ -176,7 +178,7 @@ impl VolumeWriter {
         let tree = manifest.clone();
         let writer = transfers.worker.tasks.spawn(async move {
             let packed = remote::write(&remote, move |out| pack(ArchiveWriter::new(out, tree), steps));
-            // One that was broken off is left unfinished.
+            // An aborted volume stays incomplete.
             (
                 turn,
                 packed.await.or_else(|error| {
@@ -198,7 +200,7 @@ impl VolumeWriter {
         }
     }
 
-    /// A volume that has all of its bytes.
+    /// Creates a writer for a volume that is already filled.
     fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: WriterPermit) -> Self {
         let (queue, mut steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
@@ -219,24 +221,25 @@ impl VolumeWriter {
         }
     }
 
-    /// Whether what was broken off within a file can only be begun again.
+    /// Whether a partial file can only be sent again from its beginning.
     pub(crate) fn takes_whole_files(&self) -> bool {
         self.whole_files
     }
 
-    /// Gives up what arrived, and waits until somebody else may fill the volume.
+    /// Aborts the transfer, and waits until another writer may fill the volume.
     pub(crate) async fn abandon(self) {
         drop(self.queue);
-        // What it fails with does not matter any more.
+        // The error of an aborted transfer is not relevant.
         self.writer.await.ok();
     }
 
-    /// Bytes that have to be sent.
+    /// Returns the number of bytes that must be sent.
     pub(crate) fn missing_bytes(&self) -> u64 {
         self.manifest.bytes_of(&self.missing)
     }
 
-    /// Takes some extents: file by file, those of a file in ascending order. Waits when the disk is slower than the sender.
+    /// Writes some extents. Files come one after the other, and the extents of a file ascend. Waits
+    /// if the disk is slower than the sender.
     pub(crate) async fn put(
         &mut self,
         transfers: &Transfers,
@@ -250,7 +253,7 @@ impl VolumeWriter {
         self.put_verified(transfers, verified?).await
     }
 
-    /// Takes some extents, as [`Self::put`] does.
+    /// Writes some verified extents, in the order that [`Self::put`] requires.
     pub(crate) async fn put_verified(
         &mut self,
         transfers: &Transfers,
@@ -266,14 +269,14 @@ impl VolumeWriter {
         Ok(())
     }
 
-    /// Ends the volume: everything is there, verified, and known to the artifact store.
+    /// Completes the volume, and reports it to the artifact store.
     pub(crate) async fn commit(mut self, transfers: &Transfers) -> Result<Arc<Manifest>, WriteVolumeError> {
         if self.queue.send(Step::Commit).await.is_err() {
             return Err(self.writer_failed(transfers).await);
         }
-        let (turn, written) = (&mut self.writer)
-            .await
-            .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
+        let (turn, written) = (&mut self.writer).await.map_err(|error| {
+            RuntimeError::Other(format!("cannot fill a volume: its writer failed: {error}"))
+        })?;
         if let Err(error) = written {
             turn.discard(transfers).await;
             return Err(error);
@@ -287,12 +290,14 @@ impl VolumeWriter {
                 turn.discard(transfers).await;
                 error
             }
-            Ok((_, Ok(()))) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
+            Ok((_, Ok(()))) | Err(_) => {
+                RuntimeError::Other("cannot fill a volume: its writer failed".to_owned()).into()
+            }
         }
     }
 }
 
-/// Writes until it is told to commit. A queue that ends before that leaves the volume unfinished.
+/// Writes extents until the commit. If the queue ends earlier, the volume stays incomplete.
 fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteError> {
     while let Some(step) = steps.blocking_recv() {
         match step {
@@ -303,7 +308,7 @@ fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), 
     Ok(())
 }
 
-/// Packs for another machine until it is told to commit.
+/// Packs extents for another machine until the commit.
 fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteVolumeError> {
     while let Some(step) = steps.blocking_recv() {
         match step {
@@ -317,9 +322,9 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
     Err(WriteVolumeError::BrokenOff)
 }
 
-/// Files of this worker that have some of the content that is wanted.
+/// Files of this worker that contain some of the required extents.
 struct Sources {
-    /// For each ordinal that can be copied: the file's index, and where in it.
+    /// For each extent: its ordinal, the index of the file, and the offset in the file.
     extents: Vec<(u64, usize, u64)>,
     files: Vec<PathBuf>,
 }
@@ -352,7 +357,8 @@ impl Sources {
         Ok(sources)
     }
 
-    /// Copies what can be copied, verifying it: the source may be going at this moment. Answers what is missing.
+    /// Copies extents from local files, and verifies them, because a file may be deleted meanwhile.
+    /// Returns the missing extents.
     fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<OrdinalRanges, WriteError> {
         let mut copied = OrdinalRanges::new();
         let mut open: Option<(usize, File)> = None;
@@ -362,7 +368,7 @@ impl Sources {
             }
             let Some((_, file)) = &open else { continue };
             match writer.copy_extent(ordinal, file, offset, Trust::Verify) {
-                // Ordinals ascend, so this cannot be refused.
+                // Cannot fail, because ordinals ascend.
                 Ok(()) => copied.insert(ordinal).unwrap_or_default(),
                 Err(WriteError::DigestMismatch { .. }) => {}
                 Err(error) => return Err(error),

@@ -1,6 +1,7 @@
-//! Which base types of a worker are imported as artifacts: images of resource types, and certificates.
+//! The state of the imports of a worker: images of resource types, and certificates.
 //!
-//! Attempts wait here for what they need. The import loop ([`crate::sync::base_type_import`]) carries out the tries.
+//! Attempts wait here for the imports that they need. The import loop
+//! ([`crate::sync::base_type_import`]) runs the imports.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -11,35 +12,36 @@ use tokio::sync::{Notify, watch};
 
 use crate::util::keyed_locks::lock;
 
-/// How far the imports of a worker are.
+/// The states of all imports of a worker.
 #[derive(Debug, Default)]
 pub(crate) struct BaseTypeImports {
     standings: watch::Sender<BTreeMap<WorkerProvided, ImportState>>,
     tries: Mutex<BTreeMap<WorkerProvided, ImportTries>>,
-    /// Wakes the importing task.
+    /// Wakes the import loop.
     pub(crate) wake: Notify,
 }
 
-/// How far an import is. One that was not tried yet has none.
+/// The outcome of an import. An import that was not tried has none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum ImportState {
     Imported(ArtifactId),
-    /// The try of this number failed.
+    /// The try of this number failed, with its cause.
     Failed(u64, String),
 }
 
-/// How often something was tried.
+/// The tries of one import.
 #[derive(Debug, Clone, Copy, Default)]
 struct ImportTries {
     begun: u64,
-    /// Whether somebody waits for another one.
+    /// Whether an attempt waits for another try.
     is_wanted: bool,
 }
 
 impl BaseTypeImports {
-    /// What something is that the worker brings along, as soon as it is imported. Where it is not, it is tried at once.
+    /// Waits until `what` is imported, and returns its artifact. If it is not imported, a try
+    /// starts at once.
     ///
-    /// Errors: why a try failed that began after this call.
+    /// Errors: the cause of a failed try that began after this call.
     pub(crate) async fn wanted(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
         let mut standings = self.standings.subscribe();
         if let Some(artifact) = self.known(what) {
@@ -55,12 +57,12 @@ impl BaseTypeImports {
         match told {
             Ok(Some(ImportState::Imported(artifact))) => Ok(artifact),
             Ok(Some(ImportState::Failed(_, why))) => Err(why),
-            // The sender lives as long as this.
-            Ok(None) | Err(_) => Err("it is not imported".to_owned()),
+            // Cannot fail, because `self` owns the sender.
+            Ok(None) | Err(_) => Err("cannot import a base resource type: it was not tried".to_owned()),
         }
     }
 
-    /// What something is, if it was imported, without a wait.
+    /// Returns the artifact of `what`, if it is imported.
     pub(crate) fn known(&self, what: &WorkerProvided) -> Option<ArtifactId> {
         match self.standings.borrow().get(what) {
             Some(ImportState::Imported(artifact)) => Some(*artifact),
@@ -68,7 +70,8 @@ impl BaseTypeImports {
         }
     }
 
-    /// An artifact is not on the worker any more, or not every team's. Answers whether it was imported.
+    /// Forgets an artifact that is no longer usable on the worker, and requests a new import.
+    /// Returns whether it was an import.
     pub(crate) fn lost(&self, artifact: ArtifactId) -> bool {
         let mut lost = None;
         self.standings.send_if_modified(|standings| {
@@ -87,7 +90,7 @@ impl BaseTypeImports {
         lock(&self.tries)
     }
 
-    /// Asks for a try, and answers how many have begun.
+    /// Requests a try, and returns the number of tries that have begun.
     fn want(&self, what: &WorkerProvided) -> u64 {
         let begun = {
             let mut tries = self.tries();
@@ -103,7 +106,7 @@ impl BaseTypeImports {
         self.tries().get(what).is_some_and(|tries| tries.is_wanted)
     }
 
-    /// A try begins. Answers its number.
+    /// Begins a try, and returns its number.
     pub(crate) fn begin(&self, what: &WorkerProvided) -> u64 {
         let mut tries = self.tries();
         let tries = tries.entry(what.clone()).or_default();

@@ -1,42 +1,44 @@
-//! The heartbeats of a stream: which message of the gateway the scheduler has received.
+//! Heartbeats of a stream: the messages of the gateway that the scheduler has acknowledged.
 //!
-//! The scheduler also sends unasked, so a message from it is no proof of contact. Only the number of a message
-//! that the scheduler says it received is. Contact counts from when the gateway sent that message, which is before
-//! the scheduler noted it.
+//! The scheduler also sends messages that answer nothing, so a message from it is no proof of
+//! contact. Proof is the number of a message that the scheduler acknowledges. Contact counts from
+//! the time at which the gateway sent that message.
 //!
-//! Invariant: contact is never later than the scheduler knows. So when the `stop_after` of a supervisor has passed,
-//! the `lost_after` of the scheduler, which is longer, has not.
+//! Invariant: the gateway never dates contact later than the scheduler does. So a supervisor stops
+//! its process (`stop_after`) before the scheduler gives the worker up (`lost_after`, which is
+//! longer).
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// What was sent on one stream, and when, by `CLOCK_BOOTTIME`.
+/// Messages of one stream, with the time of sending by `CLOCK_BOOTTIME`.
 #[derive(Debug)]
 pub(crate) struct Heartbeats {
-    /// Messages that the scheduler has not said to have heard, oldest first.
+    /// Messages that the scheduler has not acknowledged, oldest first.
     unheard: VecDeque<(u64, Duration)>,
     last: u64,
     told: Option<Duration>,
 }
 
-/// The scheduler says that it heard what was never sent.
+/// The scheduler acknowledged a message that was never sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NeverSent;
 
 impl Heartbeats {
-    /// Of a stream whose hello, which is number 0, was sent at `hello`.
+    /// Starts with the registration, which is message 0 and was sent at `hello`.
     pub(crate) fn new(hello: Duration) -> Self {
         Self { unheard: VecDeque::from([(0, hello)]), last: 0, told: None }
     }
 
-    /// A message is about to be sent. Answers its number.
+    /// Records a message that is about to be sent, and returns its number.
     pub(crate) fn sending(&mut self, now: Duration) -> u64 {
         self.last += 1;
         self.unheard.push_back((self.last, now));
         self.last
     }
 
-    /// The scheduler has heard message `number`. Answers since when contact may be counted, if that is news: `every` so often.
+    /// Records that the scheduler acknowledged message `number`. Returns the time of contact, at
+    /// most once per `every`.
     pub(crate) fn received(&mut self, number: u64, every: Duration) -> Result<Option<Duration>, NeverSent> {
         if number > self.last {
             return Err(NeverSent);
@@ -64,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn contact_counts_from_when_the_message_was_sent_that_was_heard() {
+    fn contact_counts_from_the_acknowledged_message() {
         let mut contact = Heartbeats::new(at(100));
         assert_eq!(contact.received(0, at(5)), Ok(Some(at(100))), "the hello was");
         assert_eq!((contact.sending(at(110)), contact.sending(at(120)), contact.sending(at(130))), (1, 2, 3));
@@ -74,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_scheduler_says_unasked_is_no_contact() {
+    fn unsolicited_message_is_no_contact() {
         let mut contact = Heartbeats::new(at(100));
         assert_eq!(contact.received(0, at(5)), Ok(Some(at(100))));
         for sent in 101..200 {
@@ -85,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worker_is_not_told_of_each_message() {
+    fn contact_is_reported_once_per_interval() {
         let mut contact = Heartbeats::new(at(100));
         let mut told = Vec::new();
         for sent in 100..120 {

@@ -326,7 +326,7 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
     assert_eq!(told.container_handle, planned.container_handle);
     let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
     assert_eq!(told.volume_handles.iter().collect::<Vec<_>>(), handles);
-    assert_eq!(told.why, format!("it could not be made: {stopped}"));
+    assert_eq!(told.why, format!("cannot make the container or its volumes: {stopped}"));
     suite.end().await;
 }
 
