@@ -1,4 +1,4 @@
-//! Calls of the gateway, over gRPC.
+//! Tests of the services over gRPC.
 
 use rpc::pb::runtime::containers_client::ContainersClient;
 
@@ -20,7 +20,7 @@ use crate::test_support::{Attended, NOBODY, gateway_of, within};
 use testing::conformance::{self, RuntimeExt, container, programs};
 use testing::fake::FakeWorker;
 
-/// What the first answer to this `resume` is.
+/// Returns the first answer to a `resume` message.
 async fn attached(
     containers: &ContainersClient<rpc::Peer>,
     team: &str,
@@ -38,7 +38,7 @@ async fn attached(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_one() {
+async fn process_of_another_team_looks_nonexistent() {
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
     let runtime = machine.runtime();
@@ -56,14 +56,14 @@ async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_on
         refused.to_string().replace(&process.to_string(), "…")
     };
     let other = refusal("other", process).await;
-    assert_eq!(other, refusal("other", AttemptId::new()).await, "both sound alike");
+    assert_eq!(other, refusal("other", AttemptId::new()).await, "the errors do not differ");
 
     drop(client);
     gateway.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn process_is_left_after_term_of_caller() {
+async fn process_is_abandoned_after_term_of_caller() {
     const TERM: Duration = Duration::from_millis(100);
     let machine = FakeWorker::near();
     let worker = machine.with_caller_term(TERM);
@@ -91,7 +91,7 @@ async fn process_is_left_after_term_of_caller() {
         assert!(matches!(heard.message().await, Ok(Some(_))));
         heard
     };
-    // After a restart of the gateway callers are back before attempts are taken up.
+    // After a restart of the gateway, callers attach before attempts are resumed.
     let (caller, observer) = (attach(false).await, attach(true).await);
     let attended = async {
         let standing = async || {
@@ -106,7 +106,7 @@ async fn process_is_left_after_term_of_caller() {
         let before = standing().await;
         assert!((before.attached, before.is_left) == (1, false) && before.left_at.is_none(), "{before:?}");
         drop(caller);
-        // The end of its input ends the process.
+        // The process exits when its input ends.
         runtime.ended(process).await;
         let after = standing().await;
         assert!(
@@ -124,7 +124,7 @@ async fn process_is_left_after_term_of_caller() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
+async fn unread_input_is_bounded_in_bytes() {
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, NOBODY);
     let runtime = machine.runtime();
@@ -163,7 +163,7 @@ async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
     gateway.end().await;
 }
 
-/// The process whose container the store is told that somebody uses. The answer is no.
+/// Returns the process of the next touch, which the store rejects.
 async fn touched(store: &mut Store) -> String {
     let Asked::Touch(touched, answer) = store.asked().await else { panic!("something else") };
     assert_eq!(touched.session_credential, "credential");
@@ -172,7 +172,7 @@ async fn touched(store: &mut Store) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_store_hears_now_and_again_that_somebody_is_attached() {
+async fn attached_caller_is_reported_at_intervals() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
@@ -205,7 +205,7 @@ async fn the_store_hears_now_and_again_that_somebody_is_attached() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
+async fn running_process_is_not_reported_at_once() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = machine.attended(NOBODY, &store.endpoint);
@@ -223,18 +223,18 @@ async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
         never = touch(&worker, over, Duration::from_millis(1)) => match never {},
         () = async {
             for _ in 0..3 {
-                assert_eq!(touched(&mut store).await, over.to_string(), "the one that goes on is not told of");
+                assert_eq!(touched(&mut store).await, over.to_string(), "the running process is not reported");
             }
         } => {}
     }
     tokio::select! {
         never = touch(&worker, going_on, Duration::from_millis(1)) => match never {},
-        told = touched(&mut store) => assert_eq!(told, going_on.to_string(), "it is told of a while later"),
+        told = touched(&mut store) => assert_eq!(told, going_on.to_string(), "the running process is reported later"),
     }
     store.end().await;
 }
 
-// The clock stands still, and moves on at once when everything waits for it.
+// The paused clock advances when all tasks wait for it.
 #[tokio::test(start_paused = true)]
 async fn upload_ends_when_its_caller_pauses() {
     let root = transfer::Entry {
@@ -263,7 +263,7 @@ async fn download_ends_when_its_caller_pauses() {
     let (answers, _taken) = mpsc::channel(1);
     let began = tokio::time::Instant::now();
     send(&answers, ()).await.expect("there is room for one");
-    let ended = Refusal::from(send(&answers, ()).await.expect_err("nobody takes the first"));
+    let ended = Refusal::from(send(&answers, ()).await.expect_err("the first message is not read"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("took nothing"), "{ended}");
     assert!(began.elapsed() >= DOWNLOAD_PAUSE);
 }
@@ -276,9 +276,14 @@ async fn transfers_beyond_the_limit_are_refused() {
         permits.push(permit);
     }
     assert!(permits.len() >= 100, "{}", permits.len());
-    let refused = gateway.acquire_transfer(TicketOperation::Read).await.expect_err("all have one");
+    let refused = gateway.acquire_transfer(TicketOperation::Read).await.expect_err("all permits are taken");
     assert!(Refusal::from(Status::from(refused)).is(Reason::Unavailable));
-    drop(gateway.acquire_transfer(TicketOperation::Write).await.expect("the other direction has its own"));
+    drop(
+        gateway
+            .acquire_transfer(TicketOperation::Write)
+            .await
+            .expect("the other direction has its own permits"),
+    );
     permits.pop();
-    drop(gateway.acquire_transfer(TicketOperation::Read).await.expect("there is one again"));
+    drop(gateway.acquire_transfer(TicketOperation::Read).await.expect("a permit was returned"));
 }

@@ -1,4 +1,4 @@
-//! How attempts end that cannot be carried out.
+//! The results of attempts that cannot be carried out.
 
 use super::result::tell;
 use super::*;
@@ -8,7 +8,7 @@ use rpc::Refusal;
 use testing::fake::FakeWorker;
 
 #[test]
-fn whatever_is_refused_becomes_a_failure_that_is_documented() {
+fn every_refusal_has_a_documented_failure_reason() {
     for reason in Reason::ALL {
         let refusal = Refusal::from(reason.status("gantry.test", "no"));
         let failure = failure(&AttemptError::Refused(refusal));
@@ -20,7 +20,7 @@ fn whatever_is_refused_becomes_a_failure_that_is_documented() {
 }
 
 #[test]
-fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
+fn unrequested_stop_has_a_failure_reason() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
     let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
     assert_eq!(reason(Some(StopCause::ContactLost)), Some(FailureReason::ContactLost));
@@ -34,12 +34,12 @@ fn entry() -> AttemptEntry {
 }
 
 #[tokio::test]
-async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_given_up() {
+async fn rejected_result_is_reported_a_few_times() {
     let refused: [(&[Reason], usize); 4] = [
         (&[Reason::InvalidField; 9], 5),
         (&[Reason::LeaseLost], 1),
         (&[Reason::InvalidField, Reason::LeaseLost], 2),
-        // What is no answer does not count.
+        // A transient error does not count as a try.
         (&[Reason::Unavailable, Reason::InvalidField], 3),
     ];
     for (reasons, expected) in refused {
@@ -56,12 +56,12 @@ async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_gi
 
 #[tokio::test]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
-async fn a_task_that_dies_leaves_no_lease_behind() {
+async fn dead_task_removes_its_lease() {
     let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
     worker.attempts.lock().insert(lease, entry());
     let dying = worker.clone();
-    // What panics here is not the attempt, but what would have ended it.
+    // The task that ends the attempt panics, not the attempt.
     let died = tokio::spawn(async move {
         let _entry = LeaseGuard { worker: &dying, lease };
         panic!("as the test asked for");

@@ -1,4 +1,4 @@
-//! A proxy between a caller and gateways that do what each test says.
+//! Tests of a proxy between a caller and fake gateways.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,12 +28,12 @@ use crate::test_support::within;
 
 const TOKEN: &str = "of-the-cluster";
 
-/// A server that asks for the cluster's token.
+/// Starts a server that requires the cluster token.
 async fn serve(services: impl FnOnce(&mut Host)) -> Served {
     Served::on(Host::new().with_token(Some(TOKEN.to_owned())), services).await
 }
 
-/// A scheduler that knows where one worker is.
+/// A fake scheduler that knows the gateway of one worker.
 #[derive(Clone)]
 struct Schedule {
     signer: TokenSigner,
@@ -42,7 +42,7 @@ struct Schedule {
 }
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -136,27 +136,27 @@ impl scheduler::workers_server::Workers for Schedule {
     }
 }
 
-/// What a gateway does with a call.
+/// The behaviour of a fake gateway.
 #[derive(Clone, Copy)]
 enum Does {
-    /// Says that it is somebody else's, when it has heard so many messages.
+    /// Rejects the call with `NOT_ATTENDED` after this number of messages.
     Refuses(usize),
-    /// Answers with the output of `yes`, for ever.
+    /// Answers with endless output.
     Floods,
     /// Answers each input with its offset.
     Echoes,
-    /// Answers nothing.
+    /// Sends no answer.
     Waits,
 }
 
-/// A gateway that does as it is told.
+/// A fake gateway.
 #[derive(Clone)]
 struct Gateway {
     does: Does,
     calls: Arc<Mutex<Vec<MetadataMap>>>,
-    /// Bytes of output that were taken from it.
+    /// Bytes of output that were read from the gateway.
     sent: watch::Sender<u64>,
-    /// Calls that have ended.
+    /// Number of calls that have ended.
     ended: watch::Sender<usize>,
 }
 
@@ -217,7 +217,7 @@ impl Gateway {
                         .ok();
                 }
                 Does::Waits => {
-                    // A caller who leaves looks like one who says no more.
+                    // A caller that is gone looks like a caller that sends no more.
                     while let Ok(Some(_)) = said.message().await {}
                     std::future::pending::<()>().await;
                 }
@@ -254,7 +254,7 @@ impl pb::containers_server::Containers for Gateway {
     }
 }
 
-/// A proxy before a worker whose gateway is where the scheduler says.
+/// A proxy with one worker, whose gateway the fake scheduler reports.
 struct Scene {
     worker: WorkerId,
     schedule: Schedule,
@@ -293,7 +293,7 @@ impl Scene {
         pb::AttachRequest { message: Some(Say::Resume(resume)) }
     }
 
-    /// A call, and the end to say more with.
+    /// Starts a call. Returns the sender of requests and the response.
     async fn attach(&self) -> (mpsc::Sender<pb::AttachRequest>, Streaming<pb::AttachResponse>) {
         let (say, said) = mpsc::channel(4);
         say.send(self.resume()).await.expect("there is room");
@@ -318,7 +318,7 @@ fn stdin(offset: u64) -> pb::AttachRequest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_said_arrives_in_order_and_what_is_answered_comes_back_with_its_details() {
+async fn messages_arrive_in_order_and_errors_keep_details() {
     let gateway = Gateway::new(Does::Echoes);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
@@ -341,7 +341,7 @@ async fn what_is_said_arrives_in_order_and_what_is_answered_comes_back_with_its_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further() {
+async fn proxy_requires_token_and_does_not_forward_it() {
     let gateway = Gateway::new(Does::Echoes);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
@@ -377,11 +377,11 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_beginning() {
+async fn call_is_replayed_when_the_worker_moved() {
     let (old, new) = (Gateway::new(Does::Refuses(3)), Gateway::new(Does::Echoes));
     let (old_served, new_served) = (old.serve().await, new.serve().await);
     let scene = Scene::start(&old_served.endpoint).await;
-    // The proxy has just heard that the old one attends it.
+    // The proxy has cached the old gateway.
     let (say, said) = mpsc::channel(4);
     say.send(scene.resume()).await.expect("there is room");
     let heard = within("an answer", scene.client().attach(ReceiverStream::new(said))).await;
@@ -395,7 +395,7 @@ async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_be
     }
     assert_eq!((old.calls().len(), new.calls().len()), (1, 1));
     assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
-    // What was learned is kept.
+    // The new gateway is cached.
     let (_say, mut again) = scene.attach().await;
     next(&mut again).await.expect("heard");
     assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
@@ -406,21 +406,21 @@ async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_be
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_is_tried_twice_and_no_more() {
+async fn call_is_tried_at_most_twice() {
     let gateway = Gateway::new(Does::Refuses(1));
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
     let (_say, mut heard) = scene.attach().await;
-    let refusal = next(&mut heard).await.expect_err("nobody attends it");
+    let refusal = next(&mut heard).await.expect_err("no gateway attends it");
     assert!(refusal.is(Reason::NotAttended), "{refusal}");
-    assert_eq!(refusal.about.get("worker_id").map(String::as_str), Some("it"), "details are kept");
+    assert_eq!(refusal.about.get("worker_id").map(String::as_str), Some("it"), "details are forwarded");
     assert_eq!(gateway.calls().len(), 2);
     served.end().await;
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gateway_that_is_gone_is_looked_for_once_more() {
+async fn gateway_is_looked_up_again_when_unreachable() {
     let gateway = Gateway::new(Does::Echoes);
     let served = gateway.serve().await;
     let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -428,9 +428,9 @@ async fn a_gateway_that_is_gone_is_looked_for_once_more() {
     drop(nobody);
     let scene = Scene::start(&gone).await;
     let refused =
-        scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("nobody there");
+        scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("no gateway listens");
     assert!(Refusal::from(refused).is(Reason::Unavailable));
-    // What the proxy knows is wrong now.
+    // The cached gateway is wrong now.
     scene.schedule.endpoint.send_replace(served.endpoint.clone());
     let (_say, mut heard) = scene.attach().await;
     next(&mut heard).await.expect("heard");
@@ -440,17 +440,20 @@ async fn a_gateway_that_is_gone_is_looked_for_once_more() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reader_who_stalls_holds_the_gateway_back() {
+async fn slow_reader_slows_the_gateway_down() {
     let gateway = Gateway::new(Does::Floods);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
     let (_say, mut heard) = scene.attach().await;
-    // Two windows of 8 MiB, and what lies in sockets and queues.
+    // Two windows of 8 MiB, plus the bytes in sockets and queues.
     let most = 40 << 20;
     let mut sent = gateway.sent.subscribe();
     loop {
         let before = *sent.borrow_and_update();
-        assert!(before < most, "{before} bytes were taken from the gateway though nobody reads");
+        assert!(
+            before < most,
+            "{before} bytes were taken from the gateway although the caller reads nothing"
+        );
         if tokio::time::timeout(Duration::from_secs(2), sent.changed()).await.is_err() {
             break;
         }
@@ -472,7 +475,7 @@ async fn a_reader_who_stalls_holds_the_gateway_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_who_leaves_is_gone_for_the_gateway_too() {
+async fn dropped_call_is_cancelled_at_the_gateway() {
     for does in [Does::Waits, Does::Floods] {
         let gateway = Gateway::new(does);
         let served = gateway.serve().await;
@@ -488,7 +491,7 @@ async fn a_caller_who_leaves_is_gone_for_the_gateway_too() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gateway_that_breaks_off_is_no_clean_end() {
+async fn broken_connection_is_not_a_clean_end() {
     let gateway = Gateway::new(Does::Echoes);
     let served = gateway.serve().await;
     let wire = TcpListener::bind("127.0.0.1:0").await.expect("a port");
@@ -510,7 +513,7 @@ async fn a_gateway_that_breaks_off_is_no_clean_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
+async fn deadline_is_forwarded_and_enforced() {
     let gateway = Gateway::new(Does::Waits);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
@@ -531,7 +534,7 @@ async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_names_no_worker_goes_nowhere() {
+async fn call_without_worker_is_rejected() {
     let scene = Scene::start("http://127.0.0.1:9").await;
     let unnamed = pb::AttachRequest { message: Some(Say::Resume(pb::Resume::default())) };
     for said in [vec![unnamed], vec![stdin(0)], Vec::new()] {

@@ -1,4 +1,4 @@
-//! Inputs that are elsewhere, with an artifact store and a streamer whose answers each test gives.
+//! Tests of inputs on other workers, with a fake artifact store and a fake streamer.
 
 use std::sync::Arc;
 
@@ -24,13 +24,13 @@ use testing::fake::FakeWorker;
 
 type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
 
-/// What is asked of the streamer, and how it is answered.
+/// A call to the streamer, with the channel for its answers.
 struct Bring(streamer::MaterializeRequest, Told);
 
 impl Bring {
     async fn say(&self, message: Said) {
         let answer = streamer::MaterializeResponse { message: Some(message) };
-        self.1.send(Ok(answer)).await.expect("somebody listens");
+        self.1.send(Ok(answer)).await.expect("the gateway listens");
     }
 
     async fn refuse(self, reason: Reason) {
@@ -41,7 +41,7 @@ impl Bring {
 struct Script(mpsc::Sender<Bring>);
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -88,7 +88,7 @@ impl Streamer for Script {
     }
 }
 
-/// A gateway with an attempt at a workload that has two inputs, and those whom it asks.
+/// A gateway with an attempt that has two inputs, and the services that it calls.
 struct Suite {
     worker: TestWorker,
     task: AttemptTask,
@@ -115,7 +115,8 @@ impl Suite {
         Self { worker, task, store, brought, streamer }
     }
 
-    /// Answers a call of Prepare, in which these of the inputs are missing. Answers the answer.
+    /// Answers a call of `Prepare` in which the artifacts in `missing` are not on the worker.
+    /// Returns the answer.
     async fn prepared(store: &mut Store, missing: &[ArtifactId]) -> store::PrepareResponse {
         let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
         let volumes = request.volumes.into_iter().map(|volume| {
@@ -190,12 +191,12 @@ fn task() -> AttemptTask {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
+async fn missing_input_is_copied_under_the_lease() {
     let mut suite = Suite::start().await;
     let far = suite.task.spec.inputs[0].artifact;
     let phase = |suite: &Worker, lease| {
         let attempts = suite.attempts.lock();
-        let attempt = attempts.get(&lease).expect("it is attended");
+        let attempt = attempts.get(&lease).expect("the lease is in the table");
         (attempt.phase, attempt.inputs.clone())
     };
     let (worker, lease) = (suite.worker.clone(), suite.task.lease);
@@ -215,7 +216,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         let told = async |bytes_done, waits_for: &str| {
             let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
             let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for };
-            within("what is told of it", async {
+            within("the reported progress", async {
                 while phase(&worker, lease) != (AttemptPhase::Materializing, vec![input.clone()]) {
                     tokio::task::yield_now().await;
                 }
@@ -224,7 +225,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         };
         told(5, "").await;
 
-        // Why it is not brought is told until more of it is there than before.
+        // The reason to wait is reported until more bytes exist than before.
         bring.refuse(Reason::WorkerUnreachable).await;
         told(5, "as the test asked for").await;
         let bring = within("another call", suite.brought.recv()).await.expect("it is served");
@@ -237,7 +238,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
         Suite::prepared(&mut suite.store, &[]).await;
     };
     let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
-    let (_, prepared) = prepared.expect("everything is here");
+    let (_, prepared) = prepared.expect("all inputs exist");
     assert_eq!(prepared.volumes.len(), 2);
     assert!(prepared.volumes.iter().all(|(_, parent)| parent.is_some()));
     assert_eq!(phase(&worker, lease), (AttemptPhase::Preparing, Vec::new()));
@@ -246,7 +247,7 @@ async fn what_is_elsewhere_is_brought_under_the_lease_and_then_found_here() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_all_that_was_said() {
+async fn attempt_fails_when_input_is_permanently_lost() {
     let cases = [
         (Reason::NoReplica, FailureReason::InputUnavailable),
         (Reason::InvalidToken, FailureReason::InputUnavailable),
@@ -263,7 +264,7 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
             }
         };
         let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
-        let failure = failure(&prepared.map(|_| ()).expect_err("it cannot be had"));
+        let failure = failure(&prepared.map(|_| ()).expect_err("the input is lost"));
         assert_eq!(failure.reason, expected);
         for part in ["\"far\"", &far.to_string(), "as the test asked for", last.as_str()] {
             assert!(failure.message.contains(part), "{part} in {}", failure.message);
@@ -273,7 +274,7 @@ async fn sources_may_come_back_and_what_is_lost_for_good_fails_the_attempt_with_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cache_that_cannot_be_brought_is_found_empty() {
+async fn cache_starts_empty_when_it_cannot_be_copied() {
     let mut suite = Suite::start().await;
     let (cache, version) = (CacheId::new(), ArtifactId::new());
     suite.task.spec.inputs.clear();
@@ -303,17 +304,17 @@ async fn a_cache_that_cannot_be_brought_is_found_empty() {
         }
     };
     let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
-    let (_, prepared) = prepared.expect("it goes without");
+    let (_, prepared) = prepared.expect("the attempt continues");
     assert_eq!(prepared.volumes.iter().filter(|(_, parent)| parent.is_some()).count(), 0);
     suite.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
+async fn container_failure_is_reported_with_its_cause() {
     let mut suite = Suite::start().await;
     let (_wish, mut stop) = watch::channel(None);
     let script = async {
-        // Replicas that are not there: nothing can be made from them.
+        // The parents of the volumes do not exist, so the volumes cannot be made.
         let planned = Suite::prepared(&mut suite.store, &[]).await;
         let Asked::Failed(told, answer) = suite.store.asked().await else { panic!("something else") };
         answer.send(Ok(store::FailedResponse {})).expect("it waits");
@@ -321,7 +322,7 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
     let (carried, (planned, told)) = within("the end", both).await;
-    let Err(stopped) = carried else { panic!("it could not be made") };
+    let Err(stopped) = carried else { panic!("the container cannot be made") };
     assert_eq!(told.session_credential, "credential");
     assert_eq!(told.container_handle, planned.container_handle);
     let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
@@ -331,7 +332,7 @@ async fn what_could_not_be_made_is_told_to_the_store_with_the_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
+async fn damaged_input_fails_the_attempt() {
     let machine = FakeWorker::near();
     let [sound, damaged] = [machine.volume("contents").await, machine.volume("contents").await];
     let mut suite = Suite::with(machine, task()).await;
@@ -356,19 +357,19 @@ async fn an_input_that_did_not_survive_here_is_a_fault_of_this_worker() {
         answer.send(Ok(store::FailedResponse {})).expect("it waits");
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
-    let failure = failure(&within("the end", both).await.0.map(drop).expect_err("it is not what it was"));
+    let failure = failure(&within("the end", both).await.0.map(drop).expect_err("the input is damaged"));
     assert_eq!(failure.reason, FailureReason::InputDamaged);
     assert!(failure.message.contains(&damaged.to_string()), "{}", failure.message);
     assert_eq!(
         suite.worker.transfers.manifests.damaged(),
         BTreeSet::from([damaged]),
-        "it is not reported any more"
+        "it is omitted from the report"
     );
     suite.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_brought_from_elsewhere() {
+async fn lost_import_is_imported_again_and_not_copied() {
     let what = WorkerProvided::ResourceType("git".to_owned());
     let along = |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
     let machine = FakeWorker::bringing(vec![along(what.clone()), along(WorkerProvided::Certs)], false);
@@ -394,10 +395,10 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
     let script = async {
         imported(&mut suite.store, "git", first).await;
         imported(&mut suite.store, "", certs).await;
-        // It was lost since.
+        // The first import was lost meanwhile.
         Suite::prepared(&mut suite.store, &[first]).await;
         imported(&mut suite.store, "git", second).await;
-        // Somebody put something else in its place.
+        // The resource type was replaced.
         let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
         let about = [("artifact_id", second.to_string())];
         let refusal =
@@ -409,17 +410,21 @@ async fn what_the_worker_brings_along_is_imported_again_when_it_is_lost_and_not_
         Suite::prepared(&mut suite.store, &[]).await
     };
     let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task), script) };
-    let (prepared, told) = within("the handles", both).await;
-    let (plan, prepared) = prepared.expect("everything is here");
+    let (prepared, told) = within("the prepared attempt", both).await;
+    let (plan, prepared) = prepared.expect("all inputs exist");
     assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::WorkerProvided(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
     assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
-    assert!(suite.brought.try_recv().is_err(), "the streamer was not asked");
+    assert!(suite.brought.try_recv().is_err(), "the streamer is not called");
 
-    // What it does not bring along it says at once.
+    // A resource type that the worker does not provide is rejected at once.
     suite.task.spec.image = Image::ResourceType("s3".to_owned());
-    let refused =
-        failure(&prepare(&suite.worker.context, &suite.task).await.map(drop).expect_err("there is none"));
+    let refused = failure(
+        &prepare(&suite.worker.context, &suite.task)
+            .await
+            .map(drop)
+            .expect_err("the worker does not provide it"),
+    );
     assert_eq!(refused.reason, FailureReason::Unsupported);
     suite.worker.stopping.cancel();
     suite.end().await;

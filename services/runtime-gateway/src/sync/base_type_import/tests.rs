@@ -1,4 +1,4 @@
-//! Imports of a fake worker, with an artifact store whose answers each test gives.
+//! Tests of imports on a fake worker, with a fake artifact store.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ use crate::worker::session::OpenSession;
 use rpc::pb::artifacts as pb;
 use runtime::WorkerProvided;
 
-/// A gateway that imports what its worker brings along, and the store that it asks.
+/// A gateway with worker-provided items, and the fake store.
 struct Suite {
     machine: Arc<FakeWorker>,
     worker: TestWorker,
@@ -37,7 +37,7 @@ impl Suite {
         Self { machine, worker, store, session }
     }
 
-    /// The next call, which prepares an import.
+    /// Receives the next call, which must prepare an import.
     async fn prepare(&mut self) -> (pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>) {
         match self.store.asked().await {
             Asked::PrepareImport(request, answer) => (request, answer),
@@ -45,7 +45,7 @@ impl Suite {
         }
     }
 
-    /// Has what is prepared next imported into this volume.
+    /// Answers the next call to prepare an import with this volume.
     async fn begin(&mut self, artifact: ArtifactId, volume: VolumeHandle) -> pb::PrepareImportRequest {
         let (request, answer) = self.prepare().await;
         answer.send(Ok(yours(artifact, volume))).expect("it waits");
@@ -93,7 +93,7 @@ fn imported(artifact: ArtifactId) -> pb::PrepareImportResponse {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_thing_is_copied_read_back_and_completed_one_after_the_other() {
+async fn items_are_imported_one_after_the_other() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut brought = conformance::worker_provided(directory.path());
     brought.truncate(2);
@@ -132,7 +132,7 @@ async fn each_thing_is_copied_read_back_and_completed_one_after_the_other() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_imported_is_not_copied_again_whoever_asks() {
+async fn imported_item_is_not_copied_again() {
     let directory = tempfile::tempdir().expect("a directory");
     let what = git(directory.path()).what;
     let mut suite = Suite::start(vec![git(directory.path())]).await;
@@ -142,7 +142,7 @@ async fn what_is_imported_is_not_copied_again_whoever_asks() {
     answer.send(Ok(imported(first))).expect("it waits");
     assert_eq!(suite.wanted(&what).await, Ok(first));
 
-    // A gateway that is let in again asks again.
+    // A new session starts another query.
     let next = OpenSession { credential: "next".to_owned(), session: Session(2), ..suite.session.clone() };
     suite.worker.session.set(Some(next));
     let (asked, answer) = suite.prepare().await;
@@ -157,8 +157,8 @@ async fn what_is_imported_is_not_copied_again_whoever_asks() {
     })
     .await;
 
-    // And one that hears that it is gone.
-    assert!(!suite.worker.imports.lost(first), "that is another");
+    // A lost artifact starts another query.
+    assert!(!suite.worker.imports.lost(first), "the artifact is not current");
     assert!(suite.worker.imports.lost(second));
     assert_eq!(suite.worker.imports.known(&what), None);
     let third = ArtifactId::new();
@@ -170,7 +170,7 @@ async fn what_is_imported_is_not_copied_again_whoever_asks() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
+async fn failed_import_is_reported_and_tried_again() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut brought = conformance::worker_provided(directory.path());
     brought.swap(0, 2);
@@ -188,7 +188,8 @@ async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
     answer.send(Ok(imported(of_certs))).expect("it waits");
     assert_eq!(suite.wanted(&certs).await, Ok(of_certs));
 
-    // By itself after a pause, and each who wants it hears of a try of his own.
+    // The import is tried again after a pause. Each waiting attempt receives the error of a later
+    // try.
     suite.begin(artifact, VolumeHandle::new()).await;
     suite.fail().await;
     let worker = suite.worker.clone();
@@ -200,9 +201,9 @@ async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
     };
     let wanted = tokio::select! {
         wanted = worker.imports.wanted(&missing.what) => wanted,
-        () = within("the failure", again) => panic!("it has no end"),
+        () = within("the failure", again) => panic!("the import does not fail"),
     };
-    assert!(wanted.expect_err("it is not there").contains("copying a volume"));
+    assert!(wanted.expect_err("the path does not exist").contains("copying a volume"));
 
     std::fs::create_dir_all(&missing.path).expect("make");
     let again = async {
@@ -216,7 +217,7 @@ async fn what_fails_is_told_tried_again_and_holds_up_nothing_else() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_wants_something_waits_while_the_store_cannot_say() {
+async fn attempt_waits_while_the_store_is_unavailable() {
     let directory = tempfile::tempdir().expect("a directory");
     let what = git(directory.path()).what;
     let mut suite = Suite::start(vec![git(directory.path())]).await;
@@ -227,7 +228,7 @@ async fn who_wants_something_waits_while_the_store_cannot_say() {
             let (_, answer) = suite.prepare().await;
             answer.send(Err(reason.status("gantry.test", "as the test asked for"))).expect("it waits");
         }
-        // Its claim ran out while it was copied.
+        // The claim expired during the copy.
         suite.begin(artifact, VolumeHandle::new()).await;
         let Asked::CompleteImport(_, answer) = suite.store.asked().await else { panic!("no end") };
         answer.send(Err(Reason::ClaimLost.status("gantry.test", "too late"))).expect("it waits");
@@ -241,7 +242,7 @@ async fn who_wants_something_waits_while_the_store_cannot_say() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_long_import_renews_its_claim() {
+async fn long_import_renews_its_claim() {
     let directory = tempfile::tempdir().expect("a directory");
     let mut suite = Suite::start(vec![git(directory.path())]).await;
     let held = suite.machine.faults.hold_volumes();

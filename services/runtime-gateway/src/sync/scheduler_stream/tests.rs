@@ -1,4 +1,4 @@
-//! A gateway whose scheduler says what each test wants said.
+//! Tests of a gateway with a fake scheduler.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use tokio_stream::wrappers::ReceiverStream;
 
 type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
-/// A scheduler that leaves everything to the test.
+/// A fake scheduler, which forwards all calls to the test.
 #[derive(Clone)]
 struct Script {
     streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, Told)>,
@@ -37,7 +37,7 @@ struct Script {
 }
 
 fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -163,7 +163,7 @@ impl Workloads for Script {
     }
 }
 
-/// A gateway that speaks to a script.
+/// A gateway that is connected to the fake scheduler.
 struct Scene {
     machine: Arc<FakeWorker>,
     worker: TestWorker,
@@ -171,9 +171,9 @@ struct Scene {
     told: Told,
     finished: mpsc::Receiver<pb::FinishAttemptRequest>,
     generation: u64,
-    /// The last that it said, and when.
+    /// The last state that the gateway sent, and the time of its arrival.
     observed: (pb::Observed, Duration),
-    /// The streams that it opens after the first.
+    /// Later streams of the gateway.
     streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, Told)>,
     speaking: JoinHandle<()>,
     served: JoinHandle<anyhow::Result<()>>,
@@ -185,7 +185,7 @@ impl Scene {
         Self::of(&FakeWorker::near(), NOBODY).await
     }
 
-    /// Of this worker, with an artifact store at this address.
+    /// Starts a gateway of this worker, with an artifact store at this address.
     #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
     async fn of(machine: &Arc<FakeWorker>, artifact_store: &str) -> Self {
         let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
@@ -233,33 +233,31 @@ impl Scene {
         }
     }
 
-    /// Waits for another stream, and for the first word on it.
+    /// Waits for another stream, and returns its registration.
     async fn another_stream(&mut self) -> pb::Hello {
         (self.said, self.told) = within("another stream", self.streams.recv()).await.expect("a stream");
         hello_of(&mut self.said).await
     }
 
-    /// Says what is wanted, and waits until the gateway has taken it up.
+    /// Sends a desired state, and waits until the gateway has applied it.
     async fn desire(&mut self, heard: u64, leases: Vec<pb::DesiredLease>) {
         self.generation += 1;
         let desired =
             pb::Desired { generation: self.generation, leases, heard, directive: pb::Directive::Run.into() };
         let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
         self.told.send(Ok(response)).await.expect("a stream");
-        self.observe("what it has taken up", |observed, generation| {
-            observed.applied_generation == generation
-        })
-        .await;
+        self.observe("the applied state", |observed, generation| observed.applied_generation == generation)
+            .await;
     }
 
-    /// Waits until the gateway says what is looked for.
+    /// Waits for a state that `looked_for` accepts.
     async fn observe(&mut self, what: &str, looked_for: impl Fn(&pb::Observed, u64) -> bool) {
         let before = Instant::now();
         loop {
             let message = within(what, self.said.message()).await.expect("the stream is open");
             let message = message.and_then(|said| said.message);
             let Some(Up::Observed(observed)) = message else { panic!("{message:?}") };
-            assert!(observed.number > self.observed.0.number, "each has a number of its own");
+            assert!(observed.number > self.observed.0.number, "numbers ascend");
             self.observed = (observed, since_boot());
             if looked_for(&self.observed.0, self.generation) {
                 return;
@@ -268,7 +266,7 @@ impl Scene {
         }
     }
 
-    /// Waits until every one of these leases has ended.
+    /// Waits until all of these leases have ended.
     async fn ended(&mut self, leases: &[LeaseId]) {
         let ended = |observed: &pb::Observed| {
             let ended = observed.leases.iter().filter(|lease| lease.phase() == pb::LeasePhase::Ended);
@@ -289,9 +287,9 @@ impl Scene {
     }
 }
 
-/// The first word on a stream.
+/// Receives the registration of a stream.
 async fn hello_of(said: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
-    match within("hello", said.message()).await.expect("a message").and_then(|said| said.message) {
+    match within("the registration", said.message()).await.expect("a message").and_then(|said| said.message) {
         Some(Up::Hello(hello)) => hello,
         other => panic!("{other:?}"),
     }
@@ -308,7 +306,7 @@ fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
     pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Stop(stop)) }
 }
 
-/// What runs this command on the worker's own image.
+/// Creates a spec that runs `command` on the host image.
 fn spec(command: &[String]) -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),
@@ -324,17 +322,17 @@ fn spec(command: &[String]) -> pb::WorkloadSpec {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_what_the_scheduler_heard_is_contact() {
+async fn only_acknowledged_messages_are_contact() {
     let before = since_boot();
     let mut scene = Scene::start().await;
     let welcomed = since_boot();
     scene.desire(0, vec![]).await;
     let contacts = scene.machine.contacts();
     let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(before <= hello && hello <= welcomed, "contact counts from when hello was sent");
+    assert!(before <= hello && hello <= welcomed, "contact counts from the sending of the registration");
     assert_eq!(stop_after, Duration::from_secs(600));
 
-    // It is spoken to unasked for longer than a heartbeat, and was heard by nobody.
+    // The scheduler sends messages for longer than a heartbeat, but acknowledges none.
     while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
         scene.desire(0, vec![]).await;
     }
@@ -345,12 +343,12 @@ async fn only_what_the_scheduler_heard_is_contact() {
     scene.desire(number, vec![]).await;
     let contacts = scene.machine.contacts();
     let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(hello < sent && sent <= arrived, "contact counts from when the message that was heard was sent");
+    assert!(hello < sent && sent <= arrived, "contact counts from the sending of the acknowledged message");
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_cannot_be_read_ends_and_no_other() {
+async fn invalid_lease_ends_without_affecting_others() {
     let mut scene = Scene::start().await;
     let (good, specless, nameless) = (LeaseId::new(), LeaseId::new(), LeaseId::new());
     let run = pb::RunAttempt {
@@ -379,12 +377,12 @@ async fn a_lease_that_cannot_be_read_ends_and_no_other() {
     assert_eq!(reasons, expected.map(|(token, reason)| (token.to_owned(), reason.to_owned())).into());
     scene.ended(&[good, specless, nameless]).await;
     scene.desire(0, vec![]).await;
-    assert!(scene.worker.attempts.lock().is_empty(), "what is over is forgotten");
+    assert!(scene.worker.attempts.lock().is_empty(), "ended leases are removed");
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_whose_task_panics_ends_as_a_failure() {
+async fn attempt_fails_when_its_task_panics() {
     let mut scene = Scene::start().await;
     scene.machine.faults.panic_at_stop();
     let lease = LeaseId::new();
@@ -398,7 +396,7 @@ async fn an_attempt_whose_task_panics_ends_as_a_failure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
+async fn attempt_continues_in_the_next_session() {
     let mut store = Store::start().await;
     let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
     let lease = LeaseId::new();
@@ -414,7 +412,7 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
     for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
         let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
         assert_eq!(request.session_credential, credential);
-        let mut session = scene.worker.session.current().expect("it was let in");
+        let mut session = scene.worker.session.current().expect("the session is open");
         session.credential = "new".to_owned();
         scene.worker.session.set(Some(session));
         answer.send(Err(reason.status("gantry.test", "no"))).expect("it waits");
@@ -428,26 +426,26 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
+async fn lease_ends_only_after_its_process_is_stopped() {
     let mut scene = Scene::start().await;
     scene.machine.faults.fail_to_stop(2);
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "it was tried until it could");
+    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "stopping is tried until it succeeds");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;
 }
 
-/// The answers of a store that prepares and publishes one attempt.
+/// The answers of a store about one attempt.
 struct OneAttempt {
     container: ContainerHandle,
     volumes: BTreeMap<String, VolumeHandle>,
 }
 
 impl OneAttempt {
-    /// Answers a call of Prepare: always alike.
+    /// Answers a call of `Prepare`. All answers are equal.
     async fn prepared(&mut self, store: &mut Store) {
         let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
         let volumes = request.volumes.into_iter().map(|volume| artifacts::PreparedVolume {
@@ -466,8 +464,8 @@ impl OneAttempt {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_next() {
-    // Where outputs are taken from a volume, and where they are one.
+async fn attempt_runs_once_when_its_gateway_restarts() {
+    // A near worker takes outputs from a volume. On a far worker each output is a volume.
     for (machine, volume, file) in
         [(FakeWorker::near(), "workspace", "out/file"), (FakeWorker::far(), "output/out", "file")]
     {
@@ -490,7 +488,7 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
         attempt.prepared(&mut store).await;
         let runtime = machine.runtime();
         let volume = attempt.volumes[volume];
-        // It is not there yet.
+        // The volume does not exist yet.
         within("a volume", async {
             while runtime.contents(volume).await.is_err() {
                 tokio::task::yield_now().await;
@@ -508,7 +506,7 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
                 observed.leases.iter().any(|lease| lease.phase() == pb::LeasePhase::Running)
             })
             .await;
-        assert_eq!(lines(&*runtime, volume, file).await, 1, "it was not started again");
+        assert_eq!(lines(&*runtime, volume, file).await, 1, "the process is started once");
         std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
         let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
         assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
@@ -527,7 +525,7 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_keeps_still() {
+async fn forgotten_worker_registers_again_and_retired_worker_waits() {
     let mut scene = Scene::start().await;
     scene.desire(0, vec![]).await;
     let directive = pb::Directive::RegisterAgain.into();
@@ -535,12 +533,12 @@ async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_kee
     let again = pb::SynchronizeResponse { message: Some(Down::Desired(again)) };
     scene.told.send(Ok(again)).await.expect("a stream");
     let anew = scene.another_stream().await;
-    assert_eq!(anew.session_credential, "", "that session is over");
+    assert_eq!(anew.session_credential, "", "the old session has ended");
     assert!(scene.worker.session.current().is_none());
 
     let retired = Reason::WorkerRetired.status("gantry.scheduler", "it was retired");
     scene.told.send(Err(retired)).await.expect("a stream");
-    // It asks now and then whether it may run again, as whom it was.
+    // A retired worker asks at intervals whether it may run again, as the same instance.
     let asking = scene.another_stream().await;
     assert_eq!(asking.gateway_instance, anew.gateway_instance);
     assert!(scene.worker.session.current().is_none());
@@ -548,7 +546,7 @@ async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_kee
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not() {
+async fn interrupted_process_is_distinguished_from_one_that_exited() {
     for (command, reason, code) in
         [(programs::sleep(), Some("INTERRUPTED"), None), (programs::exit(3), None, Some(3))]
     {
@@ -573,7 +571,7 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
                 })
                 .await;
         } else {
-            // By itself, before anybody wanted it to stop.
+            // The process exits before the request to stop.
             let runtime = scene.machine.runtime();
             let attempt: AttemptId = attempt_id.parse().expect("an id");
             within("its end", async {
@@ -600,7 +598,7 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn attempt_runs_once_its_command_does() {
+async fn attempt_runs_when_its_command_runs() {
     let mut store = Store::start().await;
     let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
     let held = scene.machine.faults.hold_starts();
@@ -623,12 +621,12 @@ async fn attempt_runs_once_its_command_does() {
         }
     })
     .await;
-    // A lease that is named without a wish goes on as before.
+    // A lease without a request continues unchanged.
     let named = pb::DesiredLease { lease_id: lease.to_string(), wish: None };
     for _ in 0..3 {
         scene.desire(0, vec![named.clone()]).await;
         let [observed] = &scene.observed.0.leases[..] else { panic!("{:?}", scene.observed.0) };
-        assert_eq!(observed.phase(), pb::LeasePhase::Preparing, "its command does not run yet");
+        assert_eq!(observed.phase(), pb::LeasePhase::Preparing, "the command does not run yet");
     }
     drop(held);
     scene

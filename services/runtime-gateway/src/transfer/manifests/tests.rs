@@ -1,4 +1,4 @@
-//! Manifests of a fake worker, through restarts and boots.
+//! Tests of manifests across restarts and boots.
 
 use transfer::{Entry, EntryKind, Limits};
 
@@ -19,7 +19,7 @@ fn manifest() -> Manifest {
 }
 
 #[tokio::test]
-async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
+async fn manifest_is_proof_only_in_its_boot() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -31,7 +31,7 @@ async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
     assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
     assert!(
         !open("second").kept(volume).await.expect("read").expect("the manifest").this_boot,
-        "it must be hashed again"
+        "the volume must be hashed again"
     );
 
     let trees = open("first");
@@ -40,7 +40,7 @@ async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
 }
 
 #[tokio::test]
-async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
+async fn manifests_of_earlier_gateways_are_found() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -58,16 +58,16 @@ async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
     assert!(again.find("main", &content).is_none());
     again.recall().await;
     assert_eq!(again.find("main", &content).expect("found").volume, here);
-    assert!(again.find("other", &content).is_none(), "it is nobody else's");
+    assert!(again.find("other", &content).is_none(), "other teams do not find it");
     assert!(again.find("main", &others).is_none());
 
     let later = open("second");
     later.recall().await;
-    assert!(later.find("main", &content).is_none(), "it was not compared since");
+    assert!(later.find("main", &content).is_none(), "it was not compared in this boot");
 }
 
 #[tokio::test]
-async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
+async fn truncated_manifest_file_counts_as_missing() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -84,7 +84,7 @@ async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
 }
 
 #[tokio::test]
-async fn what_a_killed_gateway_was_writing_is_removed() {
+async fn partial_manifest_files_are_removed() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -98,7 +98,7 @@ async fn what_a_killed_gateway_was_writing_is_removed() {
 }
 
 #[tokio::test]
-async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
+async fn volume_stays_damaged_until_it_is_destroyed() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -109,17 +109,17 @@ async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
         trees.proven(&*worker, volume, "main").await.expect("a manifest");
     }
     machine.overwrite(lost, "contentS");
-    trees.proven(&*worker, lost, "main").await.expect("in this boot nothing is lost");
+    trees.proven(&*worker, lost, "main").await.expect("volumes are not compared in their boot");
 
     let trees = open("second");
-    let digest = trees.proven(&*worker, whole, "main").await.expect("it is what it was").tree_digest();
-    trees.verify(&*worker, whole, "main", digest).await.expect("it is what it was");
+    let digest = trees.proven(&*worker, whole, "main").await.expect("the volume is unchanged").tree_digest();
+    trees.verify(&*worker, whole, "main", digest).await.expect("the volume is unchanged");
     let damaged = trees.verify(&*worker, lost, "main", digest).await;
     assert!(matches!(damaged, Err(ManifestError::Damaged(volume)) if volume == lost), "{damaged:?}");
     assert_eq!(trees.damaged(), BTreeSet::from([lost]));
 
     let trees = open("third");
-    assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
+    assert_eq!(trees.damaged(), BTreeSet::from([lost]), "the damage is remembered");
     assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(ManifestError::Damaged(_))));
     trees.forget(lost).await;
     assert_eq!(trees.damaged(), BTreeSet::new());

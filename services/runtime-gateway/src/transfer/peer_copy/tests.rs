@@ -1,4 +1,5 @@
-//! Two Concourse workers, a gateway for each, and an artifact store whose answers the tests give.
+//! Tests of direct copies between two Concourse workers, with a gateway for each and a fake
+//! artifact store.
 
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::PathBuf;
@@ -30,7 +31,7 @@ use crate::test_support::{Attended as _, INTERVALS, NOBODY, TestWorker, gateway_
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::transfer::write::VolumeWriter;
 
-/// A Concourse worker, as its gateway has it.
+/// A Concourse worker with its gateway.
 struct Side {
     volumes: baggageclaim::Server,
     _garden: garden::Server,
@@ -61,7 +62,7 @@ impl Side {
         Self { volumes, _garden: garden, worker, id, _dir: dir }
     }
 
-    /// How often its server was asked for this, of a volume.
+    /// Returns the number of requests of this kind for a volume.
     fn asked(&self, volume: VolumeHandle, what: &str) -> usize {
         let line = format!("PUT /volumes/{volume}/{what}?");
         self.volumes.requests().iter().filter(|asked| asked.starts_with(&line)).count()
@@ -75,15 +76,15 @@ struct Scene {
     from: Side,
     to: Side,
     gateway: Served,
-    /// The gateway of the worker that is sent to.
+    /// The gateway of the destination.
     destination: Served,
     manifest: Arc<Manifest>,
-    /// The complete one, and the one that is to be filled.
+    /// The volume of the source, and the volume that is filled.
     volumes: (VolumeHandle, VolumeHandle),
     told: Mutex<Vec<Progress>>,
 }
 
-/// What plain tar carries, and more than it carries of times.
+/// Makes a tree that plain tar preserves, except for fractions of seconds.
 fn make_tree(root: &Path) {
     std::fs::create_dir_all(root.join("directory/empty")).expect("make");
     let large: Vec<u8> = (0..2_500_000_u32).map(|at| (at % 251) as u8 + 1).collect();
@@ -119,7 +120,7 @@ impl Scene {
         let (_, claims) = schedule.ticket(from.id, volumes.0, TicketOperation::Write);
         let mut filling = VolumeWriter::begin(&from.worker.transfers, claims, manifest.clone())
             .await
-            .expect("it may be filled");
+            .expect("the volume can be filled");
         let mut reader =
             TreeReader::new(tree.path(), manifest.clone(), ReadOptions::default()).expect("read");
         for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
@@ -129,7 +130,7 @@ impl Scene {
         let store = tokio::sync::Mutex::new(store);
         let (filled, ()) =
             tokio::join!(filling.commit(&from.worker.transfers), acknowledge(&store, volumes.0));
-        filled.expect("it is complete");
+        filled.expect("the volume is complete");
         let told = Mutex::default();
         Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, told }
     }
@@ -146,14 +147,15 @@ impl Scene {
         self.schedule.ticket_at(endpoint, self.to.id, self.volumes.1, TicketOperation::Write)
     }
 
-    /// Fills the volume, unless it is dropped before.
+    /// Fills the volume.
     async fn fetch(&self) -> Result<Arc<Manifest>, FetchError> {
         let (to, source) = self.request();
         let tell = |progress| self.told.lock().expect("a list").push(progress);
         pull::fetch(&self.to.worker.transfers, to, self.manifest.tree_digest(), vec![source], tell).await
     }
 
-    /// Fills the volume, and makes sure that it has the tree. Answers whether the worker of the source sent it.
+    /// Fills the volume, and checks its tree. Returns whether the worker of the source sent it
+    /// directly.
     async fn fetched(&self) -> bool {
         let copy = async { tokio::join!(self.fetch(), acknowledge(&self.store, self.volumes.1)) };
         let (fetched, ()) = within("a copy", copy).await;
@@ -172,7 +174,7 @@ impl Scene {
             self.to.worker.transfers.manifests.kept_of(self.to.worker.runtime.as_ref(), self.volumes.1).await;
         assert_eq!(kept.expect("read").expect("a manifest").tree_digest(), self.manifest.tree_digest());
 
-        let last = noted(&self.told).pop().expect("it is told");
+        let last = noted(&self.told).pop().expect("progress is reported");
         assert_eq!((last.done, last.total, last.saved), (last.total, self.manifest.extent_bytes(), 0));
         last.by_peer
     }
@@ -185,7 +187,7 @@ impl Scene {
     }
 }
 
-/// Answers the next call, which must say that `volume` is complete.
+/// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
     let Asked::VolumeComplete(request, answer) = store.lock().await.asked().await else {
         panic!("something else")
@@ -195,19 +197,22 @@ async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_sends_a_volume_to_another_past_both_gateways() {
+async fn worker_sends_volume_directly_to_another_worker() {
     let scene = Scene::new((true, true), make_tree).await;
-    assert!(scene.fetched().await, "it was not sent by the worker");
+    assert!(scene.fetched().await, "the worker did not send it");
     let (from, to) = scene.volumes;
     assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 0));
-    // It was read again there.
+    // The destination was read back.
     assert_eq!((scene.to.asked(to, "stream-in"), scene.to.asked(to, "stream-out")), (1, 1));
-    assert!(noted(&scene.told).iter().any(|told| told.by_peer && told.done < told.total), "it is told");
+    assert!(
+        noted(&scene.told).iter().any(|told| told.by_peer && told.done < told.total),
+        "progress is reported"
+    );
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_word_of_both_operators_bytes_go_through_the_gateways() {
+async fn copy_uses_gateways_unless_both_operators_allow_peers() {
     for both in [(false, false), (true, false), (false, true)] {
         let scene = Scene::new(both, make_tree).await;
         assert!(!scene.fetched().await, "{both:?}");
@@ -219,7 +224,7 @@ async fn without_a_word_of_both_operators_bytes_go_through_the_gateways() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_goes_wrong_between_workers_bytes_go_through_the_gateways() {
+async fn copy_uses_gateways_when_direct_copy_fails() {
     enum At {
         Source(Faults),
         Destination(Faults),
@@ -258,7 +263,7 @@ async fn whatever_goes_wrong_between_workers_bytes_go_through_the_gateways() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() {
+async fn abandoned_copy_is_destroyed_before_the_next_begins() {
     let scene = Scene::new((true, true), make_tree).await;
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
@@ -271,31 +276,31 @@ async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() 
         _ = scene.fetch() => panic!("it is held"),
         () = within("the first bytes", begun) => {}
     }
-    within("the end of its turn", async {
+    within("the release of the permit", async {
         while !noted(&scene.to.worker.transfers.filling).is_empty() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     })
     .await;
-    assert!(!scene.to.volumes.handles().contains(&to.to_string()), "its room is free");
+    assert!(!scene.to.volumes.handles().contains(&to.to_string()), "the partial volume is destroyed");
 
-    // What the worker still sends goes nowhere, and the next is as it should be.
+    // Bytes that the worker still sends are lost, and the next copy is correct.
     scene.from.volumes.set_faults(Faults::default());
-    assert!(scene.fetched().await, "it was not sent by the worker");
+    assert!(scene.fetched().await, "the worker did not send it");
     assert_eq!(scene.from.asked(from, "stream-p2p-out"), 2);
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothing_of_it_comes_later() {
+async fn slow_direct_copy_is_replaced_and_leaves_nothing() {
     let scene = Scene::with_patience((true, true), Some(Duration::from_millis(300)), make_tree).await;
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
     assert!(!scene.fetched().await, "it is held");
     assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 1));
-    assert_eq!(scene.to.asked(to, "stream-in"), 2, "that of the other worker, and that of the gateway");
+    assert_eq!(scene.to.asked(to, "stream-in"), 2, "one request of the other worker and one of the gateway");
 
-    // What the other worker sends now, it sends to a volume that is gone.
+    // The other worker now sends to a volume that was destroyed.
     scene.from.volumes.set_faults(Faults::default());
     let root = scene.to.volumes.path(&to.to_string());
     let there = crate::transfer::scan::scan(&root).expect("it can be read").manifest;
@@ -304,7 +309,7 @@ async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothin
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn holes_are_not_made_full() {
+async fn holes_are_preserved() {
     let with_holes = |root: &Path| {
         make_tree(root);
         let file = std::fs::File::create(root.join("holes")).expect("make");
@@ -325,7 +330,7 @@ async fn holes_are_not_made_full() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() {
+async fn direct_copy_requires_write_ticket_and_confirmed_address() {
     let scene = Scene::new((true, true), make_tree).await;
     let machine = FakeWorker::near();
     let near = machine.volume("contents").await;
@@ -344,16 +349,16 @@ async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() 
     let url = format!("http://{}", scene.to.volumes.address());
     let of_near = ticket(near_worker, near, TicketOperation::Read);
     let not_to_write = ticket(scene.to.id, to, TicketOperation::Read);
-    /// From this place on, the volume to fill is there.
+    /// Index of the first case for which the destination exists.
     const THERE: usize = 6;
     let refused = [
         (&write, &write, &url, Reason::InvalidToken),
         (&read, &not_to_write, &url, Reason::InvalidToken),
         (&read, &"forged".to_owned(), &url, Reason::InvalidToken),
         (&read, &write, &String::new(), Reason::InvalidField),
-        // The gateway of the destination cannot be asked.
+        // The gateway of the destination does not answer.
         (&read, &at_nobody, &url, Reason::NoPeers),
-        // The volume is not there yet.
+        // The destination does not exist yet.
         (&read, &write, &url, Reason::NoPeers),
         (&read, &write, &format!("{url}/volumes/other/stream-in?path=.&"), Reason::InvalidField),
         (&read, &write, &"http://169.254.169.254".to_owned(), Reason::InvalidField),

@@ -1,4 +1,5 @@
-//! Volumes on another machine, whose bytes go through GNU tar, with an artifact store whose answers each test gives.
+//! Tests of volumes on another machine, whose bytes pass through GNU tar, with a fake artifact
+//! store.
 
 use std::os::unix::fs::{FileExt, symlink};
 
@@ -34,7 +35,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
     }
 }
 
-/// A tree with what plain tar loses, in an order that is not that of its archives.
+/// Makes a tree that plain tar does not preserve, in an order that differs from its archives.
 fn tree(root: &Path) -> Arc<Manifest> {
     std::fs::create_dir_all(root.join("directory/empty")).expect("make");
     let large: Vec<u8> = (0..2_500_000_u32).map(|at| (at % 251) as u8).collect();
@@ -53,7 +54,7 @@ fn tree(root: &Path) -> Arc<Manifest> {
     Arc::new(crate::transfer::scan::scan(root).expect("it can be read").manifest)
 }
 
-/// Answers the next call, which must say that `volume` is complete.
+/// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
     let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
     assert_eq!(request.volume_handle, volume.to_string());
@@ -72,7 +73,7 @@ async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc
     filling
 }
 
-/// Reads a volume into a directory, as callers do.
+/// Reads a volume into a directory.
 async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
     let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (batches, mut ready) = mpsc::channel(4);
@@ -131,7 +132,7 @@ fn digest_of(archive: &[u8]) -> domain::Digest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
+async fn remote_volume_is_read_unchanged_through_any_gateway() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
@@ -142,9 +143,9 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
     let lossy = crate::transfer::scan::scan(&machine.path(volume)).expect("it can be read").manifest;
-    assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see it");
+    assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see the link");
     let none = std::fs::read_dir(&worker.config.manifest_dir).expect("list").count();
-    assert_eq!(none, 0, "nothing is kept here");
+    assert_eq!(none, 0, "the gateway stores no manifest");
 
     let standby = gateway(&machine, &store);
     let manifest = standby.transfers.manifest(&ticket(volume)).await.expect("kept beside it");
@@ -153,7 +154,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     std::fs::create_dir(&to).expect("make");
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
     let again = crate::transfer::scan::scan(&to).expect("it can be read").manifest;
-    assert_eq!(again.tree_digest(), wanted.tree_digest(), "times, attributes and holes, too");
+    assert_eq!(again.tree_digest(), wanted.tree_digest(), "times, attributes and holes are preserved");
 
     assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), wanted.tree_digest());
     let inside = wanted.subtree(b"directory").expect("valid").expect("a directory");
@@ -173,7 +174,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let none = file_of(&standby, volume, "none").await.err();
     assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
-    // Filled again, it is only told again; with something else, it is too late.
+    // If the same tree is written again, it is only reported again. Another tree is rejected.
     let filling =
         VolumeWriter::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
@@ -185,7 +186,7 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_worker_changed_is_found_out_when_it_is_read() {
+async fn change_on_the_worker_is_detected_when_read() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
@@ -216,12 +217,12 @@ async fn what_the_worker_changed_is_found_out_when_it_is_read() {
     is_changed(read.err());
     is_changed(packed(&worker, volume, "").await.err());
     is_changed(file_of(&worker, volume, "directory/b").await.err());
-    file_of(&worker, volume, "z").await.expect("this one is as it was");
+    file_of(&worker, volume, "z").await.expect("the file is unchanged");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
+async fn remote_volume_is_scanned_once() {
     let store = Store::start().await;
     let machine = FakeWorker::far();
     let worker = gateway(&machine, &store);
@@ -236,7 +237,7 @@ async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
         .await
         .expect("kept");
     assert_eq!(file_of(&standby, volume, "file").await.expect("read"), b"contents");
-    // Another digest than the store has: nothing is made from it.
+    // The digest differs from that in the store, so the volume is damaged.
     let other = standby
         .transfers
         .manifests
@@ -246,7 +247,7 @@ async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
     store.end().await;
 }
 
-/// Sends an archive to a volume.
+/// Uploads an archive to a volume.
 async fn unpack(
     worker: &TestWorker,
     volume: VolumeHandle,
@@ -261,7 +262,7 @@ async fn unpack(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
+async fn archive_is_forwarded_and_bad_archive_leaves_nothing() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
@@ -277,7 +278,8 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
     let archive = tar(&["-C", "tree", "--format=posix", "--sparse", "--xattrs", "-c", "."]);
     let worker = gateway(&machine, &store);
 
-    // Through a link that leads out, which tar would follow where it made it before.
+    // A path through a link that leads outside. Tar would follow the link if the archive created it
+    // first.
     symlink(&outside, directory.path().join("out")).expect("link");
     let mut bad = tar(&["-c", "out"]);
     bad.truncate(512);
@@ -287,12 +289,12 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
         matches!(&refused, Some(WriteVolumeError::Archive(ArchiveError::Malformed { .. }))),
         "{refused:?}"
     );
-    assert!(!machine.has(volume), "its room is free again");
+    assert!(!machine.has(volume), "the partial volume is destroyed");
     assert_eq!(std::fs::read_dir(&outside).expect("list").count(), 0);
 
     for (cut, commit) in [(5_000, true), (1_000_000, true), (1_000_000, false), (archive.len(), false)] {
         let refused = within("an answer", unpack(&worker, volume, &archive[..cut], commit)).await;
-        refused.expect_err("it is not whole");
+        refused.expect_err("the archive is not complete");
         within("the end", async {
             while machine.has(volume) || !worker.transfers.filling.lock().expect("a set").is_empty() {
                 tokio::task::yield_now().await;
@@ -316,7 +318,7 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn names_in_an_archive_mean_nothing_on_another_machine() {
+async fn user_names_in_archives_are_ignored() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -326,7 +328,7 @@ async fn names_in_an_archive_mean_nothing_on_another_machine() {
     let worker = gateway(&machine, &store);
     let directory = tempfile::tempdir().expect("a directory");
     std::fs::write(directory.path().join("file"), "contents").expect("write");
-    // Where it was made, somebody else is called so.
+    // On the source machine, these names have other ids.
     let mut tar = std::process::Command::new("tar");
     let tar = tar.args(["--owner=root:1234", "--group=root:2345", "-c", "-C"]).arg(directory.path()).arg(".");
     let archive = tar.output().expect("tar").stdout;
@@ -345,7 +347,7 @@ async fn names_in_an_archive_mean_nothing_on_another_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
+async fn volume_is_copied_in_source_order() {
     let mut store = Store::start().await;
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("tree");
@@ -385,7 +387,7 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transfer_that_is_broken_off_may_begin_again() {
+async fn aborted_transfer_can_begin_again() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
@@ -406,7 +408,7 @@ async fn a_transfer_that_is_broken_off_may_begin_again() {
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has heard");
 
-    // The worker cannot take it.
+    // The worker rejects the bytes.
     let volume = VolumeHandle::new();
     let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), wanted.clone())
         .await
