@@ -62,8 +62,8 @@ pub(crate) const SERVICE: &str = "gantry.runtime";
 pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    let found = std::fs::metadata(path)?;
-    if found.mode() & 0o077 != 0 && found.uid() == rustix::process::geteuid().as_raw() {
+    let metadata = std::fs::metadata(path)?;
+    if metadata.mode() & 0o077 != 0 && metadata.uid() == rustix::process::geteuid().as_raw() {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))?;
     }
     Ok(())
@@ -75,7 +75,7 @@ pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
 ///
 /// The address of the scheduler is malformed.
 pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
-    let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+    let gateway = WorkerSet::new(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
     let containers = api::containers(gateway.clone());
     host.add_ticketed_service(TicketAuth::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
     let volumes = api::volumes(gateway.clone());
@@ -88,9 +88,9 @@ pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Re
         limits: Vec::new(),
     });
     // A gateway without a session can only reject calls, so it is not ready.
-    let asked = gateway.clone();
+    let checked = gateway.clone();
     host.add_check("scheduler", move || {
-        let workers = asked.workers();
+        let workers = checked.workers();
         let ready = if workers.iter().any(|attended| attended.worker.session.current().is_some()) {
             Ok(())
         } else if workers.is_empty() {

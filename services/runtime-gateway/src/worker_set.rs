@@ -29,9 +29,9 @@ use crate::worker::base_types::BaseTypeImports;
 
 /// Longest wait of a call for a worker without a session. That worker may be the one that the call
 /// names.
-const STARTING: Duration = Duration::from_secs(5);
+const SESSION_WAIT: Duration = Duration::from_secs(5);
 /// Longest wait for the scheduler's answer about the gateway of a worker.
-const ASK: Duration = Duration::from_secs(5);
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A worker that this gateway attends, with the features that calls and loops use.
 pub(crate) struct AttendedWorker {
@@ -127,7 +127,7 @@ pub(crate) struct NotAttended {
 }
 
 impl WorkerSet {
-    pub(crate) fn of(
+    pub(crate) fn new(
         workers: Vec<Arc<AttendedWorker>>,
         scheduler: &str,
         token: Option<&str>,
@@ -176,7 +176,7 @@ impl WorkerSet {
         let attended = AttendedWorker::open(worker, boot)?;
         self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(attended.clone());
         let AttendedWorker { transfers, imports, attempts, .. } = &*attended;
-        self.0.tasks.spawn(scheduler_stream::forever(attempts.clone(), instance));
+        self.0.tasks.spawn(scheduler_stream::synchronize_forever(attempts.clone(), instance));
         self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
         self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));
         self.0.tasks.spawn(base_type_import::import_forever(transfers.clone(), imports.clone()));
@@ -227,20 +227,20 @@ impl WorkerSet {
             return Ok(worker.clone());
         }
         // The id of a worker is unknown before its first session.
-        let let_in =
+        let sessions =
             futures::future::join_all(workers.iter().map(|attended| attended.worker.session.opened()));
         // After a timeout the second search simply fails.
-        tokio::time::timeout(STARTING, let_in).await.ok();
+        tokio::time::timeout(SESSION_WAIT, sessions).await.ok();
         match find() {
             Some(worker) => Ok(worker.clone()),
-            None => Err(NotAttended { worker: id, endpoint: self.elsewhere(id).await }),
+            None => Err(NotAttended { worker: id, endpoint: self.other_gateway(id).await }),
         }
     }
 
     /// Returns the address of the other gateway that attends a worker, as the scheduler knows it.
-    async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
-        let asked = self.0.scheduler.gateway_of(worker);
-        let endpoint = match tokio::time::timeout(ASK, asked).await {
+    async fn other_gateway(&self, worker: WorkerId) -> Option<String> {
+        let lookup = self.0.scheduler.gateway_of(worker);
+        let endpoint = match tokio::time::timeout(LOOKUP_TIMEOUT, lookup).await {
             Ok(Ok(endpoint)) => endpoint?,
             Ok(Err(error)) => {
                 tracing::debug!(worker.id = %worker, %error, "cannot look up the gateway of a worker");
@@ -258,7 +258,7 @@ impl WorkerSet {
         ticket: &str,
         operation: TicketOperation,
     ) -> Result<(Arc<AttendedWorker>, TicketClaims), AdmitError> {
-        let claims = self.permitted(ticket, operation).await?;
+        let claims = self.verify_ticket(ticket, operation).await?;
         let worker = self.worker(claims.worker).await?;
         Ok((worker, claims))
     }
@@ -279,7 +279,7 @@ impl WorkerSet {
     }
 
     /// Verifies a ticket for `operation` on any worker.
-    pub(crate) async fn permitted(
+    pub(crate) async fn verify_ticket(
         &self,
         ticket: &str,
         operation: TicketOperation,

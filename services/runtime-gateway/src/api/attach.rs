@@ -8,8 +8,8 @@ use domain::AttemptId;
 use domain::workload::Exit;
 use futures::StreamExt;
 use rpc::pb::runtime as pb;
-use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::attach_request::Message as AttachMessage;
+use rpc::pb::runtime::attach_response::Message as AttachAnswer;
 use rpc::{invalid_field, parse_id, parse_team};
 use runtime::{
     Attachment, Ended, Offsets, OutputStream, ProcessEvent, ProcessInput, ProcessState, RuntimeError,
@@ -26,7 +26,7 @@ use crate::worker_set::{AttendedWorker, NotAttended, WorkerSet};
 
 /// Most messages of input that wait for a process. A caller may have 1 MiB in flight. That fits if
 /// each message has 4 KiB or more.
-const STDIN_MESSAGES: usize = 257;
+const STDIN_QUEUE: usize = 257;
 
 /// Most bytes of one message of standard input.
 pub(super) const STDIN_MESSAGE_BYTES: usize = 1 << 20;
@@ -38,11 +38,11 @@ const STDIN_BYTES: usize = 2 * STDIN_MESSAGE_BYTES;
 pub(super) async fn attach(
     gateway: WorkerSet,
     caller: Option<Caller>,
-    mut said: Streaming<pb::AttachRequest>,
+    mut requests: Streaming<pb::AttachRequest>,
     answers: Answers<pb::AttachResponse>,
 ) -> Result<(), Status> {
-    let resume = match said.message().await?.and_then(|request| request.message) {
-        Some(Say::Resume(resume)) => resume,
+    let resume = match requests.message().await?.and_then(|request| request.message) {
+        Some(AttachMessage::Resume(resume)) => resume,
         _ => return Err(invalid_field("message", "the first message must be `resume`")),
     };
     let team = parse_team("resume.team", resume.team)?;
@@ -72,14 +72,14 @@ pub(super) async fn attach(
         worker.runtime.attach(process, from).await.map_err(status)?;
 
     let _attached = (!resume.observes).then(|| AttachGuard::new(attendance.clone(), process, caller));
-    let started = Heard::Started(pb::Started { stdin_offset });
+    let started = AttachAnswer::Started(pb::Started { stdin_offset });
     if answers.send(Ok(pb::AttachResponse { message: Some(started) })).await.is_err() {
         return Ok(());
     }
     // A process that does not read its input must not delay its output.
-    let hear = async {
+    let forward_output = async {
         while let Some(event) = events.next().await {
-            let (message, last) = heard(event.map_err(status)?);
+            let (message, last) = attach_answer(event.map_err(status)?);
             if open.is_some() {
                 worker.session.wait_until_exclusive().await;
             }
@@ -91,9 +91,9 @@ pub(super) async fn attach(
     };
     // Input has its own queue. A process that does not read its input must not delay
     // acknowledgements, which it may need before it can write and then read.
-    let (queue, mut queued) = mpsc::channel(STDIN_MESSAGES);
+    let (queue, mut queued) = mpsc::channel(STDIN_QUEUE);
     let room = Arc::new(Semaphore::new(STDIN_BYTES));
-    let feed = async {
+    let forward_input = async {
         while let Some((stdin, _room)) = queued.recv().await {
             match stdin {
                 Some(pb::StdinData { offset, data }) => input.stdin(offset, data).await.map_err(status)?,
@@ -102,13 +102,13 @@ pub(super) async fn attach(
         }
         std::future::pending::<Result<(), Status>>().await
     };
-    let say = async {
-        while let Some(request) = said.message().await? {
+    let receive = async {
+        while let Some(request) = requests.message().await? {
             let stdin = match request.message {
-                Some(Say::Stdin(stdin)) => Some(stdin),
-                Some(Say::CloseStdin(_)) => None,
+                Some(AttachMessage::Stdin(stdin)) => Some(stdin),
+                Some(AttachMessage::CloseStdin(_)) => None,
                 other => {
-                    say(input.as_ref(), other).await?;
+                    apply_message(input.as_ref(), other).await?;
                     continue;
                 }
             };
@@ -116,9 +116,9 @@ pub(super) async fn attach(
             if length > STDIN_MESSAGE_BYTES {
                 return Err(invalid_field("stdin.data", "must be at most 1 MiB"));
             }
-            let full = || invalid_field("stdin", "runs too far ahead of `stdin_ack`");
+            let overflow = || invalid_field("stdin", "runs too far ahead of `stdin_ack`");
             let taken = room.clone().try_acquire_many_owned(u32::try_from(length).unwrap_or(u32::MAX));
-            queue.try_send((stdin, taken.map_err(|_| full())?)).map_err(|_| full())?;
+            queue.try_send((stdin, taken.map_err(|_| overflow())?)).map_err(|_| overflow())?;
         }
         // The caller has sent everything, but still receives output.
         std::future::pending::<Result<(), Status>>().await
@@ -126,10 +126,10 @@ pub(super) async fn attach(
     tokio::select! {
         // Biased: a message that arrives with the end of a session is discarded.
         biased;
-        elsewhere = superseded => elsewhere,
-        heard = hear => heard,
-        said = say => said,
-        fed = feed => fed,
+        ended = superseded => ended,
+        output = forward_output => output,
+        received = receive => received,
+        input = forward_input => input,
         never = touch(worker, process, worker.config.intervals.touch) => match never {},
     }
 }
@@ -140,8 +140,8 @@ pub(super) async fn attach(
 /// If the process runs, the first report waits for one interval. The grace that the store gives a
 /// container after the end is longer than that.
 pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) -> Infallible {
-    let goes_on = worker.runtime.process(process).await;
-    if matches!(goes_on, Ok(ProcessState::Starting | ProcessState::Started)) {
+    let state = worker.runtime.process(process).await;
+    if matches!(state, Ok(ProcessState::Starting | ProcessState::Started)) {
         tokio::time::sleep(every).await;
     }
     loop {
@@ -154,38 +154,40 @@ pub(super) async fn touch(worker: &Worker, process: AttemptId, every: Duration) 
     }
 }
 
-async fn say(input: &dyn ProcessInput, said: Option<Say>) -> Result<(), Status> {
-    let said = match said {
-        Some(Say::Signal(signal)) => {
+async fn apply_message(input: &dyn ProcessInput, message: Option<AttachMessage>) -> Result<(), Status> {
+    let result = match message {
+        Some(AttachMessage::Signal(signal)) => {
             let number = u8::try_from(signal.number).ok().filter(|number| (1..=64).contains(number));
             let number = number.ok_or_else(|| invalid_field("signal.number", "must be 1 to 64"))?;
             input.signal(number).await
         }
-        Some(Say::Ack(ack)) => {
+        Some(AttachMessage::Ack(ack)) => {
             input.acknowledge(Offsets { stdout: ack.stdout_offset, stderr: ack.stderr_offset }).await
         }
-        Some(Say::Detach(_)) => input.detach().await,
-        Some(Say::Resume(_)) => return Err(invalid_field("message", "`resume` must be sent only once")),
-        Some(Say::Stdin(_) | Say::CloseStdin(_)) | None => {
+        Some(AttachMessage::Detach(_)) => input.detach().await,
+        Some(AttachMessage::Resume(_)) => {
+            return Err(invalid_field("message", "`resume` must be sent only once"));
+        }
+        Some(AttachMessage::Stdin(_) | AttachMessage::CloseStdin(_)) | None => {
             return Err(invalid_field("message", "is required"));
         }
     };
-    said.map_err(status)
+    result.map_err(status)
 }
 
 /// Converts an event to a message. Returns whether it is the last one.
-fn heard(event: ProcessEvent) -> (Heard, bool) {
+fn attach_answer(event: ProcessEvent) -> (AttachAnswer, bool) {
     let wire = |stream| match stream {
         OutputStream::Stdout => pb::Stream::Stdout.into(),
         OutputStream::Stderr => pb::Stream::Stderr.into(),
     };
     match event {
-        ProcessEvent::StdinTaken(offset) => (Heard::StdinAck(pb::StdinAck { offset }), false),
+        ProcessEvent::StdinTaken(offset) => (AttachAnswer::StdinAck(pb::StdinAck { offset }), false),
         ProcessEvent::Output { stream, offset, data } => {
-            (Heard::Output(pb::Output { stream: wire(stream), offset, data }), false)
+            (AttachAnswer::Output(pb::Output { stream: wire(stream), offset, data }), false)
         }
         ProcessEvent::Truncated { stream, from, to } => {
-            (Heard::Truncated(pb::Truncated { stream: wire(stream), from, to }), false)
+            (AttachAnswer::Truncated(pb::Truncated { stream: wire(stream), from, to }), false)
         }
         ProcessEvent::Ended(ended) => {
             let how = match ended {
@@ -198,10 +200,11 @@ fn heard(event: ProcessEvent) -> (Heard, bool) {
                 }
                 Ended::NotStarted(_) | Ended::Unknown(_) => None,
             };
-            (Heard::Exited(pb::Exited { how }), false)
+            (AttachAnswer::Exited(pb::Exited { how }), false)
         }
-        ProcessEvent::Done(offsets) => {
-            (Heard::Done(pb::Done { stdout_offset: offsets.stdout, stderr_offset: offsets.stderr }), true)
-        }
+        ProcessEvent::Done(offsets) => (
+            AttachAnswer::Done(pb::Done { stdout_offset: offsets.stdout, stderr_offset: offsets.stderr }),
+            true,
+        ),
     }
 }

@@ -32,7 +32,7 @@ use crate::worker_set::{AttendedWorker, WorkerSet};
 use errors::status;
 
 /// Most messages that wait for a caller.
-const ANSWERS: usize = 4;
+const ANSWER_QUEUE: usize = 4;
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -59,7 +59,7 @@ impl Handler {
         T: Send + 'static,
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
-        let (answers, stream) = mpsc::channel(ANSWERS);
+        let (answers, stream) = mpsc::channel(ANSWER_QUEUE);
         let call = call(self.gateway.for_call(extensions), answers.clone());
         let stopping = self.gateway.stopping().clone();
         let task = async move {
@@ -86,9 +86,9 @@ impl Containers for Handler {
         &self,
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
+        let (_, extensions, requests) = request.into_parts();
         let caller = extensions.get::<Caller>().cloned();
-        Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, said, answers)))
+        Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, requests, answers)))
     }
 
     async fn get_attendance(
@@ -104,13 +104,13 @@ impl Containers for Handler {
         if worker.runtime.team(process).await.map_err(status)? != team {
             return Err(status(RuntimeError::ProcessNotFound(process)));
         }
-        let standing = attendance.of(process);
-        let unattended = standing.and_then(|standing| standing.unattended());
+        let state = attendance.state(process);
+        let unattended = state.and_then(|state| state.unattended());
         Ok(Response::new(pb::GetAttendanceResponse {
-            attached: standing.map_or(0, |standing| standing.attached),
+            attached: state.map_or(0, |state| state.attached),
             unattended_since: unattended.map(|(since, _)| rpc::timestamp(since)),
             left_at: unattended.map(|(_, left_at)| rpc::timestamp(left_at)),
-            is_left: standing.is_some_and(|standing| standing.is_left),
+            is_left: state.is_some_and(|state| state.is_abandoned),
         }))
     }
 }
@@ -163,16 +163,16 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, said, answers)))
+        let (_, extensions, requests) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, requests, answers)))
     }
 
     async fn read(
         &self,
         request: Request<Streaming<pb::ReadRequest>>,
     ) -> Result<Response<Self::ReadStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| volumes::read(gateway, said, answers)))
+        let (_, extensions, requests) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::read(gateway, requests, answers)))
     }
 
     type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
@@ -182,10 +182,10 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
         let stopping = self.gateway.stopping().clone();
-        let (_, extensions, said) = request.into_parts();
+        let (_, extensions, requests) = request.into_parts();
         let gateway = self.gateway.for_call(&extensions);
         tokio::select! {
-            written = archives::write(gateway, said) => written.map(Response::new),
+            written = archives::write(gateway, requests) => written.map(Response::new),
             () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
         }
     }

@@ -17,11 +17,11 @@ use transfer::{Entry, Manifest};
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::inputs::{self, Prepared};
+use super::inputs::{self, AttemptHandles};
 use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
 use crate::clients::scheduler_messages::AttemptTask;
 use crate::clients::store::VolumePurpose;
-use crate::transfer::completion::complete;
+use crate::transfer::completion::report_complete;
 use crate::transfer::manifests::ScanResult;
 use crate::worker::Worker;
 
@@ -38,17 +38,17 @@ pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
 ) -> Result<CacheResult, AttemptError> {
-    let mut left = CacheResult::default();
+    let mut result = CacheResult::default();
     for cache in &plan.caches {
         let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
         let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
         match publish_one(context, task, cache, prepared).await {
             Ok(None) => {}
-            Ok(Some((candidate, left_out))) => {
-                left.published.push(candidate);
-                left.notes.extend(left_out.map(|what| format!("{name}: left out: {what}")));
+            Ok(Some((candidate, omitted))) => {
+                result.published.push(candidate);
+                result.notes.extend(omitted.map(|entries| format!("{name}: left out: {entries}")));
             }
             Err(stopped) if stopped.is_superseded() => return Err(stopped),
             Err(stopped) => {
@@ -59,11 +59,11 @@ pub(super) async fn publish(
                     error,
                     "cannot publish a task cache: it stays at its last version"
                 );
-                left.notes.push(format!("{name} stays as it was before this run: {error}"));
+                result.notes.push(format!("{name} stays as it was before this run: {error}"));
             }
         }
     }
-    Ok(left)
+    Ok(result)
 }
 
 /// Publishes one cache. Returns the candidate, and a note about omitted entries. `None`: the cache
@@ -72,67 +72,67 @@ async fn publish_one(
     context: &AttemptContext,
     task: &AttemptTask,
     planned: &PlannedCache,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
 ) -> Result<Option<(PublishedCache, Option<String>)>, AttemptError> {
     let PlannedCache { cache, artifact, volume } = *planned;
     let AttemptContext { worker, transfers, .. } = context;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
-    let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
-    let (volume, ScanResult { manifest, left_out }) = match parent {
+    let scanned = transfers.manifests.scan_all(runtime, mounted, team).await?;
+    let (volume, ScanResult { manifest, omitted }) = match parent {
         // The cache is still empty.
-        None if found.manifest.entries().len() <= 1 => return Ok(None),
-        None => (mounted, found),
+        None if scanned.manifest.entries().len() <= 1 => return Ok(None),
+        None => (mounted, scanned),
         Some((parent, digest)) => {
             let before = super::make::verify(transfers, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
-            if is_same(&before, &found.manifest, exact) {
+            if is_same(&before, &scanned.manifest, exact) {
                 return Ok(None);
             }
-            let copy = handle_of_copy(worker, task, planned).await?;
+            let copy = request_copy_volume(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
             // The copy itself is scanned, because the original may have changed meanwhile.
             (copy, transfers.manifests.scan_all(runtime, copy, team).await?)
         }
     };
-    complete(transfers, volume, &manifest).await?;
-    Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
+    report_complete(transfers, volume, &manifest).await?;
+    Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, omitted)))
 }
 
 /// Returns the volume for a copy of a cache. Each call for the same cache returns the same volume.
-async fn handle_of_copy(
+async fn request_copy_volume(
     worker: &Worker,
     task: &AttemptTask,
     planned: &PlannedCache,
 ) -> Result<VolumeHandle, AttemptError> {
     let copy = PlannedVolume {
         becomes: Some(planned.artifact),
-        ..PlannedVolume::new(name_of_copy(planned.cache), VolumePurpose::Output)
+        ..PlannedVolume::new(copy_name(planned.cache), VolumePurpose::Output)
     };
-    let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
+    let (prepared, _) = inputs::request_volumes(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);
     handle.ok_or_else(|| {
-        AttemptError::Nonsense(
+        AttemptError::InvalidAnswer(
             "cannot prepare a volume: the answer of the artifact store is empty".to_owned(),
         )
     })
 }
 
 /// Whether a child of the volume with the tree `before` is unchanged.
-fn is_same(before: &Manifest, found: &Manifest, exact: bool) -> bool {
-    let (before, found) = (before.entries(), found.entries());
-    let same = |(before, found): (&Entry, &Entry)| {
-        let what = |entry: &Entry| (entry.mode, entry.uid, entry.gid);
+fn is_same(before: &Manifest, scanned: &Manifest, exact: bool) -> bool {
+    let (before, scanned) = (before.entries(), scanned.entries());
+    let same = |(before, scanned): (&Entry, &Entry)| {
+        let metadata = |entry: &Entry| (entry.mode, entry.uid, entry.gid);
         let is_root = before.path.is_empty();
-        (&before.path, what(before), &before.kind) == (&found.path, what(found), &found.kind)
-            && (is_root || before.mtime_seconds == found.mtime_seconds)
-            && (is_root || !exact || before.mtime_nanos == found.mtime_nanos)
-            && (!exact || before.xattrs == found.xattrs)
+        (&before.path, metadata(before), &before.kind) == (&scanned.path, metadata(scanned), &scanned.kind)
+            && (is_root || before.mtime_seconds == scanned.mtime_seconds)
+            && (is_root || !exact || before.mtime_nanos == scanned.mtime_nanos)
+            && (!exact || before.xattrs == scanned.xattrs)
     };
-    before.len() == found.len() && before.iter().zip(found).all(same)
+    before.len() == scanned.len() && before.iter().zip(scanned).all(same)
 }
 
-fn name_of_copy(cache: CacheId) -> String {
+fn copy_name(cache: CacheId) -> String {
     format!("cache/{cache}/copy")
 }
 

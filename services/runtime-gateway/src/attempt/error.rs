@@ -19,7 +19,7 @@ pub(super) enum AttemptError {
     Refused(#[from] Refusal),
     /// The scheduler requested a stop before the process was started.
     #[error("stopped before the process was started")]
-    Wished(StopRequest),
+    StopRequested(StopRequest),
     /// The bytes of an input were damaged by a machine crash, or differ from those in the artifact
     /// store.
     #[error("volume {0} is damaged: its contents differ from its manifest")]
@@ -29,10 +29,10 @@ pub(super) enum AttemptError {
     InputMissing(String, ArtifactId, #[source] Refusal),
     /// Another service gave an invalid answer.
     #[error("{0}")]
-    Nonsense(String),
+    InvalidAnswer(String),
     /// Another gateway may have a newer session.
     #[error("cannot start the process: the scheduler may have given the session to another gateway")]
-    NotAlone,
+    NotExclusive,
     /// This gateway is stopping. The process continues.
     #[error("the gateway is stopping")]
     GatewayStopping,
@@ -65,8 +65,12 @@ impl AttemptError {
 pub(super) fn failure(stopped: &AttemptError) -> Failure {
     match stopped {
         AttemptError::Worker(error) => error.failure(),
-        AttemptError::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
-        AttemptError::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
+        AttemptError::Refused(refusal) => {
+            Failure { reason: refusal_reason(refusal), message: refusal.to_string() }
+        }
+        AttemptError::StopRequested(request) => {
+            Failure { reason: request.reason, message: stopped.to_string() }
+        }
         AttemptError::InputMissing(_, _, refusal) => {
             let reason = if refusal.is(Reason::DiskFull) {
                 FailureReason::DiskFull
@@ -78,14 +82,14 @@ pub(super) fn failure(stopped: &AttemptError) -> Failure {
         AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }
         }
-        AttemptError::Nonsense(_) | AttemptError::NotAlone | AttemptError::GatewayStopping => {
+        AttemptError::InvalidAnswer(_) | AttemptError::NotExclusive | AttemptError::GatewayStopping => {
             Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }
         }
     }
 }
 
 /// Returns the failure reason for a rejected call of an attempt whose process was not started.
-fn refused(refusal: &Refusal) -> FailureReason {
+fn refusal_reason(refusal: &Refusal) -> FailureReason {
     let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
     match reason {
         Some(Reason::InputUnavailable) => FailureReason::InputUnavailable,

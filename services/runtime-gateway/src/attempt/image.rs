@@ -21,30 +21,30 @@ use crate::util::keyed_locks::lock;
 const ROOT: &[u8] = b"rootfs";
 const METADATA: &str = "metadata.json";
 /// Most bytes of metadata.
-const MAX_METADATA: u64 = 1 << 20;
+const MAX_METADATA_BYTES: u64 = 1 << 20;
 
 /// Default settings of an image for its processes. A workload spec takes precedence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Defaults {
+pub(crate) struct ProcessDefaults {
     pub(crate) environment: Vec<EnvironmentVariable>,
     pub(crate) user: Option<String>,
 }
 
 /// Default settings of images, cached by the digest of the tree.
 #[derive(Debug, Default)]
-pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, Defaults)>>);
+pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, ProcessDefaults)>>);
 
 /// Most images in the cache.
-const MOST_IMAGES: usize = 64;
+const MAX_IMAGES: usize = 64;
 
 impl ImageDefaults {
     /// Returns the default settings of the image in `volume`, which has the tree of `manifest`.
-    pub(crate) async fn of(
+    pub(crate) async fn load(
         &self,
         transfers: &Transfers,
         volume: VolumeHandle,
         manifest: Arc<Manifest>,
-    ) -> Result<Defaults, RuntimeError> {
+    ) -> Result<ProcessDefaults, RuntimeError> {
         let digest = manifest.tree_digest();
         if let Some(defaults) = self.get(digest) {
             return Ok(defaults);
@@ -54,15 +54,15 @@ impl ImageDefaults {
         Ok(defaults)
     }
 
-    fn get(&self, digest: Digest) -> Option<Defaults> {
-        lock(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
+    fn get(&self, digest: Digest) -> Option<ProcessDefaults> {
+        lock(&self.0).iter().find(|(cached, _)| *cached == digest).map(|(_, defaults)| defaults.clone())
     }
 
-    fn insert(&self, digest: Digest, defaults: Defaults) {
-        let mut known = lock(&self.0);
-        known.retain(|(other, _)| *other != digest);
-        known.push_front((digest, defaults));
-        known.truncate(MOST_IMAGES);
+    fn insert(&self, digest: Digest, defaults: ProcessDefaults) {
+        let mut cached = lock(&self.0);
+        cached.retain(|(other, _)| *other != digest);
+        cached.push_front((digest, defaults));
+        cached.truncate(MAX_IMAGES);
     }
 }
 
@@ -70,7 +70,7 @@ async fn read(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,
-) -> Result<Defaults, RuntimeError> {
+) -> Result<ProcessDefaults, RuntimeError> {
     let kind = |path| manifest.find(path).map(|index| &manifest.entries()[index].kind);
     let invalid = |what: String| Err(RuntimeError::InvalidImage(what));
     match kind(ROOT) {
@@ -79,11 +79,11 @@ async fn read(
         None => return invalid("the image has no directory `rootfs`".to_owned()),
     }
     match kind(METADATA.as_bytes()) {
-        None => return Ok(Defaults::default()),
-        Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA => {}
+        None => return Ok(ProcessDefaults::default()),
+        Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA_BYTES => {}
         Some(EntryKind::File { size_bytes, .. }) => {
             return invalid(format!(
-                "`{METADATA}` has {size_bytes} bytes, but at most {MAX_METADATA} are allowed"
+                "`{METADATA}` has {size_bytes} bytes, but at most {MAX_METADATA_BYTES} are allowed"
             ));
         }
         Some(_) => return invalid(format!("`{METADATA}` is not a regular file")),
@@ -114,7 +114,7 @@ struct Metadata {
     user: Option<String>,
 }
 
-fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
+fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
     let invalid = |what: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {what}"));
     let metadata: Metadata = serde_json::from_slice(text).map_err(|error| invalid(error.to_string()))?;
     let mut environment: Vec<EnvironmentVariable> = Vec::new();
@@ -128,7 +128,7 @@ fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
         }
     }
     environment.reverse();
-    Ok(Defaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
+    Ok(ProcessDefaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
 }
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
     fn largest_metadata_takes_linear_time() {
         let variables: Vec<_> = (0..60_000).map(|number| format!("\"{number}=\"")).collect();
         let text = format!("{{\"env\":[{}]}}", variables.join(","));
-        assert!(text.len() as u64 <= MAX_METADATA);
+        assert!(text.len() as u64 <= MAX_METADATA_BYTES);
         let began = std::time::Instant::now();
         assert_eq!(parse(text.as_bytes()).expect("understood").environment.len(), variables.len());
         assert!(began.elapsed() < std::time::Duration::from_secs(5), "{:?}", began.elapsed());
@@ -160,7 +160,7 @@ mod tests {
             let environment = variables
                 .into_iter()
                 .map(|(name, value)| EnvironmentVariable { name: name.into(), value: value.into() });
-            let expected = Defaults { environment: environment.collect(), user };
+            let expected = ProcessDefaults { environment: environment.collect(), user };
             assert_eq!(parse(&valid).expect("it is valid"), expected);
 
             let text = draws.changed(&valid);
@@ -179,9 +179,13 @@ mod tests {
         let text = br#"{"env": ["A=1", "B=x=y", "A=2", "C="], "user": "ann", "other": [1]}"#;
         let expected = vec![variable("B", "x=y"), variable("A", "2"), variable("C", "")];
         let parsed = parse(text).expect("it makes sense");
-        assert_eq!(parsed, Defaults { environment: expected, user: Some("ann".to_owned()) });
+        assert_eq!(parsed, ProcessDefaults { environment: expected, user: Some("ann".to_owned()) });
         for nothing in ["{}", r#"{"env": null, "user": ""}"#, r#"{"env": []}"#] {
-            assert_eq!(parse(nothing.as_bytes()).expect("it makes sense"), Defaults::default(), "{nothing}");
+            assert_eq!(
+                parse(nothing.as_bytes()).expect("it makes sense"),
+                ProcessDefaults::default(),
+                "{nothing}"
+            );
         }
         for malformed in
             ["", "[]", "{", r#"{"env": "A=1"}"#, r#"{"env": ["A"]}"#, r#"{"env": ["=1"]}"#, r#"{"user": 7}"#]

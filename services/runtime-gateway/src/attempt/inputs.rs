@@ -22,18 +22,18 @@ use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
 
 /// Time for which failing sources of an input are tried again, because gateways may restart.
-const SOURCES_RETURN: Duration = Duration::from_secs(120);
+const SOURCE_RETRY_TIME: Duration = Duration::from_secs(120);
 /// Time for which failing sources of a cache are tried again. It is shorter, because a cache may
 /// start empty.
-const CACHES_RETURN: Duration = Duration::from_secs(15);
+const CACHE_RETRY_TIME: Duration = Duration::from_secs(15);
 /// Feature of a runtime whose outputs need not be mounts.
-const REPLACEABLE: &str = "replaceable-outputs";
+const REPLACEABLE_OUTPUTS: &str = "replaceable-outputs";
 /// Most rounds of copying inputs. Another round is necessary if a copied input is lost before it is
 /// used.
-const ROUNDS: usize = 8;
+const MAX_ROUNDS: usize = 8;
 
 /// The handles of the container and the volumes of an attempt.
-pub(super) struct Prepared {
+pub(super) struct AttemptHandles {
     pub(super) container: ContainerHandle,
     /// Volumes in the order of the plan, each with its parent and the digest of the parent's tree.
     pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
@@ -42,7 +42,7 @@ pub(super) struct Prepared {
 }
 
 /// An artifact that is not on the worker.
-pub(super) struct Missing {
+pub(super) struct MissingArtifact {
     artifact: ArtifactId,
     /// Name of the input in the spec.
     name: String,
@@ -55,16 +55,17 @@ pub(super) struct Missing {
 pub(super) async fn prepare(
     context: &AttemptContext,
     task: &AttemptTask,
-) -> Result<(Plan, Prepared), AttemptError> {
+) -> Result<(Plan, AttemptHandles), AttemptError> {
     let AttemptContext { worker, imports, .. } = context;
-    let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
+    let replaceable =
+        worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE_OUTPUTS);
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
-    for _ in 0..ROUNDS {
+    for _ in 0..MAX_ROUNDS {
         let given_up: Vec<_> = unreachable.iter().copied().collect();
         let provided = base_types(worker, imports, task).await?;
         let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
-        let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
+        let (prepared, missing) = match request_volumes(worker, task, &plan.volumes, &given_up).await {
             Ok(answer) => answer,
             // The worker-provided image or the certificates have changed since the import.
             Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
@@ -73,19 +74,19 @@ pub(super) async fn prepare(
             Err(stopped) => return Err(stopped),
         };
         if missing.is_empty() {
-            return Ok((plan, Prepared { bytes_in, ..prepared }));
+            return Ok((plan, AttemptHandles { bytes_in, ..prepared }));
         }
         // A worker-provided artifact is only on this worker, so it must be imported again instead
         // of copied.
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
-            let (given_up, bytes) = bring(worker, task, missing).await?;
+            let (given_up, bytes) = copy_missing(worker, task, missing).await?;
             unreachable.extend(given_up);
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
-    Err(AttemptError::Nonsense(
+    Err(AttemptError::InvalidAnswer(
         "cannot prepare the inputs: the artifact store reports a missing input again after each copy"
             .to_owned(),
     ))
@@ -101,7 +102,7 @@ fn is_about_base_type(imports: &BaseTypeImports, provided: &WorkerImports, refus
 /// Whether a missing artifact is worker-provided. A new import is requested, unless there was one
 /// since.
 fn is_base_type(imports: &BaseTypeImports, provided: &WorkerImports, artifact: ArtifactId) -> bool {
-    imports.lost(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
+    imports.forget(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
 }
 
 /// Returns the worker-provided artifacts for the container of an attempt. Waits for their imports,
@@ -124,12 +125,12 @@ async fn base_types(
     }
     let certs = Some(WorkerProvided::Certs).filter(brings);
     let known =
-        |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
+        |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.artifact_of(what).is_some());
     let is_there = known(&image) && known(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
     let artifact = async |what: Option<WorkerProvided>| match what {
-        Some(what) if is_there => Ok(imports.known(&what)),
-        Some(what) => imports.wanted(&what).await.map(Some),
+        Some(what) if is_there => Ok(imports.artifact_of(&what)),
+        Some(what) => imports.wait_until_imported(&what).await.map(Some),
         None => Ok(None),
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
@@ -144,60 +145,64 @@ async fn base_types(
     Ok(WorkerImports { image, certs })
 }
 
-/// Requests handles for the volumes in `asked`. Returns also the artifacts that are not on the
+/// Requests handles for the volumes in `planned`. Returns also the artifacts that are not on the
 /// worker. Caches do not start with artifacts in `unreachable`.
-pub(super) async fn ask(
+pub(super) async fn request_volumes(
     worker: &Worker,
     task: &AttemptTask,
-    asked: &[PlannedVolume],
+    planned: &[PlannedVolume],
     unreachable: &[ArtifactId],
-) -> Result<(Prepared, Vec<Missing>), AttemptError> {
+) -> Result<(AttemptHandles, Vec<MissingArtifact>), AttemptError> {
     let session = worker.session.opened().await;
     let request = PrepareAttempt {
         workload: task.workload,
         attempt: task.attempt,
         team: task.spec.team.clone(),
-        volumes: asked.iter().map(PlannedVolume::request).collect(),
+        volumes: planned.iter().map(PlannedVolume::request).collect(),
         unreachable: unreachable.to_vec(),
     };
     let store = &worker.clients.store;
     let call = || store.prepare(&session.credential, &request);
     let answer = until_answered("prepare an attempt", call).await?;
 
-    let mut missing: Vec<Missing> = Vec::new();
-    for (volume, asked) in answer.volumes.iter().zip(asked) {
+    let mut missing: Vec<MissingArtifact> = Vec::new();
+    for (volume, planned) in answer.volumes.iter().zip(planned) {
         let Some(artifact) = volume.missing else { continue };
-        let is_cache = asked.from_cache.is_some();
+        let is_cache = planned.from_cache.is_some();
         match missing.iter_mut().find(|known| known.artifact == artifact) {
             Some(known) => known.is_cache &= is_cache,
-            None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
+            None => missing.push(MissingArtifact {
+                artifact,
+                name: input_name(task, artifact, planned),
+                is_cache,
+            }),
         }
     }
     let volumes = answer.volumes.into_iter().map(|volume| (volume.handle, volume.parent));
-    let prepared = Prepared { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
+    let prepared = AttemptHandles { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
     Ok((prepared, missing))
 }
 
 /// Copies artifacts to the worker concurrently, and reports the progress. Returns the caches that
 /// cannot be copied, and the number of copied bytes.
-async fn bring(
+async fn copy_missing(
     worker: &Worker,
     task: &AttemptTask,
-    missing: Vec<Missing>,
+    missing: Vec<MissingArtifact>,
 ) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
     let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
-    let tell = |name: &str, news: InputEvent<'_>| {
+    let report = |name: &str, event: InputEvent<'_>| {
         let mut known = lock(&known);
         if let Some(input) = known.get_mut(name) {
-            take(input, news);
+            apply_event(input, event);
         }
         let inputs = known.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
         worker.attempts.set_inputs(task.lease, inputs.collect());
     };
-    let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
-        let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
-        match materialize(worker, task, *artifact, patience, |news| tell(name, news)).await {
+    let copies = missing.iter().map(async |MissingArtifact { artifact, name, is_cache }| {
+        let patience = if *is_cache { CACHE_RETRY_TIME } else { SOURCE_RETRY_TIME };
+        match materialize(worker, task, *artifact, patience, |event| report(name, event)).await {
             Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
@@ -219,14 +224,14 @@ enum InputEvent<'n> {
     /// Bytes on the worker, and bytes in total.
     Bytes(u64, u64),
     /// The copy waits, for this reason.
-    Waits(&'n str),
+    Waiting(&'n str),
 }
 
 /// Applies an event to the progress of an input. The wait ends when there are more bytes than
 /// before. Each try starts with the bytes that already exist.
-fn take(input: &mut InputProgress, news: InputEvent<'_>) {
-    match news {
-        InputEvent::Waits(why) => why.clone_into(&mut input.waits_for),
+fn apply_event(input: &mut InputProgress, event: InputEvent<'_>) {
+    match event {
+        InputEvent::Waiting(why) => why.clone_into(&mut input.waits_for),
         InputEvent::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
         InputEvent::Bytes(done, total) => {
             (input.bytes_done, input.bytes_total) = (done, total);
@@ -236,7 +241,7 @@ fn take(input: &mut InputProgress, news: InputEvent<'_>) {
 }
 
 /// Returns the name of an artifact in the spec.
-fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
+fn input_name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
     match (cache, input) {
@@ -253,12 +258,12 @@ async fn materialize(
     task: &AttemptTask,
     artifact: ArtifactId,
     patience: Duration,
-    tell: impl Fn(InputEvent<'_>),
+    report: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
     loop {
-        let refusal = match materialize_once(worker, task, artifact, &tell).await {
+        let refusal = match materialize_once(worker, task, artifact, &report).await {
             Ok(bytes) => return Ok(bytes),
             Err(refusal) => refusal,
         };
@@ -269,7 +274,7 @@ async fn materialize(
             if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
                 return Err(refusal);
             }
-            tell(InputEvent::Waits(&refusal.message));
+            report(InputEvent::Waiting(&refusal.message));
         }
         tracing::info!(artifact.id = %artifact, error = %refusal, "cannot copy an input: trying again");
         tokio::time::sleep(pause).await;
@@ -281,14 +286,14 @@ async fn materialize_once(
     worker: &Worker,
     task: &AttemptTask,
     artifact: ArtifactId,
-    tell: impl Fn(InputEvent<'_>),
+    report: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let session = worker.session.opened().await;
     let streamer = &worker.clients.streamer;
     let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
     loop {
         match copy.next().await? {
-            CopyEvent::Progress(done, total) => tell(InputEvent::Bytes(done, total)),
+            CopyEvent::Progress(done, total) => report(InputEvent::Bytes(done, total)),
             CopyEvent::Done(moved) => return Ok(moved),
         }
     }

@@ -45,12 +45,14 @@ use crate::worker::attached_callers;
 use crate::worker::attempts::StopRequest;
 use context::AttemptContext;
 use error::{AttemptError, failure};
-use make::{could_not_make, make};
-use process::{announce_start, give_up, process_spec, report_running, used, wait, wished};
+use make::{make, report_failed_container};
+use process::{
+    announce_start, process_spec, report_running, resource_usage, stop_process, stop_requested, wait,
+};
 use result::{StopCause, ended_result, finish_attempt, is_interrupted};
 
 /// Runs `work`, which handles the lease. If `work` panics, the attempt fails and its slot is freed.
-pub(crate) async fn attended(
+pub(crate) async fn run_guarded(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: Option<AttemptId>,
@@ -63,7 +65,7 @@ pub(crate) async fn attended(
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the panic has no message");
     tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
     if let Some(attempt) = attempt
-        && !give_up(&worker, attempt).await
+        && !stop_process(&worker, attempt).await
     {
         return;
     }
@@ -90,7 +92,7 @@ impl Drop for LeaseGuard<'_> {
 
 /// Ends an attempt that cannot be parsed. First stops a process that an earlier gateway may have
 /// started.
-pub(crate) async fn refuse(
+pub(crate) async fn fail_invalid(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: Option<AttemptId>,
@@ -98,7 +100,7 @@ pub(crate) async fn refuse(
     why: String,
 ) {
     if let Some(attempt) = attempt
-        && !give_up(&worker, attempt).await
+        && !stop_process(&worker, attempt).await
     {
         return;
     }
@@ -131,25 +133,25 @@ pub(crate) async fn run(
                 Err(AttemptError::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
                     tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "cannot continue an attempt: waiting for a new session");
-                    if !let_in_again(worker).await {
+                    if !wait_for_session(worker).await {
                         return;
                     }
                 }
                 // No process was started. The attempt runs again once the session is exclusive.
-                Err(AttemptError::NotAlone) => tokio::select! {
+                Err(AttemptError::NotExclusive) => tokio::select! {
                     () = worker.session.wait_until_exclusive() => {}
                     () = worker.stopping.cancelled() => return,
                 },
                 Err(stopped) => {
                     // The slot may be freed only when no process runs.
-                    if !give_up(worker, task.attempt).await {
+                    if !stop_process(worker, task.attempt).await {
                         return;
                     }
                     let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
                     // For a lease that is ending, the scheduler waits for this result. For one that
                     // has ended, it rejects it.
-                    let wish = stop.borrow().clone().filter(|_| lost);
-                    break AttemptResult::failed(failure(&wish.map_or(stopped, AttemptError::Wished)));
+                    let request = stop.borrow().clone().filter(|_| lost);
+                    break AttemptResult::failed(failure(&request.map_or(stopped, AttemptError::StopRequested)));
                 }
             }
         };
@@ -160,7 +162,7 @@ pub(crate) async fn run(
 }
 
 /// Stops an attempt of an earlier gateway, and reports its result.
-pub(crate) async fn stop_unknown(
+pub(crate) async fn stop_earlier_attempt(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: AttemptId,
@@ -171,12 +173,13 @@ pub(crate) async fn stop_unknown(
     let result = match waited {
         Ok(ended) => {
             let interrupted = is_interrupted(&stop, &ended).then_some(StopCause::Interrupted);
-            let usage = used(&worker, attempt).await;
+            let usage = resource_usage(&worker, attempt).await;
             AttemptResult { usage, ..ended_result(ended, None, interrupted) }
         }
         Err(AttemptError::GatewayStopping) => return,
         Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => {
-            let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
+            let reason =
+                stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |request| request.reason);
             AttemptResult::failed(Failure {
                 reason,
                 message: "stopped before the process was started".to_owned(),
@@ -184,7 +187,7 @@ pub(crate) async fn stop_unknown(
         }
         Err(stopped) => {
             // The slot may be freed only when no process runs.
-            if !give_up(&worker, attempt).await {
+            if !stop_process(&worker, attempt).await {
                 return;
             }
             AttemptResult::failed(failure(&stopped))
@@ -195,7 +198,7 @@ pub(crate) async fn stop_unknown(
 
 /// Waits until this gateway has a session again, after a call was rejected because of a newer
 /// session. Until then the other gateway handles the attempt. Returns false if the gateway stops.
-async fn let_in_again(worker: &Worker) -> bool {
+async fn wait_for_session(worker: &Worker) -> bool {
     let let_in = async {
         // The session may already have ended without notice.
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -216,28 +219,28 @@ async fn carry_out(
     // The state of the process can be read concurrently. Only another gateway could start the
     // process meanwhile, and the runtime does not start it twice.
     let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
-    let (prepared, known) = tokio::select! {
+    let (prepared, process_state) = tokio::select! {
         asked = asked => asked,
-        wish = wished(stop) => return Err(AttemptError::Wished(wish)),
+        request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
         () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
     };
     let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
     let mut since = None;
-    if let Err(RuntimeError::ProcessNotFound(_)) = known {
+    if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
         let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
         let defaults = match made {
             Ok(defaults) => defaults,
             Err(stopped) => {
-                could_not_make(worker, &prepared, &stopped).await;
+                report_failed_container(worker, &prepared, &stopped).await;
                 return Err(stopped);
             }
         };
-        if let Some(wish) = stop.borrow_and_update().clone() {
-            return Err(AttemptError::Wished(wish));
+        if let Some(request) = stop.borrow_and_update().clone() {
+            return Err(AttemptError::StopRequested(request));
         }
         announce_start(worker, task).await?;
         if !worker.session.is_exclusive() {
-            return Err(AttemptError::NotAlone);
+            return Err(AttemptError::NotExclusive);
         }
         worker
             .runtime
@@ -246,16 +249,16 @@ async fn carry_out(
             .map_err(|error| AttemptError::from(error).before_start())?;
         since = Some(Instant::now());
     } else {
-        known?;
+        process_state?;
     }
     let started = domain::Timestamp::now();
     let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attached_callers::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
     };
-    let mut usage = used(worker, task.attempt).await;
+    let mut usage = resource_usage(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
         usage.running.get_or_insert(since.elapsed());
         usage.bytes_in = Some(prepared.bytes_in);
@@ -264,14 +267,14 @@ async fn carry_out(
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
     // A process that was ended by a signal may leave an incomplete cache.
     let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
-    let cut_short = match ended {
+    let stop_cause = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt).await?;
             Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
         }
         _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),
     };
-    let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), cut_short) };
+    let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), stop_cause) };
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");

@@ -7,11 +7,11 @@ use runtime::RuntimeError;
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::inputs::Prepared;
+use super::inputs::AttemptHandles;
 use super::spec_plan::Plan;
 use crate::clients::scheduler::AttemptResult;
 use crate::clients::scheduler_messages::AttemptTask;
-use crate::transfer::completion::complete;
+use crate::transfer::completion::report_complete;
 use crate::transfer::manifests::ScanResult;
 
 /// Scans the outputs, and publishes them as candidates of this attempt.
@@ -19,7 +19,7 @@ pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
     result: &mut AttemptResult,
 ) -> Result<(), AttemptError> {
     let AttemptContext { worker, transfers, .. } = context;
@@ -42,7 +42,7 @@ pub(super) async fn publish(
             }
         }
         let scanned = transfers.manifests.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
-        let ScanResult { manifest, left_out } = match scanned {
+        let ScanResult { manifest, omitted } = match scanned {
             Ok(scanned) => scanned,
             Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
                 let message = format!("output {:?}: {error}", output.name);
@@ -51,8 +51,8 @@ pub(super) async fn publish(
             }
             Err(error) => return Err(error.into()),
         };
-        result.notes.extend(left_out.map(|what| format!("output {:?}: left out: {what}", output.name)));
-        complete(transfers, handle, &manifest).await?;
+        result.notes.extend(omitted.map(|what| format!("output {:?}: left out: {what}", output.name)));
+        report_complete(transfers, handle, &manifest).await?;
         result.outputs.push(PublishedOutput {
             name: output.name.clone(),
             artifact: output.artifact,

@@ -15,13 +15,13 @@ use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;
 
 /// Pause before a process is checked again when no file can be opened.
-const OUT_OF_FILES: Duration = Duration::from_millis(200);
+const FILES_RETRY_PAUSE: Duration = Duration::from_millis(200);
 
 /// First and longest pause between two checks of a process that is starting.
-const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
+const START_POLL: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
 
 /// Number of checks with the first pause, in which most processes start.
-const STARTING_LOOKS: usize = 25;
+const FAST_START_POLLS: usize = 25;
 
 /// Reports the start to the scheduler and the preparation to the artifact store. The process must
 /// not start before both are acknowledged.
@@ -41,8 +41,9 @@ pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Resul
 /// the image.
 pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable>) -> ProcessSpec {
     let mut environment = defaults;
-    let said = |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
-    environment.retain(|variable| !said(variable));
+    let is_overridden =
+        |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
+    environment.retain(|variable| !is_overridden(variable));
     environment.extend(task.spec.environment.iter().cloned());
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
@@ -63,8 +64,8 @@ pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable
 
 /// Sets the phase to `Running` once the command runs.
 pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infallible {
-    let mut pause = STARTING.0;
-    for look in 0.. {
+    let mut pause = START_POLL.0;
+    for poll in 0.. {
         match worker.runtime.process(task.attempt).await {
             Ok(ProcessState::Started) => {
                 worker.attempts.set_phase(task.lease, AttemptPhase::Running);
@@ -73,8 +74,8 @@ pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infal
             Ok(ProcessState::Ended(_)) => return std::future::pending().await,
             Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
                 tokio::time::sleep(pause).await;
-                if look >= STARTING_LOOKS {
-                    pause = (pause * 2).min(STARTING.1);
+                if poll >= FAST_START_POLLS {
+                    pause = (pause * 2).min(START_POLL.1);
                 }
             }
         }
@@ -89,12 +90,12 @@ pub(super) async fn wait(
     stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<Ended, AttemptError> {
     loop {
-        let wish = stop.borrow_and_update().clone();
-        if let Some(wish) = wish {
-            match worker.runtime.stop(attempt, wish.grace).await {
+        let request = stop.borrow_and_update().clone();
+        if let Some(request) = request {
+            match worker.runtime.stop(attempt, request.grace).await {
                 Err(error) if error.is_out_of_files() => {
                     stop.mark_changed();
-                    tokio::time::sleep(OUT_OF_FILES).await;
+                    tokio::time::sleep(FILES_RETRY_PAUSE).await;
                     continue;
                 }
                 stopped => stopped?,
@@ -103,7 +104,7 @@ pub(super) async fn wait(
         tokio::select! {
             ended = worker.runtime.wait(attempt) => match ended {
                 // The process continues, and so does the wait.
-                Err(error) if error.is_out_of_files() => tokio::time::sleep(OUT_OF_FILES).await,
+                Err(error) if error.is_out_of_files() => tokio::time::sleep(FILES_RETRY_PAUSE).await,
                 ended => return Ok(ended?),
             },
             changed = stop.changed() => if changed.is_err() {
@@ -115,15 +116,15 @@ pub(super) async fn wait(
 }
 
 /// Resolves when the attempt must stop.
-pub(super) async fn wished(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
-    match stop.wait_for(Option::is_some).await.ok().and_then(|wish| wish.clone()) {
-        Some(wish) => wish,
+pub(super) async fn stop_requested(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
+    match stop.wait_for(Option::is_some).await.ok().and_then(|request| request.clone()) {
+        Some(request) => request,
         None => std::future::pending().await,
     }
 }
 
 /// Returns the resource usage of a process that has ended. Unknown usage is not an error.
-pub(super) async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
+pub(super) async fn resource_usage(worker: &Worker, attempt: AttemptId) -> Usage {
     worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
         tracing::debug!(attempt.id = %attempt, error = error_chain(&error), "cannot read the usage of a process");
         Usage::default()
@@ -132,7 +133,7 @@ pub(super) async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
 
 /// Stops the process of an attempt that cannot continue. Returns whether no process runs. It is
 /// false only if the gateway stops first.
-pub(super) async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
+pub(super) async fn stop_process(worker: &Worker, attempt: AttemptId) -> bool {
     loop {
         let stopped = async {
             // A process that another gateway handles must not be stopped.

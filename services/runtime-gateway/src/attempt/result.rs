@@ -28,8 +28,9 @@ pub(super) enum StopCause {
 
 /// Whether a process was stopped to interrupt it.
 pub(super) fn is_interrupted(stop: &watch::Receiver<Option<StopRequest>>, ended: &Ended) -> bool {
-    let wished = stop.borrow().as_ref().is_some_and(|wish| wish.reason == FailureReason::Interrupted);
-    wished && matches!(ended, Ended::Exited { stopped: true, .. })
+    let stop_requested =
+        stop.borrow().as_ref().is_some_and(|request| request.reason == FailureReason::Interrupted);
+    stop_requested && matches!(ended, Ended::Exited { stopped: true, .. })
 }
 
 impl StopCause {
@@ -55,11 +56,11 @@ impl StopCause {
 pub(super) fn ended_result(
     ended: Ended,
     started: Option<domain::Timestamp>,
-    cut_short: Option<StopCause>,
+    stop_cause: Option<StopCause>,
 ) -> AttemptResult {
-    match (ended, cut_short) {
-        (Ended::Exited { exit, stopped: true }, Some(cut_short)) => {
-            let failure = Some(cut_short.failure());
+    match (ended, stop_cause) {
+        (Ended::Exited { exit, stopped: true }, Some(stop_cause)) => {
+            let failure = Some(stop_cause.failure());
             AttemptResult { exit: Some(exit), failure, started, ..AttemptResult::default() }
         }
         (Ended::Exited { exit, .. }, _) => {
@@ -73,14 +74,14 @@ pub(super) fn ended_result(
 }
 
 /// Most tries to report a result that the scheduler rejects, and the pause between them.
-const TELL: (usize, Duration) = (12, Duration::from_secs(5));
+const FINISH_RETRIES: (usize, Duration) = (12, Duration::from_secs(5));
 
 /// Reports the result of an attempt until the scheduler accepts it.
 pub(super) async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, result: AttemptResult) {
     let scheduler = &worker.clients.scheduler;
     let call = || scheduler.finish_attempt(token, &result);
     tokio::select! {
-        () = tell(lease, TELL, call) => {}
+        () = report_result(lease, FINISH_RETRIES, call) => {}
         // The next gateway finds the ended process, and reports it.
         () = worker.stopping.cancelled() => return,
     }
@@ -88,7 +89,7 @@ pub(super) async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str,
 }
 
 /// Repeats `call` until the scheduler accepts the result, or the lease is lost.
-pub(super) async fn tell<F>(lease: LeaseId, (times, pause): (usize, Duration), call: impl Fn() -> F)
+pub(super) async fn report_result<F>(lease: LeaseId, (times, pause): (usize, Duration), call: impl Fn() -> F)
 where
     F: Future<Output = Result<(), Refusal>>,
 {

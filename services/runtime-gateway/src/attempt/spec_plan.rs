@@ -107,7 +107,7 @@ impl Plan {
         spec: &WorkloadSpec,
         workload: WorkloadId,
         replaceable: bool,
-        brought: &WorkerImports,
+        imports: &WorkerImports,
     ) -> Self {
         let mut volumes = Vec::new();
         let mut outputs = Vec::new();
@@ -115,13 +115,13 @@ impl Plan {
             let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
             Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
         };
-        let everything = spec
+        let mount_paths = spec
             .inputs
             .iter()
             .map(|input| &input.path)
             .chain(spec.outputs.iter().map(|output| &output.path))
             .chain(spec.caches.iter().map(|cache| &cache.path));
-        if everything.clone().any(|path| in_workspace(path).is_some()) {
+        if mount_paths.clone().any(|path| in_workspace(path).is_some()) {
             volumes.push(PlannedVolume {
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
                 ..PlannedVolume::new("workspace", VolumePurpose::Scratch)
@@ -135,13 +135,13 @@ impl Plan {
                 PlannedImage::Artifact(volumes.len() - 1)
             }
             Image::ResourceType(_) => {
-                volumes.push(image(brought.image));
+                volumes.push(image(imports.image));
                 PlannedImage::WorkerProvided(volumes.len() - 1)
             }
         };
-        if brought.certs.is_some() && !everything.clone().any(|path| path == CERTS) {
+        if imports.certs.is_some() && !mount_paths.clone().any(|path| path == CERTS) {
             volumes.push(PlannedVolume {
-                from: brought.certs,
+                from: imports.certs,
                 mount: Some((CERTS.to_vec(), true)),
                 ..PlannedVolume::new("certs", VolumePurpose::Input)
             });
@@ -293,9 +293,9 @@ mod tests {
     #[test]
     fn image_is_an_unmounted_child_of_its_replica() {
         let spec = spec();
-        let brought = WorkerImports { image: Some(ArtifactId::new()), certs: None };
+        let imports = WorkerImports { image: Some(ArtifactId::new()), certs: None };
         let with = |image| {
-            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &brought);
+            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &imports);
             (plan.image, plan.volumes)
         };
         let Image::Artifact(artifact) = spec.image.clone() else { panic!("an artifact") };
@@ -309,23 +309,23 @@ mod tests {
             panic!("an image")
         };
         let image = &volumes[index];
-        assert_eq!((image.from, image.becomes, &image.mount), (brought.image, None, &None));
+        assert_eq!((image.from, image.becomes, &image.mount), (imports.image, None, &None));
         assert_eq!(image.purpose, VolumePurpose::Input);
     }
 
     #[test]
     fn certs_are_mounted_unless_spec_mounts_there() {
-        let brought = WorkerImports { image: None, certs: Some(ArtifactId::new()) };
-        let certs = |spec: &WorkloadSpec, brought: &WorkerImports| {
-            let plan = Plan::new(spec, WorkloadId::new(), true, brought);
+        let imports = WorkerImports { image: None, certs: Some(ArtifactId::new()) };
+        let certs = |spec: &WorkloadSpec, imports: &WorkerImports| {
+            let plan = Plan::new(spec, WorkloadId::new(), true, imports);
             let certs = plan.volumes.into_iter().find(|volume| volume.name == "certs");
             certs.map(|volume| (volume.from, volume.mount))
         };
         let mut spec = spec();
-        let mounted = (brought.certs, Some((CERTS.to_vec(), true)));
-        assert_eq!(certs(&spec, &brought), Some(mounted));
+        let mounted = (imports.certs, Some((CERTS.to_vec(), true)));
+        assert_eq!(certs(&spec, &imports), Some(mounted));
         assert_eq!(certs(&spec, &WorkerImports::default()), None);
         spec.inputs[0].path = CERTS.to_vec();
-        assert_eq!(certs(&spec, &brought), None);
+        assert_eq!(certs(&spec, &imports), None);
     }
 }

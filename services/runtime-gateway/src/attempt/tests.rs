@@ -1,8 +1,8 @@
 //! The results of attempts that cannot be carried out.
 
-use super::result::tell;
+use super::result::report_result;
 use super::*;
-use crate::test_support::Attended;
+use crate::test_support::FakeGateways;
 use crate::worker::attempts::AttemptEntry;
 use rpc::Refusal;
 use testing::fake::FakeWorker;
@@ -22,7 +22,7 @@ fn every_refusal_has_a_documented_failure_reason() {
 #[test]
 fn unrequested_stop_has_a_failure_reason() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
+    let reason = |stop_cause| ended_result(ended(), None, stop_cause).failure.map(|failure| failure.reason);
     assert_eq!(reason(Some(StopCause::ContactLost)), Some(FailureReason::ContactLost));
     assert_eq!(reason(Some(StopCause::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
@@ -43,21 +43,21 @@ async fn rejected_result_is_reported_a_few_times() {
         (&[Reason::Unavailable, Reason::InvalidField], 3),
     ];
     for (reasons, expected) in refused {
-        let told = std::cell::Cell::new(0);
+        let calls = std::cell::Cell::new(0);
         let call = || {
-            let answer = reasons.get(told.replace(told.get() + 1));
+            let answer = reasons.get(calls.replace(calls.get() + 1));
             let answer = answer.map(|reason| Err(Refusal::from(reason.status("gantry.test", "no"))));
             async { answer.unwrap_or(Ok(())) }
         };
-        tell(LeaseId::new(), (5, Duration::ZERO), call).await;
-        assert_eq!(told.get(), expected, "{reasons:?}");
+        report_result(LeaseId::new(), (5, Duration::ZERO), call).await;
+        assert_eq!(calls.get(), expected, "{reasons:?}");
     }
 }
 
 #[tokio::test]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn dead_task_removes_its_lease() {
-    let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
+    let worker = FakeWorker::near().gateway("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
     worker.attempts.lock().insert(lease, entry());
     let dying = worker.clone();

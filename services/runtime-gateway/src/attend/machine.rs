@@ -24,7 +24,7 @@ use crate::util::blocking::blocking;
 use crate::{Config, WorkerSet};
 
 /// Interval at which a standby checks whether the worker is free.
-const LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Attends this machine as a worker as soon as no other gateway does.
 ///
@@ -38,7 +38,7 @@ pub async fn attend_this_machine(
     machine: HostConfig,
 ) -> anyhow::Result<std::convert::Infallible> {
     let name = config.worker_name.clone();
-    let (runtime, instance) = wait_for_turn(&config, &machine).await?;
+    let (runtime, instance) = acquire_worker(&config, &machine).await?;
     gateway.attend_as(instance, config, runtime.clone()).await?;
     tokio::select! {
         () = runtime.superseded() => {}
@@ -51,20 +51,20 @@ pub async fn attend_this_machine(
     anyhow::bail!("cannot attend worker {name:?}: another gateway has taken over")
 }
 
-async fn wait_for_turn(
+async fn acquire_worker(
     config: &Config,
     machine: &HostConfig,
 ) -> anyhow::Result<(Arc<HostRuntime>, GatewayInstance)> {
     let instance = GatewayInstance::new();
     let outgoing = Outgoing::internal().with_token(config.token.as_deref());
     let scheduler = SchedulerClient::new(rpc::client::peer(&config.scheduler, outgoing)?);
-    let mut said = false;
+    let mut is_logged = false;
     loop {
         let free = machine.clone();
         if let Some(runtime) = blocking(move || HostRuntime::open_if_free(free)).await? {
             return Ok((runtime, instance));
         }
-        if !std::mem::replace(&mut said, true) {
+        if !std::mem::replace(&mut is_logged, true) {
             tracing::info!(
                 worker.name = config.worker_name,
                 state_dir = %machine.state_dir.display(),
@@ -78,14 +78,14 @@ async fn wait_for_turn(
                 worker.name = config.worker_name,
                 "taking over this worker: its gateway is silent and still holds the state directory"
             );
-            let taken = machine.clone();
-            let runtime = blocking(move || HostRuntime::take_over(taken)).await?;
+            let machine = machine.clone();
+            let runtime = blocking(move || HostRuntime::take_over(machine)).await?;
             // Dropped only now: the end of a stream ends the session, and another gateway could be
             // admitted.
             drop(session);
             return Ok((runtime, instance));
         }
-        tokio::time::sleep(LOOK).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -105,8 +105,8 @@ async fn open_session(
     machine: &HostConfig,
     instance: GatewayInstance,
 ) -> Result<Option<SchedulerStream>, RuntimeError> {
-    let look = machine.clone();
-    let Some(Look { marker, disk, capabilities }) = blocking(move || HostRuntime::look(look)).await? else {
+    let probe = machine.clone();
+    let Some(Look { marker, disk, capabilities }) = blocking(move || HostRuntime::look(probe)).await? else {
         return Ok(None);
     };
     let registration = Registration::new(config, instance, marker, Some(disk), &capabilities, String::new());

@@ -35,13 +35,13 @@ use crate::SERVICE;
 use crate::util::keyed_locks::lock;
 
 /// Most bytes of the first message, which contains at most a ticket or a process id, and a path.
-const FIRST: usize = 256 << 10;
+const MAX_FIRST_MESSAGE: usize = 256 << 10;
 /// Most bytes of the caller's messages that the proxy keeps to repeat a call.
-const KEPT: usize = 1 << 20;
+const MAX_KEPT_BYTES: usize = 1 << 20;
 /// Bytes of the compression flag and the length before each message.
 const PREFIX: usize = 5;
 /// Headers that are meant for the proxy only.
-const OURS: [&str; 7] = [
+const PROXY_HEADERS: [&str; 7] = [
     "authorization",
     "proxy-authorization",
     "cookie",
@@ -55,11 +55,11 @@ const OURS: [&str; 7] = [
 pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
-    let mut said =
-        CallerStream { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
+    let mut requests =
+        CallerStream { body, kept: Vec::new(), kept_bytes: 0, is_replayable: true, round: 0, waker: None };
     let worker = within(deadline, async {
-        let first = said.first_message().await?;
-        route::worker(parts.uri.path(), first, &proxy.keys).await
+        let first = requests.first_message().await?;
+        route::worker_of_call(parts.uri.path(), first, &proxy.keys).await
     })
     .await?;
     let call = Call {
@@ -68,11 +68,11 @@ pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result
         path: parts.uri,
         headers: parts.headers,
         deadline,
-        said: Arc::new(Mutex::new(said)),
+        requests: Arc::new(Mutex::new(requests)),
     };
     let answer = within(deadline, call.begin()).await?;
     let (parts, body) = answer.into_parts();
-    Ok(Response::from_parts(parts, Body::new(StreamBody::new(pass(call, body)))))
+    Ok(Response::from_parts(parts, Body::new(StreamBody::new(forward_response(call, body)))))
 }
 
 /// A call that is being forwarded.
@@ -82,7 +82,7 @@ struct Call {
     path: Uri,
     headers: HeaderMap,
     deadline: Option<Instant>,
-    said: Arc<Mutex<CallerStream>>,
+    requests: Arc<Mutex<CallerStream>>,
 }
 
 impl Call {
@@ -92,21 +92,21 @@ impl Call {
         let destination = self.find(false).await?;
         match self.send(&destination).await {
             Ok(answer) if !is_not_attended(answer.headers()) => Ok(answer),
-            _ => self.again().await,
+            _ => self.retry().await,
         }
     }
 
     /// Asks the scheduler for the gateway again, and makes the call there.
-    async fn again(&self) -> Result<Response<Body>, Status> {
+    async fn retry(&self) -> Result<Response<Body>, Status> {
         let destination = self.find(true).await?;
         self.send(&destination).await.map_err(|error| {
             tracing::debug!(worker.id = %self.worker, endpoint = destination.endpoint, %error, "cannot forward a call: the gateway does not answer");
-            unreachable()
+            gateway_unreachable()
         })
     }
 
-    async fn find(&self, anew: bool) -> Result<Destination, Status> {
-        let found = self.proxy.peers.find(self.worker, anew).await;
+    async fn find(&self, refresh: bool) -> Result<Destination, Status> {
+        let found = self.proxy.directory.find(self.worker, refresh).await;
         found.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
     }
 
@@ -114,14 +114,14 @@ impl Call {
     async fn send(&self, to: &Destination) -> Result<Response<Body>, Status> {
         let mut peer = rpc::client::peer(&to.endpoint, Outgoing::default())
             .map_err(|error| rpc::unavailable(SERVICE, "reach a worker's gateway", &error))?;
-        let mut request = Request::new(Body::new(Again::new(&self.said)));
+        let mut request = Request::new(Body::new(ReplayBody::new(&self.requests)));
         *request.method_mut() = http::Method::POST;
         *request.version_mut() = http::Version::HTTP_2;
         *request.uri_mut() =
             self.path.path().parse().map_err(|_| rpc::invalid_field("path", "is malformed"))?;
         let headers = request.headers_mut();
         for (name, value) in &self.headers {
-            if !OURS.contains(&name.as_str()) {
+            if !PROXY_HEADERS.contains(&name.as_str()) {
                 headers.append(name, value.clone());
             }
         }
@@ -143,24 +143,24 @@ impl Call {
                 error = domain::error_chain(&error),
                 "cannot forward a call: the gateway does not answer"
             );
-            unreachable()
+            gateway_unreachable()
         })?;
         Ok(answer.map(Body::new))
     }
 
-    fn said(&self) -> MutexGuard<'_, CallerStream> {
-        lock(&self.said)
+    fn requests(&self) -> MutexGuard<'_, CallerStream> {
+        lock(&self.requests)
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
         // Ends the request stream, because the gateway would otherwise wait for more messages.
-        self.said().next_turn();
+        self.requests().end_round();
     }
 }
 
-fn unreachable() -> Status {
+fn gateway_unreachable() -> Status {
     Reason::Unavailable
         .status(SERVICE, "cannot forward the call: the worker's gateway does not answer; call again")
 }
@@ -170,30 +170,33 @@ fn is_not_attended(headers: &HeaderMap) -> bool {
 }
 
 /// Forwards the response of the gateway, frame by frame.
-fn pass(call: Call, body: Body) -> impl futures::Stream<Item = Result<Frame<Bytes>, Status>> + Send {
-    let passing = Passing { call, body, waiting: true, ended: false };
-    futures::stream::unfold(passing, |mut passing| async move {
-        let frame = passing.next().await?;
-        Some((Ok(frame), passing))
+fn forward_response(
+    call: Call,
+    body: Body,
+) -> impl futures::Stream<Item = Result<Frame<Bytes>, Status>> + Send {
+    let stream = ResponseStream { call, body, is_first: true, ended: false };
+    futures::stream::unfold(stream, |mut stream| async move {
+        let frame = stream.next().await?;
+        Some((Ok(frame), stream))
     })
 }
 
-struct Passing {
+struct ResponseStream {
     call: Call,
     body: Body,
     /// Whether no frame was forwarded yet.
-    waiting: bool,
+    is_first: bool,
     ended: bool,
 }
 
-impl Passing {
+impl ResponseStream {
     async fn next(&mut self) -> Option<Frame<Bytes>> {
         if self.ended {
             return None;
         }
         let (stopping, deadline) = (self.call.proxy.stopping.clone(), self.call.deadline);
         let next = tokio::select! {
-            next = within(deadline, self.answered()) => next,
+            next = within(deadline, self.next_frame_or_retry()) => next,
             () = stopping.cancelled() => {
                 Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping; call again"))
             }
@@ -206,27 +209,27 @@ impl Passing {
         if self.ended {
             // The call has ended for the caller, so the call to the gateway is cancelled.
             self.body = Body::empty();
-            self.call.said().next_turn();
+            self.call.requests().end_round();
         }
         frame
     }
 
-    async fn answered(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
+    async fn next_frame_or_retry(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
         let Some(frame) = next_frame(&mut self.body).await else { return Ok(None) };
         let frame = frame.map_err(|error| {
             tracing::debug!(worker.id = %self.call.worker, %error, "cannot forward a call: the response of the gateway broke off");
             Reason::Unavailable.status(SERVICE, "the response of the worker's gateway broke off; call again")
         })?;
-        if !std::mem::take(&mut self.waiting) {
+        if !std::mem::take(&mut self.is_first) {
             return Ok(Some(frame));
         }
-        let elsewhere = frame.trailers_ref().is_some_and(is_not_attended);
-        if !elsewhere || !self.call.said().begin_again() {
-            self.call.said().keeping = false;
+        let is_moved = frame.trailers_ref().is_some_and(is_not_attended);
+        if !is_moved || !self.call.requests().replay() {
+            self.call.requests().is_replayable = false;
             return Ok(Some(frame));
         }
-        let (parts, body) = self.call.again().await?.into_parts();
-        self.call.said().keeping = false;
+        let (parts, body) = self.call.retry().await?.into_parts();
+        self.call.requests().is_replayable = false;
         self.body = body;
         // A response without a body has its status in the headers.
         if parts.headers.contains_key(Status::GRPC_STATUS) {
@@ -257,11 +260,11 @@ struct CallerStream {
     /// The frames from the beginning of the stream, while the call may have to be repeated.
     kept: Vec<Bytes>,
     kept_bytes: usize,
-    keeping: bool,
+    is_replayable: bool,
     /// Number of the current try. Earlier tries receive no more frames.
-    turn: u64,
+    round: u64,
     /// The task that waits for the next frame.
-    listener: Option<Waker>,
+    waker: Option<Waker>,
 }
 
 impl CallerStream {
@@ -269,7 +272,7 @@ impl CallerStream {
     async fn first_message(&mut self) -> Result<Bytes, Status> {
         let mut first = BytesMut::new();
         loop {
-            if let Some(message) = whole_message(&first)? {
+            if let Some(message) = parse_message(&first)? {
                 return Ok(message);
             }
             let frame = next_frame(&mut self.body).await.transpose()?;
@@ -282,90 +285,90 @@ impl CallerStream {
     }
 
     /// Starts the stream again for a new try. Returns false if its beginning is no longer kept.
-    fn begin_again(&mut self) -> bool {
-        if self.keeping {
-            self.next_turn();
+    fn replay(&mut self) -> bool {
+        if self.is_replayable {
+            self.end_round();
         }
-        self.keeping
+        self.is_replayable
     }
 
     /// Ends the stream of the current try with a cancellation.
-    fn next_turn(&mut self) {
-        self.turn += 1;
-        if let Some(listener) = self.listener.take() {
-            listener.wake();
+    fn end_round(&mut self) {
+        self.round += 1;
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
         }
     }
 }
 
 /// Returns the message at the beginning of `bytes`, if it is complete.
-fn whole_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
+fn parse_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
     let Some((mut prefix, rest)) = bytes.split_at_checked(PREFIX) else { return Ok(None) };
     if prefix.get_u8() != 0 {
         return Err(Status::unimplemented("messages must not be compressed"));
     }
     let length = usize::try_from(prefix.get_u32()).unwrap_or(usize::MAX);
-    if length > FIRST {
+    if length > MAX_FIRST_MESSAGE {
         return Err(rpc::invalid_field("message", "the first message is too long"));
     }
     Ok(rest.get(..length).map(Bytes::copy_from_slice))
 }
 
 /// The request stream for one try of the call.
-struct Again {
-    said: Arc<Mutex<CallerStream>>,
-    turn: u64,
+struct ReplayBody {
+    requests: Arc<Mutex<CallerStream>>,
+    round: u64,
     next: usize,
 }
 
-impl Again {
-    fn new(said: &Arc<Mutex<CallerStream>>) -> Self {
-        let turn = lock(said).turn;
-        Self { said: said.clone(), turn, next: 0 }
+impl ReplayBody {
+    fn new(requests: &Arc<Mutex<CallerStream>>) -> Self {
+        let round = lock(requests).round;
+        Self { requests: requests.clone(), round, next: 0 }
     }
 }
 
-impl HttpBody for Again {
+impl HttpBody for ReplayBody {
     type Data = Bytes;
     type Error = Status;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        let mut said = lock(&this.said);
-        if said.turn != this.turn {
+        let mut requests = lock(&this.requests);
+        if requests.round != this.round {
             return Poll::Ready(Some(Err(Status::cancelled("the call has ended"))));
         }
-        if let Some(data) = said.kept.get(this.next) {
+        if let Some(data) = requests.kept.get(this.next) {
             this.next += 1;
             return Poll::Ready(Some(Ok(Frame::data(data.clone()))));
         }
-        let Poll::Ready(frame) = Pin::new(&mut said.body).poll_frame(cx) else {
-            said.listener = Some(cx.waker().clone());
+        let Poll::Ready(frame) = Pin::new(&mut requests.body).poll_frame(cx) else {
+            requests.waker = Some(cx.waker().clone());
             return Poll::Pending;
         };
         if let Some(Ok(frame)) = &frame
             && let Some(data) = frame.data_ref()
         {
-            said.kept_bytes += data.len();
-            said.keeping &= said.kept_bytes <= KEPT;
-            if said.keeping {
-                said.kept.push(data.clone());
+            requests.kept_bytes += data.len();
+            requests.is_replayable &= requests.kept_bytes <= MAX_KEPT_BYTES;
+            if requests.is_replayable {
+                requests.kept.push(data.clone());
                 this.next += 1;
             }
         }
-        if !said.keeping {
-            said.kept = Vec::new();
+        if !requests.is_replayable {
+            requests.kept = Vec::new();
         }
         Poll::Ready(frame)
     }
 }
 
 /// Formats a duration for `grpc-timeout`, which allows at most eight digits.
-fn timeout(left: Duration) -> HeaderValue {
-    let text = match (left.as_micros(), left.as_millis()) {
+fn timeout(remaining: Duration) -> HeaderValue {
+    let text = match (remaining.as_micros(), remaining.as_millis()) {
         (micros @ 0..100_000_000, _) => format!("{micros}u"),
         (_, millis @ 0..100_000_000) => format!("{millis}m"),
-        _ => format!("{}S", left.as_secs().min(99_999_999)),
+        _ => format!("{}S", remaining.as_secs().min(99_999_999)),
     };
     HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("0u"))
 }

@@ -35,7 +35,7 @@ use directory::Directory;
 
 /// The state that all calls of a proxy share.
 struct Proxy {
-    peers: Directory,
+    directory: Directory,
     keys: Keys,
     stopping: CancellationToken,
 }
@@ -49,7 +49,7 @@ struct Proxy {
 pub fn start_proxy(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
     let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
     let proxy = Arc::new(Proxy {
-        peers: Directory::new(WorkersClient::new(scheduler.clone())),
+        directory: Directory::new(WorkersClient::new(scheduler.clone())),
         keys: Keys::new(scheduler),
         stopping: host.stopping(),
     });

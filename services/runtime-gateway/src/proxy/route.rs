@@ -15,40 +15,40 @@ use tonic::Status;
 use crate::SERVICE;
 
 /// Returns the worker of the call at `path` with this first message.
-pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
+pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
     match path {
         "/gantry.runtime.v1.Containers/Attach" => match decode::<pb::AttachRequest>(first)?.message {
             Some(Attach::Resume(resume)) => parse_id("resume.worker_id", &resume.worker_id),
-            _ => Err(not_first("resume")),
+            _ => Err(wrong_first_message("resume")),
         },
         "/gantry.runtime.v1.Containers/GetAttendance" => {
             parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)
         }
         "/gantry.runtime.v1.Volumes/Write" => match decode::<pb::WriteRequest>(first)?.message {
-            Some(Write::Open(open)) => of_ticket(&open.ticket, keys).await,
-            _ => Err(not_first("open")),
+            Some(Write::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+            _ => Err(wrong_first_message("open")),
         },
         "/gantry.runtime.v1.Volumes/Read" => match decode::<pb::ReadRequest>(first)?.message {
-            Some(Read::Open(open)) => of_ticket(&open.ticket, keys).await,
-            _ => Err(not_first("open")),
+            Some(Read::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+            _ => Err(wrong_first_message("open")),
         },
         "/gantry.runtime.v1.Volumes/WriteArchive" => {
             match decode::<pb::WriteArchiveRequest>(first)?.message {
-                Some(WriteArchive::Open(open)) => of_ticket(&open.ticket, keys).await,
-                _ => Err(not_first("open")),
+                Some(WriteArchive::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+                _ => Err(wrong_first_message("open")),
             }
         }
         "/gantry.runtime.v1.Volumes/ReadArchive" => {
-            of_ticket(&decode::<pb::ReadArchiveRequest>(first)?.ticket, keys).await
+            worker_of_ticket(&decode::<pb::ReadArchiveRequest>(first)?.ticket, keys).await
         }
         "/gantry.runtime.v1.Volumes/ReadFile" => {
-            of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
+            worker_of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
         }
         _ => Err(Status::unimplemented("a proxy does not forward this call")),
     }
 }
 
-fn not_first(message: &str) -> Status {
+fn wrong_first_message(message: &str) -> Status {
     invalid_field("message", format!("the first message must be `{message}`"))
 }
 
@@ -57,7 +57,7 @@ fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
 }
 
 /// Returns the worker that a ticket names. The gateway verifies the operation.
-async fn of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
+async fn worker_of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
     match keys.verify::<TicketClaims>(ticket).await {
         Ok(claims) => Ok(claims.worker),
         Err(VerifyError::Invalid(_)) => {

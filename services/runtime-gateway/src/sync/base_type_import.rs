@@ -7,7 +7,7 @@
 //! [`crate::worker_set`] starts the loop, which imports one item after the other. The artifact
 //! store decides whether an import is needed. It is not if version and path are unchanged and the
 //! replica exists. So each gateway of the worker may ask repeatedly. A failed import is tried again
-//! after a growing pause. It delays only attempts that need it ([`BaseTypeImports::wanted`]), and
+//! after a growing pause. It delays only attempts that need it ([`BaseTypeImports::wait_until_imported`]), and
 //! these start a try at once.
 //!
 //! Invariant: an import runs to its end in any session, because a runtime that makes a volume is
@@ -33,7 +33,7 @@ const NO_TEAM: &str = "";
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 /// Most bytes of a failure's cause that the artifact store keeps.
-const LONGEST_WHY: usize = 1000;
+const MAX_CAUSE_BYTES: usize = 1000;
 
 /// A worker-provided item, and the time of its next check.
 struct ScheduledImport {
@@ -87,15 +87,15 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
         if session.replace(open.session) != Some(open.session) {
             due.iter_mut().for_each(|due| due.at = Instant::now());
         }
-        let is_wanted = |due: &&mut ScheduledImport| imports.is_wanted(&due.provided.what);
-        let next = due.iter_mut().find(is_wanted);
+        let is_requested = |due: &&mut ScheduledImport| imports.is_requested(&due.provided.what);
+        let next = due.iter_mut().find(is_requested);
         let Some(next) = (match next {
             Some(next) => Some(next),
             None => due.iter_mut().min_by_key(|due| due.at),
         }) else {
             return;
         };
-        if !imports.is_wanted(&next.provided.what) && next.at > Instant::now() {
+        if !imports.is_requested(&next.provided.what) && next.at > Instant::now() {
             tokio::select! {
                 () = tokio::time::sleep_until(next.at) => {}
                 () = imports.wake.notified() => {}
@@ -105,20 +105,20 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
             continue;
         }
         tokio::select! {
-            () = look(&transfers, &imports, next) => {}
+            () = check_import(&transfers, &imports, next) => {}
             () = worker.stopping.cancelled() => return,
         }
     }
 }
 
 /// Imports one item if necessary, and schedules its next check.
-async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
+async fn check_import(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
     let worker = &transfers.worker;
     let what = &due.provided.what;
-    let number = imports.begin(what);
+    let number = imports.begin_try(what);
     let outcome = match import(transfers, &due.provided).await {
         Ok(artifact) => {
-            imports.imported(what, artifact);
+            imports.set_imported(what, artifact);
             due.pause = FIRST_PAUSE;
             due.at = Instant::now() + worker.config.report_interval;
             return;
@@ -145,7 +145,7 @@ async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Schedu
         "cannot import a worker-provided image or certificates"
     );
     due.pause = LONGEST_PAUSE.min(due.pause * 2);
-    imports.failed(what, number, error_chain(&outcome));
+    imports.set_failed(what, number, error_chain(&outcome));
 }
 
 /// Imports one item, unless it is imported, and returns its artifact.
@@ -209,10 +209,10 @@ async fn renew(
 /// Reports a failed import to the store. If the report is lost, the volume is collected when the
 /// claim expires.
 async fn report_failure(worker: &Worker, credential: &str, volume: VolumeHandle, error: &RuntimeError) {
-    let mut why = error_chain(error);
-    why.truncate(why.floor_char_boundary(LONGEST_WHY));
-    let why = why.replace('\0', " ");
-    if let Err(error) = worker.clients.store.fail_import(credential, volume, why).await {
+    let mut cause = error_chain(error);
+    cause.truncate(cause.floor_char_boundary(MAX_CAUSE_BYTES));
+    let cause = cause.replace('\0', " ");
+    if let Err(error) = worker.clients.store.fail_import(credential, volume, cause).await {
         tracing::debug!(%error, "cannot report a failed import");
     }
 }

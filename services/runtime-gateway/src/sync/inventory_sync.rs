@@ -28,10 +28,10 @@ use crate::worker::Worker;
 use crate::worker::session::OpenSession;
 
 /// Most volumes of one query to the store, which is its largest page.
-const LISTED_AT_ONCE: usize = 1_000;
+const LIST_PAGE: usize = 1_000;
 
 /// Most orphans of one message to the store.
-const DESCRIBED_AT_ONCE: usize = 500;
+const DESCRIBE_BATCH: usize = 500;
 
 /// An error of a sweep or a report, which are tried again.
 #[derive(Debug, thiserror::Error)]
@@ -187,15 +187,15 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     // them.
     let now = store.begin_report(credential, mark).await?;
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
-    let before = worker.usage.begin();
+    let before = worker.usage.begin_listing();
     let mut holdings = worker.runtime.list().await?;
-    worker.usage.listed(&holdings, &before);
+    worker.usage.finish_listing(&holdings, &before);
 
     // The report omits damaged volumes that the store has a row for. So the store counts them as
     // lost and uses other replicas. A damaged volume without a row is reported like any unknown
     // volume.
-    let counted_on = listed(worker, session, &transfers.manifests.damaged()).await?;
-    holdings.volumes.retain(|volume| !counted_on.contains(volume));
+    let known = list_known(worker, session, &transfers.manifests.damaged()).await?;
+    holdings.volumes.retain(|volume| !known.contains(volume));
     let answer = store.report(credential, mark, now, &holdings).await?;
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "containers or volumes are missing on the worker");
@@ -240,9 +240,9 @@ async fn describe(
     undescribed: &[VolumeHandle],
 ) -> Result<(), SweepError> {
     let worker = &transfers.worker;
-    for some in undescribed.chunks(DESCRIBED_AT_ONCE) {
-        let mut volumes = Vec::with_capacity(some.len());
-        for volume in some {
+    for batch in undescribed.chunks(DESCRIBE_BATCH) {
+        let mut volumes = Vec::with_capacity(batch.len());
+        for volume in batch {
             match description(transfers, *volume).await {
                 Ok(description) => volumes.push(description),
                 // The volume was destroyed meanwhile.
@@ -266,7 +266,7 @@ async fn describe(
 async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<VolumeDescription, RuntimeError> {
     let worker = &transfers.worker;
     let notes = worker.runtime.notes(volume).await?;
-    let kept = transfers.manifests.kept_of(&*worker.runtime, volume).await?;
+    let kept = transfers.manifests.stored(&*worker.runtime, volume).await?;
     Ok(VolumeDescription {
         volume,
         parent: notes.parent,
@@ -278,15 +278,15 @@ async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<Volu
 }
 
 /// Returns those of `volumes` that the store expects on the worker.
-async fn listed(
+async fn list_known(
     worker: &Worker,
     session: &OpenSession,
     volumes: &BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
     let all: Vec<_> = volumes.iter().copied().collect();
     let mut listed = BTreeSet::new();
-    for some in all.chunks(LISTED_AT_ONCE) {
-        listed.extend(worker.clients.store.list_volumes(session.worker, some).await?);
+    for batch in all.chunks(LIST_PAGE) {
+        listed.extend(worker.clients.store.list_volumes(session.worker, batch).await?);
     }
     Ok(listed)
 }

@@ -32,11 +32,11 @@ use crate::worker::usage::Usage;
 
 /// Time of an extra state message after a registration, if the heartbeat is slower. The scheduler
 /// ignores listings of the first second.
-const LISTED: Duration = Duration::from_millis(1100);
+const FIRST_OBSERVATION: Duration = Duration::from_millis(1100);
 
 /// The reason why a stream to the scheduler ended.
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum StreamEnd {
     #[error(transparent)]
     Stream(#[from] StreamError),
     #[error("cannot read the marker of the worker")]
@@ -48,17 +48,17 @@ enum Ended {
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
-pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
+pub(crate) async fn synchronize_forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
     let worker = &context.worker;
     let mut pause = Duration::from_millis(20);
     let (mut standing_by, mut retired) = (false, false);
     loop {
         let ended = tokio::select! {
-            ended = speak(&context, instance, &mut pause) => ended,
+            ended = run_stream(&context, instance, &mut pause) => ended,
             () = worker.stopping.cancelled() => return,
         };
         match &ended {
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
                     "another gateway has taken over this worker"
@@ -67,14 +67,14 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 worker.runtime.taken_over().await;
                 instance = GatewayInstance::new();
             }
-            Ended::Forgotten => {
+            StreamEnd::Forgotten => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
                     "the scheduler does not know this worker any more: registering again"
                 );
                 worker.session.set(None);
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
                 if !std::mem::replace(&mut retired, true) {
                     tracing::warn!(
                         worker.name = worker.config.worker_name,
@@ -83,10 +83,10 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 }
                 worker.session.set(None);
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
                 tracing::debug!(error = %refusal, "the scheduler does not answer: trying again");
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
                 if !std::mem::replace(&mut standing_by, true) {
                     tracing::info!(
                         worker.name = worker.config.worker_name,
@@ -107,18 +107,22 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
 }
 
 /// Registers, and exchanges messages until the stream ends.
-async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
-    match try_speak(context, instance, pause).await {
+async fn run_stream(
+    context: &Arc<AttemptContext>,
+    instance: GatewayInstance,
+    pause: &mut Duration,
+) -> StreamEnd {
+    match try_run_stream(context, instance, pause).await {
         Ok(never) => match never {},
         Err(ended) => ended,
     }
 }
 
-async fn try_speak(
+async fn try_run_stream(
     context: &Arc<AttemptContext>,
     instance: GatewayInstance,
     pause: &mut Duration,
-) -> Result<Infallible, Ended> {
+) -> Result<Infallible, StreamEnd> {
     let worker = &context.worker;
     let registration = registration(worker, instance).await?;
     let registered_at = since_boot();
@@ -142,14 +146,14 @@ async fn try_speak(
     *pause = Duration::from_millis(20);
 
     let (mut applied, mut directive) = (0, Directive::Run);
-    let listed = Instant::now() + LISTED;
+    let first_observation = Instant::now() + FIRST_OBSERVATION;
     loop {
         let mut state = worker_state(worker, &session, applied).await?;
-        state.number = heartbeats.sending(since_boot());
+        state.number = heartbeats.record_sent(since_boot());
         stream.send(state).await?;
         let due = welcome.heartbeat / 2;
-        let until_listed = listed.saturating_duration_since(Instant::now());
-        let due = if until_listed.is_zero() { due } else { due.min(until_listed) };
+        let until_first_observation = first_observation.saturating_duration_since(Instant::now());
+        let due = if until_first_observation.is_zero() { due } else { due.min(until_first_observation) };
         let due = tokio::time::sleep(due);
         tokio::pin!(due);
         loop {
@@ -157,8 +161,8 @@ async fn try_speak(
                 desired = stream.receive() => {
                     let desired = desired?;
                     let contact = heartbeats
-                        .received(desired.received, welcome.heartbeat)
-                        .map_err(|NeverSent| Ended::NeverSent)?;
+                        .acknowledge(desired.received, welcome.heartbeat)
+                        .map_err(|NeverSent| StreamEnd::NeverSent)?;
                     if let Some(sent) = contact {
                         worker.session.extend_exclusive(sent + welcome.worker_ttl);
                         // Spawned, because a supervisor that does not answer must not delay the
@@ -166,13 +170,13 @@ async fn try_speak(
                         worker.tasks.spawn(report_contact(worker.clone(), sent, welcome.stop_after));
                     }
                     let before = std::mem::replace(&mut applied, desired.generation);
-                    let wanted = desired.directive;
-                    if std::mem::replace(&mut directive, wanted) != wanted {
-                        log_directive(worker, wanted);
+                    let directive_now = desired.directive;
+                    if std::mem::replace(&mut directive, directive_now) != directive_now {
+                        log_directive(worker, directive_now);
                     }
                     let changed = apply(context, desired);
-                    if wanted == Directive::RegisterAgain {
-                        return Err(Ended::Forgotten);
+                    if directive_now == Directive::RegisterAgain {
+                        return Err(StreamEnd::Forgotten);
                     }
                     if changed || applied != before {
                         break;
@@ -201,14 +205,18 @@ fn log_directive(worker: &Worker, directive: Directive) {
     }
 }
 
-async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, Ended> {
+async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, StreamEnd> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
     let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
     Ok(Registration::new(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
 }
 
-async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> Result<WorkerState, Ended> {
+async fn worker_state(
+    worker: &Worker,
+    session: &OpenSession,
+    applied: u64,
+) -> Result<WorkerState, StreamEnd> {
     let disk = worker.runtime.disk().await?;
     let attempts = worker.attempts.lock();
     let leases = attempts.iter().map(|(lease, attempt)| LeaseState {
@@ -247,8 +255,8 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
         // The scheduler no longer knows the lease, so the attempt must stop. Its task reports the
         // end.
         if attempt.phase != AttemptPhase::Ended {
-            let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
-            attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+            let request = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
+            attempt.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
             return true;
         }
         changed = true;
@@ -258,20 +266,20 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
 }
 
 /// Starts the task that handles a lease.
-fn attend<F>(
+fn start_task<F>(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
-    wish: Option<StopRequest>,
+    request: Option<StopRequest>,
     (attempt, token): (Option<AttemptId>, String),
-    attend: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
+    work: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
     let worker = &context.worker;
-    let (stop, stopped) = watch::channel(wish);
-    let attempting = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
-    worker.attempts.lock().insert(lease, attempting);
-    worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
+    let (stop, stopped) = watch::channel(request);
+    let entry = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
+    worker.attempts.lock().insert(lease, entry);
+    worker.tasks.spawn(attempt::run_guarded(worker.clone(), lease, attempt, token, work(stopped)));
 }
 
 fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRequest) -> bool {
@@ -286,14 +294,14 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
             false
         }
         LeaseRequest::Run(task) => {
-            let whose = (Some(task.attempt), task.token.clone());
-            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), *task, stopped));
+            let target = (Some(task.attempt), task.token.clone());
+            start_task(context, lease, None, target, |stopped| attempt::run(context.clone(), *task, stopped));
             true
         }
         LeaseRequest::Invalid { attempt, token, why } => {
             tracing::error!(lease.id = %lease, error = why, "cannot parse an attempt");
-            attend(context, lease, None, (attempt, token.clone()), |_| {
-                attempt::refuse(worker.clone(), lease, attempt, token, why)
+            start_task(context, lease, None, (attempt, token.clone()), |_| {
+                attempt::fail_invalid(worker.clone(), lease, attempt, token, why)
             });
             true
         }
@@ -306,22 +314,22 @@ fn stop(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
     (attempt, token): (Option<AttemptId>, String),
-    wish: StopRequest,
+    request: StopRequest,
 ) -> bool {
     let worker = &context.worker;
     if let Some(attempt) = worker.attempts.lock().get(&lease) {
-        return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+        return attempt.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
     }
-    let whose = (attempt, token.clone());
+    let target = (attempt, token.clone());
     match attempt {
-        Some(attempt) => attend(context, lease, Some(wish), whose, |stopped| {
-            attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
+        Some(attempt) => start_task(context, lease, Some(request), target, |stopped| {
+            attempt::stop_earlier_attempt(worker.clone(), lease, attempt, token, stopped)
         }),
         None => {
             tracing::error!(lease.id = %lease, "cannot parse the id of an attempt that must stop");
             let why = "attempt_id: must be a UUID".to_owned();
-            attend(context, lease, Some(wish), whose, |_| {
-                attempt::refuse(worker.clone(), lease, None, token, why)
+            start_task(context, lease, Some(request), target, |_| {
+                attempt::fail_invalid(worker.clone(), lease, None, token, why)
             });
         }
     }

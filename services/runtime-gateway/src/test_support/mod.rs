@@ -22,7 +22,7 @@ pub(crate) mod served;
 pub(crate) mod store;
 
 /// Longest wait for an expected event.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
 /// Most containers that a gateway destroys at a time in tests.
 pub(crate) const DESTROYED_AT_ONCE: usize = 3;
 /// Intervals of tests: short pauses, and timeouts that never pass.
@@ -34,14 +34,14 @@ pub(crate) const INTERVALS: Intervals = Intervals {
     touch: Duration::from_millis(10),
 };
 /// An address without a listener.
-pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
+pub(crate) const UNREACHABLE: &str = "http://127.0.0.1:9";
 
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
 }
 
 /// Returns a copy of the value in `mutex`.
-pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
+pub(crate) fn read_lock<T: Clone>(mutex: &Mutex<T>) -> T {
     mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
@@ -81,15 +81,15 @@ impl Deref for TestWorker {
 }
 
 /// Creates gateways of a fake worker.
-pub(crate) trait Attended {
+pub(crate) trait FakeGateways {
     /// Returns a gateway of the worker, with services at these addresses.
-    fn attended(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
-        self.brought_to(scheduler, artifact_store, NOBODY)
+    fn gateway(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
+        self.with_streamer(scheduler, artifact_store, UNREACHABLE)
     }
 
     /// Returns a gateway whose operator holds destruction.
-    fn holding(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
-        self.configured(scheduler, artifact_store, NOBODY, true)
+    fn gateway_holding_destruction(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
+        self.configured(scheduler, artifact_store, UNREACHABLE, true)
     }
 
     /// Returns a gateway with another term of callers.
@@ -97,14 +97,14 @@ pub(crate) trait Attended {
         TestWorker::new(
             Config {
                 intervals: Intervals { caller_term: term, ..INTERVALS },
-                ..self.config(NOBODY, NOBODY, NOBODY, false)
+                ..self.config(UNREACHABLE, UNREACHABLE, UNREACHABLE, false)
             },
             self.machine().runtime(),
         )
     }
 
     /// Returns a gateway with a streamer that copies inputs.
-    fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
+    fn with_streamer(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, streamer, false)
     }
 
@@ -127,7 +127,7 @@ pub(crate) trait Attended {
     -> Config;
 }
 
-impl Attended for Arc<FakeWorker> {
+impl FakeGateways for Arc<FakeWorker> {
     fn machine(&self) -> &Arc<FakeWorker> {
         self
     }
@@ -146,7 +146,7 @@ impl Attended for Arc<FakeWorker> {
             team: None,
             amounts: crate::Amounts::default(),
             ephemeral: false,
-            endpoint: NOBODY.to_owned(),
+            endpoint: UNREACHABLE.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),
             streamer: streamer.to_owned(),
@@ -164,5 +164,5 @@ impl Attended for Arc<FakeWorker> {
 pub(crate) fn gateway_of(workers: &[TestWorker], scheduler: &str) -> WorkerSet {
     let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
     let workers = workers.iter().map(|worker| worker.attended.clone()).collect();
-    WorkerSet::of(workers, scheduler, None, tasks, stopping).expect("an address")
+    WorkerSet::new(workers, scheduler, None, tasks, stopping).expect("an address")
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::NOBODY;
+use super::UNREACHABLE;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::scheduler as pb;
@@ -19,7 +19,7 @@ pub(crate) struct Schedule {
     calls_for_keys: Arc<AtomicUsize>,
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
+fn unused<T>() -> Result<Response<T>, Status> {
     Err(Status::unimplemented("not used in this test"))
 }
 
@@ -44,7 +44,7 @@ impl Schedule {
         volume: VolumeHandle,
         operation: TicketOperation,
     ) -> (String, TicketClaims) {
-        self.ticket_at(NOBODY, worker, volume, operation)
+        self.ticket_at(UNREACHABLE, worker, volume, operation)
     }
 
     /// Signs a ticket for a worker whose gateway listens at `endpoint`. Returns it with its claims.
@@ -70,28 +70,28 @@ impl Workers for Schedule {
         &self,
         _: Request<Streaming<pb::SynchronizeRequest>>,
     ) -> Result<Response<Self::SynchronizeStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_ticket(
         &self,
         _: Request<pb::IssueTicketRequest>,
     ) -> Result<Response<pb::IssueTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_workers(
         &self,
         _: Request<pb::ListWorkersRequest>,
     ) -> Result<Response<pb::ListWorkersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_worker(
         &self,
         _: Request<pb::GetWorkerRequest>,
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
@@ -103,7 +103,7 @@ impl Workers for Schedule {
         &self,
         _: Request<pb::IssueProxyTicketRequest>,
     ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
@@ -112,34 +112,34 @@ impl Workers for Schedule {
         &self,
         _: Request<pb::WatchWorkersRequest>,
     ) -> Result<Response<Self::WatchWorkersStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cordon_worker(
         &self,
         _: Request<pb::CordonWorkerRequest>,
     ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn run_worker(
         &self,
         _: Request<pb::RunWorkerRequest>,
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn retire_worker(
         &self,
         _: Request<pb::RetireWorkerRequest>,
     ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn prune_worker(
         &self,
         _: Request<pb::PruneWorkerRequest>,
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 }

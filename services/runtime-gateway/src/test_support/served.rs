@@ -8,13 +8,13 @@ use tokio::task::JoinHandle;
 use super::within;
 
 /// A running server on its own port.
-pub(crate) struct Served {
+pub(crate) struct TestServer {
     pub(crate) endpoint: String,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
-impl Served {
+impl TestServer {
     /// Starts a server of `services` without a token.
     pub(crate) async fn start(services: impl FnOnce(&mut Host)) -> Self {
         Self::on(Host::new(), services).await
@@ -35,7 +35,7 @@ impl Served {
 
     /// Stops the server, and checks that it ends without an error.
     pub(crate) async fn end(self) {
-        self.stop.send(()).expect("it is served");
+        self.stop.send(()).expect("the server runs");
         within("the end of a server", self.served).await.expect("no panic").expect("it ends well");
     }
 }

@@ -25,7 +25,7 @@ use transfer::{
     ReadOptions, Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
 };
 
-use super::completion::{make_empty, settle};
+use super::completion::{finish_volume, make_empty};
 use super::error::{ReadVolumeError, WriteVolumeError};
 use super::{Transfers, WriterPermit};
 use crate::transfer::blocking_pipe::{Inlet, Outlet, Piece};
@@ -36,11 +36,11 @@ use crate::util::disk_reserve;
 /// Most pieces of an archive that wait for the unpacking thread.
 const QUEUE: usize = 4;
 /// Name of the spool file for a moment, until it is unlinked.
-const SPOOL: &str = ".gantry-spool";
+const SPOOL_NAME: &str = ".gantry-spool";
 /// Bytes after which unpacking checks the free space again.
-const LOOK_AFTER: u64 = 64 << 20;
+const CHECK_INTERVAL_BYTES: u64 = 64 << 20;
 /// Block size of file systems that share whole blocks.
-const BLOCK: u64 = 4096;
+const BLOCK_BYTES: u64 = 4096;
 
 /// An upload of an archive.
 pub(crate) struct ArchiveUpload {
@@ -88,18 +88,19 @@ async fn unpack(
     ticket: &TicketClaims,
     archive: Inlet,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let turn =
-        WriterPermit::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
-    if let Some(kept) = transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await? {
-        let again = blocking(move || {
+    let permit = WriterPermit::acquire(&transfers.filling, ticket.volume)
+        .ok_or(WriteVolumeError::Busy(ticket.volume))?;
+    if let Some(stored) = transfers.manifests.stored(transfers.worker.runtime.as_ref(), ticket.volume).await?
+    {
+        let received = blocking(move || {
             Ok::<_, WriteVolumeError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)
         });
-        if again.await?.tree_digest() != kept.tree_digest() {
+        if received.await?.tree_digest() != stored.tree_digest() {
             return Err(WriteVolumeError::Complete(ticket.volume));
         }
         // An earlier report to the store may have been lost, so the volume is reported again.
         let manifest = transfers.manifest(ticket).await?;
-        return settle(transfers, ticket.volume, &ticket.team, manifest, turn).await;
+        return finish_volume(transfers, ticket.volume, &ticket.team, manifest, permit).await;
     }
     make_empty(transfers, ticket.volume).await?;
     let unpacked = async {
@@ -109,9 +110,9 @@ async fn unpack(
         }
     };
     match unpacked.await {
-        Ok(manifest) => settle(transfers, ticket.volume, &ticket.team, manifest, turn).await,
+        Ok(manifest) => finish_volume(transfers, ticket.volume, &ticket.team, manifest, permit).await,
         Err(error) => {
-            turn.discard(transfers).await;
+            permit.discard(transfers).await;
             Err(error)
         }
     }
@@ -125,13 +126,13 @@ async fn unpack(
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
-    let mut guard = Guard::new(&spool);
+    let mut guard = ReserveGuard::new(&spool);
     let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
         if let Entry::Vacant(place) = places.entry(passing.extent.digest) {
-            guard.before(passing.extent.length)?;
+            guard.check(passing.extent.length)?;
             spool.write_all_at(passing.data, end)?;
             place.insert(end);
-            end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK);
+            end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK_BYTES);
         }
         Ok(())
     })?;
@@ -140,7 +141,7 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
         let full = |error| RuntimeError::io("unpacking an archive", error);
-        guard.before(located.extent.length).map_err(full)?;
+        guard.check(located.extent.length).map_err(full)?;
         let place = places.get(&located.extent.digest).copied().unwrap_or_default();
         writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;
     }
@@ -149,35 +150,35 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
 }
 
 /// Keeps the disk reserve free while an archive of unknown size is unpacked.
-struct Guard<'f> {
+struct ReserveGuard<'f> {
     on: &'f File,
     /// Bytes that may be written before the next check.
-    left: u64,
+    remaining: u64,
 }
 
-impl<'f> Guard<'f> {
+impl<'f> ReserveGuard<'f> {
     fn new(on: &'f File) -> Self {
-        Self { on, left: 0 }
+        Self { on, remaining: 0 }
     }
 
-    fn before(&mut self, bytes: u32) -> io::Result<()> {
+    fn check(&mut self, bytes: u32) -> io::Result<()> {
         let bytes = u64::from(bytes);
-        if bytes > self.left {
-            let found = rustix::fs::fstatvfs(self.on)?;
-            let total = found.f_blocks.saturating_mul(found.f_frsize);
-            let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if bytes > self.remaining {
+            let status = rustix::fs::fstatvfs(self.on)?;
+            let total = status.f_blocks.saturating_mul(status.f_frsize);
+            let free = status.f_bavail.saturating_mul(status.f_frsize);
             if free < disk_reserve::reserve(total).saturating_add(bytes) {
                 return Err(io::ErrorKind::StorageFull.into());
             }
-            self.left = LOOK_AFTER;
+            self.remaining = CHECK_INTERVAL_BYTES;
         }
-        self.left -= bytes.min(self.left);
+        self.remaining -= bytes.min(self.remaining);
         Ok(())
     }
 }
 
 fn spool(root: &Path) -> io::Result<File> {
-    let path = root.join(SPOOL);
+    let path = root.join(SPOOL_NAME);
     let spool = File::options().read(true).write(true).create_new(true).open(&path)?;
     std::fs::remove_file(path)?;
     Ok(spool)

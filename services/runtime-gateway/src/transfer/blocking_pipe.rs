@@ -96,11 +96,11 @@ pub(crate) fn archive(pieces: mpsc::Receiver<Piece>) -> Archive {
 }
 
 /// A blocking reader of an archive from a worker.
-pub(crate) struct Arriving {
+pub(crate) struct ArchiveSource {
     archive: Archive,
     runtime: Handle,
     /// Bytes that may still arrive.
-    left: u64,
+    remaining: u64,
 }
 
 /// Most bytes of the headers of an archive entry without long names and attributes, with a margin.
@@ -108,10 +108,10 @@ const HEADERS: u64 = 16 << 10;
 /// Most bytes of an archive besides its entries.
 const PADDING: u64 = 1 << 20;
 
-impl Arriving {
+impl ArchiveSource {
     /// Creates a reader without a limit. It must be called in a Tokio runtime.
     pub(crate) fn new(archive: Archive) -> Self {
-        Self { archive, runtime: Handle::current(), left: u64::MAX }
+        Self { archive, runtime: Handle::current(), remaining: u64::MAX }
     }
 
     /// Creates a reader of an archive with the tree of `manifest`. A longer archive is rejected,
@@ -120,16 +120,16 @@ impl Arriving {
         let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
         let headers =
             entries.saturating_mul(HEADERS).saturating_add(manifest.encoded_bytes().saturating_mul(4));
-        let left = manifest.size_bytes().saturating_add(headers).saturating_add(PADDING);
-        Self { left, ..Self::new(archive) }
+        let remaining = manifest.size_bytes().saturating_add(headers).saturating_add(PADDING);
+        Self { remaining, ..Self::new(archive) }
     }
 }
 
-impl Read for Arriving {
+impl Read for ArchiveSource {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = self.runtime.block_on(self.archive.read(buffer))?;
-        let left = self.left.checked_sub(length as u64);
-        self.left = left.ok_or_else(|| {
+        let remaining = self.remaining.checked_sub(length as u64);
+        self.remaining = remaining.ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidData, "the archive is larger than its tree")
         })?;
         Ok(length)
@@ -143,28 +143,28 @@ impl Read for Arriving {
 pub(crate) struct Tee<R> {
     source: R,
     out: Nameless<Outlet>,
-    held: Vec<u8>,
+    pending: Vec<u8>,
 }
 
 impl<R> Tee<R> {
     /// Creates a reader of `source` that forwards to `out`.
     pub(crate) fn new(source: R, out: Outlet) -> Self {
-        Self { source, out: Nameless::new(out), held: Vec::new() }
+        Self { source, out: Nameless::new(out), pending: Vec::new() }
     }
 
     /// Forwards the remaining bytes and the end.
     pub(crate) fn end(mut self) -> io::Result<()> {
-        self.out.write_all(&self.held)?;
+        self.out.write_all(&self.pending)?;
         self.out.finish()?.end()
     }
 }
 
 impl<R: Read> Read for Tee<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.out.write_all(&self.held)?;
-        self.held.clear();
+        self.out.write_all(&self.pending)?;
+        self.pending.clear();
         let length = self.source.read(buffer)?;
-        self.held.extend_from_slice(&buffer[..length]);
+        self.pending.extend_from_slice(&buffer[..length]);
         Ok(length)
     }
 }
@@ -189,8 +189,8 @@ mod tests {
         };
         let manifest = Manifest::new([root], Limits::default()).expect("valid");
         let archive = |bytes| -> Archive { Box::pin(tokio::io::repeat(0).take(bytes)) };
-        let mut whole = Arriving::of(&manifest, archive(PADDING));
-        let mut endless = Arriving::of(&manifest, archive(u64::MAX));
+        let mut whole = ArchiveSource::of(&manifest, archive(PADDING));
+        let mut endless = ArchiveSource::of(&manifest, archive(u64::MAX));
         let read = tokio::task::spawn_blocking(move || {
             let whole = io::copy(&mut whole, &mut io::sink()).expect("it is small enough");
             (whole, io::copy(&mut endless, &mut io::sink()).expect_err("it never ends").kind())

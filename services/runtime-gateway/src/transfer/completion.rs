@@ -29,29 +29,29 @@ pub(crate) async fn make_empty(transfers: &Transfers, volume: VolumeHandle) -> R
 }
 
 /// Completes a volume: stores its manifest, and reports it to the artifact store.
-pub(crate) async fn settle(
+pub(crate) async fn finish_volume(
     transfers: &Transfers,
     volume: VolumeHandle,
     team: &str,
     manifest: Arc<Manifest>,
-    turn: WriterPermit,
+    permit: WriterPermit,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
     // The manifest is stored first. Otherwise a volume that the store counts as complete could look
     // partial here.
     if let Err(error) =
-        transfers.manifests.keep(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
+        transfers.manifests.store(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
     {
-        turn.discard(transfers).await;
+        permit.discard(transfers).await;
         return Err(error.into());
     }
     transfers.manifests.end_filling(volume).await;
-    if let Err(refusal) = complete(transfers, volume, &manifest).await {
+    if let Err(refusal) = report_complete(transfers, volume, &manifest).await {
         // The gateway with the newer session may have completed the volume.
         if !is_superseded(&refusal) {
             transfers.manifests.forget(volume).await;
             // A manifest on the worker is removed only together with its volume.
             if let Ok(Contents::Remote(_)) = transfers.worker.runtime.contents(volume).await {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
             }
         }
         return Err(refusal.into());
@@ -61,7 +61,7 @@ pub(crate) async fn settle(
 
 /// Reports to the artifact store that a volume has its final bytes. The artifact is noted with the
 /// volume in the background.
-pub(crate) async fn complete(
+pub(crate) async fn report_complete(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: &transfer::Manifest,

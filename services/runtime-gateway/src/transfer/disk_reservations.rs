@@ -19,7 +19,7 @@ use crate::util::keyed_locks::lock;
 const ENTRY_BYTES: u64 = 4096;
 
 /// Returns the bytes of a tree on a disk. Each copy of an extent counts, holes do not.
-pub(crate) fn needs(manifest: &Manifest) -> u64 {
+pub(crate) fn required_bytes(manifest: &Manifest) -> u64 {
     let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
     manifest.extent_bytes().saturating_add(entries.saturating_mul(ENTRY_BYTES))
 }
@@ -27,10 +27,10 @@ pub(crate) fn needs(manifest: &Manifest) -> u64 {
 /// The error of a transfer for which the disk has too little space.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot begin a transfer of {needs} bytes: only {available} bytes of the worker's disk are available for transfers"
+    "cannot begin a transfer of {required} bytes: only {available} bytes of the worker's disk are available for transfers"
 )]
 pub(crate) struct InsufficientDisk {
-    needs: u64,
+    required: u64,
     available: u64,
 }
 
@@ -40,43 +40,43 @@ pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
 
 impl DiskReservations {
     /// Reserves space for a transfer. `disk` is `None` if the worker does not report its disk.
-    pub(crate) fn declare(
+    pub(crate) fn reserve(
         &self,
         disk: Option<Disk>,
-        needs: u64,
+        required: u64,
     ) -> Result<DiskReservation, InsufficientDisk> {
-        let mut declared = lock(&self.0);
+        let mut reserved = lock(&self.0);
         if let Some(Disk { total_bytes, free_bytes }) = disk {
-            let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*declared);
-            if needs > available {
-                return Err(InsufficientDisk { needs, available });
+            let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*reserved);
+            if required > available {
+                return Err(InsufficientDisk { required, available });
             }
         }
-        *declared = declared.saturating_add(needs);
-        Ok(DiskReservation { of: self.0.clone(), left: needs })
+        *reserved = reserved.saturating_add(required);
+        Ok(DiskReservation { total: self.0.clone(), remaining: required })
     }
 }
 
 /// The reservation of one transfer. The unwritten rest is released on drop.
 #[derive(Debug)]
 pub(crate) struct DiskReservation {
-    of: Arc<Mutex<u64>>,
-    left: u64,
+    total: Arc<Mutex<u64>>,
+    remaining: u64,
 }
 
 impl DiskReservation {
     /// Reduces the reservation by bytes that were written and now count as used space.
-    pub(crate) fn wrote(&mut self, bytes: u64) {
-        let bytes = bytes.min(self.left);
-        self.left -= bytes;
-        let mut declared = lock(&self.of);
-        *declared = declared.saturating_sub(bytes);
+    pub(crate) fn record_written(&mut self, bytes: u64) {
+        let bytes = bytes.min(self.remaining);
+        self.remaining -= bytes;
+        let mut reserved = lock(&self.total);
+        *reserved = reserved.saturating_sub(bytes);
     }
 }
 
 impl Drop for DiskReservation {
     fn drop(&mut self) {
-        self.wrote(self.left);
+        self.record_written(self.remaining);
     }
 }
 
@@ -93,16 +93,16 @@ mod tests {
     #[test]
     fn reservations_fit_the_free_space_minus_the_reserve() {
         let room = DiskReservations::default();
-        let mut one = room.declare(disk(1000), 500).expect("there is room");
-        room.declare(disk(1000), 401).expect_err("the reserve is 100");
-        let two = room.declare(disk(1000), 400).expect("there is room");
+        let mut one = room.reserve(disk(1000), 500).expect("there is room");
+        room.reserve(disk(1000), 401).expect_err("the reserve is 100");
+        let two = room.reserve(disk(1000), 400).expect("there is room");
         drop(two);
-        one.wrote(300);
-        room.declare(disk(700), 401).expect_err("200 are to come");
-        room.declare(disk(700), 400).expect("there is room");
+        one.record_written(300);
+        room.reserve(disk(700), 401).expect_err("200 are to come");
+        room.reserve(disk(700), 400).expect("there is room");
         drop(one);
-        room.declare(disk(700), 601).expect_err("the reserve is left free");
-        room.declare(None, u64::MAX).expect("nobody knows");
+        room.reserve(disk(700), 601).expect_err("the reserve is left free");
+        room.reserve(None, u64::MAX).expect("the disk is unknown");
         assert_eq!(*lock(&room.0), 0);
     }
 
@@ -123,6 +123,6 @@ mod tests {
         let file = entry(b"file".to_vec(), EntryKind::File { size_bytes: 1 << 40, extents });
         let root = entry(Vec::new(), EntryKind::Directory);
         let manifest = Manifest::new([root, file], Limits::default()).expect("valid");
-        assert_eq!(needs(&manifest), (1000 << 20) + 2 * ENTRY_BYTES);
+        assert_eq!(required_bytes(&manifest), (1000 << 20) + 2 * ENTRY_BYTES);
     }
 }

@@ -7,7 +7,7 @@ use domain::VolumeHandle;
 use transfer::{InvalidManifest, Limits, Manifest};
 
 /// Suffix of a manifest file that is being written.
-pub(super) const UNFINISHED: &str = "tmp";
+pub(super) const PARTIAL_SUFFIX: &str = "tmp";
 
 /// Encodes a manifest file: the tree's digest, the boot id and the team with a length each, and the
 /// entries.
@@ -20,7 +20,7 @@ pub(super) fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<
 }
 
 pub(super) fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
-    let temporary = path.with_extension(UNFINISHED);
+    let temporary = path.with_extension(PARTIAL_SUFFIX);
     let file = encode(boot, team, manifest)?;
     let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
     if saved.is_err() {
@@ -32,22 +32,22 @@ pub(super) fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> 
 
 /// Loads the manifests of this boot, oldest first. Only the newest ones that fit into `most_bytes`
 /// are loaded.
-pub(super) fn recalled(
+pub(super) fn load_recent(
     directory: &Path,
     boot: &str,
     most_bytes: u64,
 ) -> io::Result<Vec<(VolumeHandle, String, Manifest)>> {
-    let mut kept = Vec::new();
+    let mut files = Vec::new();
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
         let Some(volume) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
         // A file that was removed meanwhile is skipped.
         let Ok(metadata) = entry.metadata() else { continue };
-        kept.push((metadata.modified()?, metadata.len(), volume, entry.path()));
+        files.push((metadata.modified()?, metadata.len(), volume, entry.path()));
     }
-    kept.sort_unstable_by(|a, b| b.cmp(a));
+    files.sort_unstable_by(|a, b| b.cmp(a));
     let (mut recalled, mut bytes) = (Vec::new(), 0);
-    for (_, length, volume, path) in kept {
+    for (_, length, volume, path) in files {
         bytes += length;
         if bytes > most_bytes {
             break;

@@ -5,14 +5,14 @@
 //!
 //! Invariant: a volume whose manifest was stored in this boot holds the tree of the manifest. After
 //! a machine crash this is no longer certain, because contents are not synced before a volume is
-//! complete. So [`Manifests::proven`] compares a volume from an earlier boot before it is used. A
+//! complete. So [`Manifests::load_verified`] compares a volume from an earlier boot before it is used. A
 //! volume that differs is remembered as damaged. It is no longer read, and the report omits it, so
 //! that the artifact store counts it as lost.
 //!
 //! The manifest of a volume on another machine is stored by its worker beside the volume. Its
 //! contents are compared whenever they are read ([`crate::transfer::remote`]).
 //!
-//! Manifests and extents are only caches, bounded by [`MEMORY`]. A missing manifest is made again
+//! Manifests and extents are only caches, bounded by [`MAX_MANIFEST_BYTES`]. A missing manifest is made again
 //! by a scan, and a missing extent is sent again. Extents are found only for the team of their
 //! volume. Otherwise a team could detect the contents of another team by what it need not send.
 
@@ -26,20 +26,20 @@ use runtime::{Contents, Runtime, RuntimeError};
 use transfer::Manifest;
 
 use super::error::ManifestError;
-use super::local_dir::directory;
-use super::manifest_file::{UNFINISHED, decode, encode, load, recalled, save};
+use super::local_dir::local_directory;
+use super::manifest_file::{PARTIAL_SUFFIX, decode, encode, load, load_recent, save};
 use super::remote;
-use super::scan::{left_out, scan};
+use super::scan::{omitted, scan};
 use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
 /// Suffix of the file that marks a damaged volume.
-const DAMAGED: &str = "damaged";
+const DAMAGED_SUFFIX: &str = "damaged";
 /// Suffix of the file that marks a volume that a transfer fills.
-const FILLING: &str = "filling";
+const FILLING_SUFFIX: &str = "filling";
 
 /// Most bytes of encoded manifests in memory.
-const MEMORY: u64 = 64 << 20;
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
 /// The manifests of complete volumes on one worker.
 pub(crate) struct Manifests {
@@ -48,7 +48,7 @@ pub(crate) struct Manifests {
     boot: String,
     state: Mutex<State>,
     /// Whether the manifests of earlier gateways were loaded.
-    recalled: tokio::sync::OnceCell<()>,
+    loaded_earlier: tokio::sync::OnceCell<()>,
 }
 
 #[derive(Default)]
@@ -67,7 +67,7 @@ struct Tree {
     team: String,
     manifest: Arc<Manifest>,
     /// Whether the volume is local, so that its extents can be copied.
-    near: bool,
+    is_local: bool,
 }
 
 /// A stored manifest.
@@ -99,7 +99,7 @@ impl StoredManifest {
 pub(crate) struct ScanResult {
     pub(crate) manifest: Arc<Manifest>,
     /// Omitted entries, with the first paths. `None`: nothing was omitted.
-    pub(crate) left_out: Option<String>,
+    pub(crate) omitted: Option<String>,
 }
 
 /// The location of an extent.
@@ -119,11 +119,11 @@ impl Manifests {
             let handle = || path.file_stem().and_then(|stem| stem.to_str()?.parse::<VolumeHandle>().ok());
             match path.extension().and_then(|extension| extension.to_str()) {
                 // A gateway was killed while it wrote this file.
-                Some(UNFINISHED) => std::fs::remove_file(&path)?,
-                Some(DAMAGED) => state.damaged.extend(handle()),
+                Some(PARTIAL_SUFFIX) => std::fs::remove_file(&path)?,
+                Some(DAMAGED_SUFFIX) => state.damaged.extend(handle()),
                 // A gateway was killed after the volume was complete.
-                Some(FILLING) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
-                Some(FILLING) => state.filling.extend(handle()),
+                Some(FILLING_SUFFIX) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
+                Some(FILLING_SUFFIX) => state.filling.extend(handle()),
                 _ => {}
             }
         }
@@ -131,13 +131,13 @@ impl Manifests {
             directory: directory.to_owned(),
             boot,
             state: Mutex::new(state),
-            recalled: tokio::sync::OnceCell::new(),
+            loaded_earlier: tokio::sync::OnceCell::new(),
         })
     }
 
     /// Returns the manifest of a volume that certainly holds its tree. The volume is read if no
     /// manifest of this boot exists.
-    pub(crate) async fn proven(
+    pub(crate) async fn load_verified(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
@@ -146,13 +146,13 @@ impl Manifests {
         if self.state().damaged.contains(&volume) {
             return Err(ManifestError::Damaged(volume));
         }
-        let Some(StoredManifest { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
+        let Some(StoredManifest { team, manifest, this_boot }) = self.stored(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
         if this_boot {
             return Ok(manifest);
         }
-        let root = directory(runtime, volume).await?;
+        let root = local_directory(runtime, volume).await?;
         let expected = manifest.clone();
         match blocking(move || verify::compare(&root, &expected)).await? {
             Comparison::Same => {
@@ -179,7 +179,7 @@ impl Manifests {
         team: &str,
         digest: Digest,
     ) -> Result<Arc<Manifest>, ManifestError> {
-        let manifest = self.proven(runtime, volume, team).await?;
+        let manifest = self.load_verified(runtime, volume, team).await?;
         if manifest.tree_digest() == digest {
             return Ok(manifest);
         }
@@ -198,7 +198,7 @@ impl Manifests {
     /// Only a volume with this mark is emptied for a transfer. So no ticket can empty a volume that
     /// a container or an artifact uses.
     pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
-        let path = self.path(volume).with_extension(FILLING);
+        let path = self.path(volume).with_extension(FILLING_SUFFIX);
         let written = tokio::fs::write(&path, b"").await;
         written.map_err(|error| RuntimeError::io("marking a volume that is filled", error))?;
         self.state().filling.insert(volume);
@@ -215,7 +215,7 @@ impl Manifests {
         if !self.state().filling.remove(&volume) {
             return;
         }
-        let path = self.path(volume).with_extension(FILLING);
+        let path = self.path(volume).with_extension(FILLING_SUFFIX);
         if let Err(error) = tokio::fs::remove_file(&path).await
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -229,7 +229,7 @@ impl Manifests {
             state.remove(volume);
             state.damaged.insert(volume);
         }
-        let path = self.path(volume).with_extension(DAMAGED);
+        let path = self.path(volume).with_extension(DAMAGED_SUFFIX);
         if let Err(error) = tokio::fs::write(&path, b"").await {
             // The damage is detected again at the next use.
             tracing::warn!(volume.handle = %volume, %error, "cannot mark a damaged volume");
@@ -253,68 +253,68 @@ impl Manifests {
         volume: VolumeHandle,
         team: &str,
     ) -> Result<ScanResult, RuntimeError> {
-        let (manifest, left_out) = match runtime.contents(volume).await? {
+        let (manifest, omitted) = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
                 let transfer::Scan { manifest, problems, .. } = blocking(move || scan(&root)).await?;
-                (manifest, left_out(&problems))
+                (manifest, omitted(&problems))
             }
             Contents::Remote(remote) => (remote::scan(&remote).await?, None),
         };
-        if let Some(left_out) = &left_out {
-            tracing::info!(volume.handle = %volume, left_out, "a manifest omits some entries of a volume");
+        if let Some(omitted) = &omitted {
+            tracing::info!(volume.handle = %volume, omitted, "a manifest omits some entries of a volume");
         }
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
-        Ok(ScanResult { manifest, left_out })
+        Ok(ScanResult { manifest, omitted })
     }
 
     /// Stores the manifest of a complete volume. If that fails, a later gateway scans the volume
     /// again.
     async fn insert(&self, runtime: &dyn Runtime, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
-        if let Err(error) = self.keep(runtime, volume, team, manifest.clone()).await {
+        if let Err(error) = self.store(runtime, volume, team, manifest.clone()).await {
             tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot store a manifest: the volume will be scanned again");
-            self.state().insert(volume, Tree { team: team.to_owned(), manifest, near: false });
+            self.state().insert(volume, Tree { team: team.to_owned(), manifest, is_local: false });
         }
     }
 
     /// Stores the manifest of a complete volume for later gateways. If the volume is on another
     /// machine, so is the manifest.
-    pub(crate) async fn keep(
+    pub(crate) async fn store(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
         manifest: Arc<Manifest>,
     ) -> Result<(), RuntimeError> {
-        let (whose, kept) = (team.to_owned(), manifest.clone());
+        let (owner_team, stored) = (team.to_owned(), manifest.clone());
         let failed = |error| RuntimeError::io("keeping a manifest", error);
-        let near = match runtime.contents(volume).await? {
+        let is_local = match runtime.contents(volume).await? {
             Contents::Directory(_) => {
                 let (path, boot) = (self.path(volume), self.boot.clone());
-                blocking(move || save(&path, &boot, &whose, &kept).map_err(failed)).await?;
+                blocking(move || save(&path, &boot, &owner_team, &stored).map_err(failed)).await?;
                 true
             }
             Contents::Remote(remote) => {
                 // The marker of the worker covers crashes of its machine, so there is no boot to
                 // compare.
-                let file = blocking(move || encode("", &whose, &kept).map_err(failed)).await?;
+                let file = blocking(move || encode("", &owner_team, &stored).map_err(failed)).await?;
                 remote.keep_manifest(file).await?;
                 false
             }
         };
-        self.state().insert(volume, Tree { team: team.to_owned(), manifest, near });
+        self.state().insert(volume, Tree { team: team.to_owned(), manifest, is_local });
         Ok(())
     }
 
     /// Returns the stored manifest of a volume, from here or from its worker. `None`: the volume is
     /// not complete, or must be scanned.
-    pub(crate) async fn kept_of(
+    pub(crate) async fn stored(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
     ) -> Result<Option<StoredManifest>, RuntimeError> {
-        if let Some(kept) = self.kept(volume).await? {
-            return Ok(Some(kept));
+        if let Some(stored) = self.stored_here(volume).await? {
+            return Ok(Some(stored));
         }
         let remote = match runtime.contents(volume).await {
             Ok(Contents::Remote(remote)) => remote,
@@ -337,13 +337,16 @@ impl Manifests {
         let decoded = decoded.await?;
         let Some((_, team, manifest)) = decoded else { return Ok(None) };
         let manifest = Arc::new(manifest);
-        let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: false };
+        let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: false };
         self.state().insert(volume, tree);
         Ok(Some(StoredManifest { team, manifest, this_boot: true }))
     }
 
     /// Returns the manifest of a volume that is stored on this machine.
-    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<StoredManifest>, RuntimeError> {
+    pub(crate) async fn stored_here(
+        &self,
+        volume: VolumeHandle,
+    ) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
             return Ok(Some(StoredManifest { team, manifest, this_boot: true }));
@@ -361,7 +364,7 @@ impl Manifests {
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
         if this_boot {
-            let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: true };
+            let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: true };
             self.state().insert(volume, tree);
         }
         Ok(Some(StoredManifest { team, manifest, this_boot }))
@@ -369,16 +372,16 @@ impl Manifests {
 
     /// Loads the newest manifests of earlier gateways from this boot, once, so that [`Self::find`]
     /// finds their extents.
-    pub(crate) async fn recall(&self) {
-        let recall = || async {
+    pub(crate) async fn load_earlier(&self) {
+        let load = || async {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
             let recalled = blocking(move || {
-                recalled(&directory, &boot, MEMORY)
+                load_recent(&directory, &boot, MAX_MANIFEST_BYTES)
                     .map_err(|error| RuntimeError::io("reading manifests", error))
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
-                    self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), near: true });
+                    self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), is_local: true });
                     // The manifest may have been removed since it was read.
                     if !self.path(volume).exists() {
                         self.state().remove(volume);
@@ -393,7 +396,7 @@ impl Manifests {
                 }
             }
         };
-        self.recalled.get_or_init(recall).await;
+        self.loaded_earlier.get_or_init(load).await;
     }
 
     /// Returns the location of the extent with this digest in a volume of `team`.
@@ -418,7 +421,7 @@ impl Manifests {
         }
         self.end_filling(volume).await;
         let path = self.path(volume);
-        for path in [path.with_extension(DAMAGED), path] {
+        for path in [path.with_extension(DAMAGED_SUFFIX), path] {
             match tokio::fs::remove_file(path).await {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -439,18 +442,18 @@ impl Manifests {
 impl State {
     fn insert(&mut self, volume: VolumeHandle, tree: Tree) {
         self.remove(volume);
-        if tree.manifest.encoded_bytes() > MEMORY {
+        if tree.manifest.encoded_bytes() > MAX_MANIFEST_BYTES {
             return;
         }
-        // From here on, `MEMORY` bounds the manifest instead of the budget.
+        // From here on, `MAX_MANIFEST_BYTES` bounds the manifest instead of the budget.
         tree.manifest.release_budget();
         self.bytes += tree.manifest.encoded_bytes();
-        for located in tree.manifest.extents().filter(|_| tree.near) {
+        for located in tree.manifest.extents().filter(|_| tree.is_local) {
             self.extents.insert(located.extent.digest, (volume, located.ordinal));
         }
         self.order.push_back(volume);
         self.trees.insert(volume, tree);
-        while self.bytes > MEMORY
+        while self.bytes > MAX_MANIFEST_BYTES
             && let Some(oldest) = self.order.front().copied()
         {
             self.remove(oldest);
@@ -460,9 +463,9 @@ impl State {
     fn remove(&mut self, volume: VolumeHandle) {
         let Some(tree) = self.trees.remove(&volume) else { return };
         self.bytes -= tree.manifest.encoded_bytes();
-        self.order.retain(|kept| *kept != volume);
+        self.order.retain(|stored| *stored != volume);
         for located in tree.manifest.extents() {
-            if self.extents.get(&located.extent.digest).is_some_and(|(kept, _)| *kept == volume) {
+            if self.extents.get(&located.extent.digest).is_some_and(|(stored, _)| *stored == volume) {
                 self.extents.remove(&located.extent.digest);
             }
         }

@@ -63,7 +63,8 @@ impl Transfers {
 
     /// Returns the manifest of a complete volume that certainly holds its tree.
     pub(crate) async fn manifest(&self, ticket: &TicketClaims) -> Result<Arc<Manifest>, ManifestError> {
-        let proven = self.manifests.proven(self.worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
+        let proven =
+            self.manifests.load_verified(self.worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
         if let Err(ManifestError::Damaged(_)) = proven {
             self.worker.report_due.notify_one();
         }
@@ -78,9 +79,9 @@ pub(crate) struct WriterPermit {
 }
 
 impl WriterPermit {
-    pub(crate) fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
-        let mine = lock(filling).insert(volume);
-        mine.then(|| Self { filling: filling.clone(), volume })
+    pub(crate) fn acquire(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
+        let is_free = lock(filling).insert(volume);
+        is_free.then(|| Self { filling: filling.clone(), volume })
     }
 
     /// Destroys a volume that was not filled completely, to free its space at once. The artifact

@@ -29,28 +29,28 @@ use transfer::{ArchiveError, ArchiveReader, Limits, Manifest};
 use super::Transfers;
 use super::error::WriteVolumeError;
 use crate::clients::gateway::{Source, SourceError};
-use crate::transfer::blocking_pipe::Arriving;
+use crate::transfer::blocking_pipe::ArchiveSource;
 use crate::transfer::remote::SharedRemoteVolume;
 use crate::util::blocking::blocking;
 
 /// Outcomes of direct copies, as labels of the metric.
 pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
 /// Timeout of the query for a worker's peer address.
-const ASK: Duration = Duration::from_secs(5);
+const INLET_TIMEOUT: Duration = Duration::from_secs(5);
 /// Slowest transfer rate of a large volume, in bytes per second.
-const SLOWEST: u64 = 2 << 20;
+const MIN_BYTES_PER_SECOND: u64 = 2 << 20;
 /// Longest time for which emptying a volume is tried again.
-const CLEARING: Duration = Duration::from_secs(180);
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// A volume on another worker, which is asked to send it.
-pub(crate) struct Sender {
+pub(crate) struct PeerSource {
     pub(crate) source: Source,
     /// Ticket that permits to write the destination.
     pub(crate) ticket: String,
     /// Number of bytes that were compared.
     pub(crate) compared: watch::Sender<u64>,
     /// Cancelled when the caller is gone.
-    pub(crate) left: CancellationToken,
+    pub(crate) caller_gone: CancellationToken,
 }
 
 /// The reason why a direct copy failed.
@@ -67,19 +67,19 @@ enum PeerError {
     Failed(Refusal),
     /// The other worker may still send.
     #[error("the other worker may still be sending: {0}")]
-    Lost(Refusal),
+    Unknown(Refusal),
     /// The other worker took too long, and may still send.
     #[error("the other worker took too long")]
-    Late,
+    TimedOut,
     /// The caller is gone. The other worker may still send.
     #[error("the caller is gone")]
-    Left,
+    CallerGone,
     /// The received volume cannot be read.
     #[error("cannot read the received volume")]
     Worker(#[from] RuntimeError),
     /// The received tree differs from the requested one.
     #[error("the received volume has another tree")]
-    Arrived(#[source] ArchiveError),
+    Differs(#[source] ArchiveError),
 }
 
 impl From<SourceError> for PeerError {
@@ -102,7 +102,7 @@ impl From<SourceError> for PeerError {
         } else if refusal.is(Reason::PeerFailed) {
             Self::Failed(refusal)
         } else {
-            Self::Lost(refusal)
+            Self::Unknown(refusal)
         }
     }
 }
@@ -114,16 +114,16 @@ impl PeerError {
     }
 
     /// Whether the other worker may still send.
-    fn may_go_on(&self) -> bool {
-        matches!(self, Self::Lost(_) | Self::Late | Self::Left)
+    fn may_still_send(&self) -> bool {
+        matches!(self, Self::Unknown(_) | Self::TimedOut | Self::CallerGone)
     }
 
     /// Returns the label of the metric.
     fn outcome(&self) -> &'static str {
         match self {
             error if error.is_untouched() => "refused",
-            Self::Left => "cancelled",
-            Self::Arrived(_) => "corrupted",
+            Self::CallerGone => "cancelled",
+            Self::Differs(_) => "corrupted",
             _ => "failed",
         }
     }
@@ -133,7 +133,7 @@ fn count(outcome: &'static str) {
     metrics::counter!("gantry_gateway_peer_transfers_total", "outcome" => outcome).increment(1);
 }
 
-impl Sender {
+impl PeerSource {
     /// Requests the worker of the source to fill the empty volume `remote`. Returns true if the
     /// volume holds the tree of `manifest`. Otherwise the volume is empty.
     pub(crate) async fn fill(
@@ -147,31 +147,38 @@ impl Sender {
         if manifest.extent_bytes() == 0 || manifest.extent_bytes() != manifest.size_bytes() {
             return Ok(false);
         }
-        let inlet = match timeout(ASK, remote.inlet()).await {
+        let inlet = match timeout(INLET_TIMEOUT, remote.inlet()).await {
             Ok(Ok(Some(inlet))) => inlet,
             Ok(Ok(None)) => return Ok(false),
-            Ok(Err(error)) => return Ok(self.without(volume, &error_chain(&error))),
-            Err(late) => return Ok(self.without(volume, &error_chain(&late))),
+            Ok(Err(error)) => return Ok(self.log_fallback(volume, &error_chain(&error))),
+            Err(late) => return Ok(self.log_fallback(volume, &error_chain(&late))),
         };
-        let brought = tokio::select! {
-            brought = self.bring(transfers, remote, manifest, inlet) => brought,
-            () = self.left.cancelled() => Err(PeerError::Left),
+        let result = tokio::select! {
+            result = self.transfer(transfers, remote, manifest, inlet) => result,
+            () = self.caller_gone.cancelled() => Err(PeerError::CallerGone),
         };
-        let Err(error) = brought else {
+        let Err(error) = result else {
             count("done");
             return Ok(true);
         };
         count(error.outcome());
         if error.is_untouched() {
-            return Ok(self.without(volume, &error_chain(&error)));
+            return Ok(self.log_fallback(volume, &error_chain(&error)));
         }
-        self.without(volume, &error_chain(&error));
-        clear(transfers, volume, remote, error.may_go_on(), !matches!(error, PeerError::Left)).await?;
-        if matches!(error, PeerError::Left) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
+        self.log_fallback(volume, &error_chain(&error));
+        empty_volume(
+            transfers,
+            volume,
+            remote,
+            error.may_still_send(),
+            !matches!(error, PeerError::CallerGone),
+        )
+        .await?;
+        if matches!(error, PeerError::CallerGone) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
     }
 
     /// Logs why a volume is copied through the gateways.
-    fn without(&self, volume: VolumeHandle, why: &str) -> bool {
+    fn log_fallback(&self, volume: VolumeHandle, why: &str) -> bool {
         tracing::info!(
             volume.handle = %volume,
             source = ?self.source.endpoint,
@@ -181,7 +188,7 @@ impl Sender {
         false
     }
 
-    async fn bring(
+    async fn transfer(
         &self,
         transfers: &Transfers,
         remote: &SharedRemoteVolume,
@@ -189,16 +196,16 @@ impl Sender {
         inlet: Inlet,
     ) -> Result<(), PeerError> {
         self.compared.send_replace(0);
-        let patience = transfers
+        let time_limit = transfers
             .worker
             .config
             .intervals
             .peer_transfer
-            .max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
-        let sent = timeout(patience, self.source.stream_to_peer(&self.ticket, inlet)).await;
-        sent.map_err(|_| PeerError::Late)??;
+            .max(Duration::from_secs(manifest.extent_bytes() / MIN_BYTES_PER_SECOND));
+        let sent = timeout(time_limit, self.source.stream_to_peer(&self.ticket, inlet)).await;
+        sent.map_err(|_| PeerError::TimedOut)??;
 
-        let archive = Arriving::of(manifest, remote.read(Path::new("")).await?);
+        let archive = ArchiveSource::of(manifest, remote.read(Path::new("")).await?);
         let (manifest, compared) = (manifest.clone(), self.compared.clone());
         let mut done = 0;
         blocking(move || {
@@ -206,37 +213,38 @@ impl Sender {
                 done += bytes;
                 compared.send_replace(done);
             });
-            compared.map_err(PeerError::Arrived)
+            compared.map_err(PeerError::Differs)
         })
         .await
     }
 }
 
-/// Empties a volume. With `may_come`, the other worker may still send, so the volume is destroyed
-/// for a while first. With `again`, the volume is made again, empty.
+/// Empties a volume. With `may_receive`, the other worker may still send, so the volume is destroyed
+/// for a while first. With `recreate`, the volume is made again, empty.
 ///
 /// A worker rejects bytes for a destroyed volume, and writes to a deleted directory are lost. But a
 /// worker that is unpacking may keep the directory, and a new volume may then show its contents. So
 /// the new volume is checked.
-async fn clear(
+async fn empty_volume(
     transfers: &Transfers,
     volume: VolumeHandle,
     remote: &SharedRemoteVolume,
-    mut may_come: bool,
-    again: bool,
+    mut may_receive: bool,
+    recreate: bool,
 ) -> Result<(), RuntimeError> {
     let intervals = &transfers.worker.config.intervals;
-    let until = Instant::now() + CLEARING + if may_come { intervals.peer_quiet } else { Duration::ZERO };
+    let until =
+        Instant::now() + CLEAR_TIMEOUT + if may_receive { intervals.peer_quiet } else { Duration::ZERO };
     loop {
         let cleared = async {
             transfers.worker.runtime.destroy_volume(volume).await?;
-            if std::mem::take(&mut may_come) {
+            if std::mem::take(&mut may_receive) {
                 tokio::select! {
                     () = tokio::time::sleep(intervals.peer_quiet) => {}
                     () = transfers.worker.stopping.cancelled() => {}
                 }
             }
-            if !again {
+            if !recreate {
                 return Ok(());
             }
             transfers.worker.runtime.create_volume(volume, VolumeSource::Empty).await?;
@@ -248,7 +256,7 @@ async fn clear(
         match cleared.await {
             Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
                 tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot empty a volume: trying again");
-                may_come = true;
+                may_receive = true;
                 tokio::time::sleep(intervals.clear_retry).await;
             }
             cleared => return cleared,
@@ -257,7 +265,7 @@ async fn clear(
 }
 
 async fn is_empty(remote: &SharedRemoteVolume) -> Result<bool, RuntimeError> {
-    let archive = Arriving::new(remote.read(Path::new("")).await?);
+    let archive = ArchiveSource::new(remote.read(Path::new("")).await?);
     blocking(move || {
         let read = ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
         // An archive that is still being unpacked may change while it is read.

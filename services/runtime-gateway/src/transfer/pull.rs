@@ -25,7 +25,7 @@ use super::Transfers;
 use super::error::WriteVolumeError;
 use super::write::VolumeWriter;
 use crate::clients::gateway::{Source, SourceError, VolumeReader};
-use crate::transfer::peer_copy::Sender;
+use crate::transfer::peer_copy::PeerSource;
 
 /// Longest pause of a source, which may have to scan a large volume.
 const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
@@ -48,17 +48,17 @@ pub(crate) struct Progress {
 pub(crate) enum FetchError {
     /// The worker of this gateway failed, or the store rejected a call.
     #[error(transparent)]
-    Here(#[from] WriteVolumeError),
+    Local(#[from] WriteVolumeError),
     /// All sources failed. The errors are in the order of the sources.
-    #[error("cannot copy the volume from any source: {}", listed(.0))]
+    #[error("cannot copy the volume from any source: {}", join_errors(.0))]
     Sources(Vec<SourceError>),
 }
 
 /// Joins the errors of sources to a message.
-fn listed(errors: &[SourceError]) -> String {
+fn join_errors(errors: &[SourceError]) -> String {
     let mut text = String::new();
-    for (place, error) in errors.iter().enumerate() {
-        let separator = if place == 0 { "" } else { "; " };
+    for (index, error) in errors.iter().enumerate() {
+        let separator = if index == 0 { "" } else { "; " };
         // Writing to a string cannot fail.
         _ = write!(text, "{separator}{}", error_chain(error));
     }
@@ -66,19 +66,19 @@ fn listed(errors: &[SourceError]) -> String {
 }
 
 /// The reason why a source was given up.
-enum Failed {
-    There(SourceError),
-    Here(WriteVolumeError),
+enum SourceFailure {
+    Source(SourceError),
+    Local(WriteVolumeError),
 }
 
-impl From<SourceError> for Failed {
+impl From<SourceError> for SourceFailure {
     fn from(error: SourceError) -> Self {
-        Self::There(error)
+        Self::Source(error)
     }
 }
 
 /// Longest pause of a source while there are others to try.
-const OTHERS_LEFT: Duration = Duration::from_secs(120);
+const SOURCE_PAUSE_WITH_OTHERS: Duration = Duration::from_secs(120);
 
 /// The volume that is filled.
 pub(crate) struct Destination {
@@ -99,14 +99,14 @@ pub(crate) async fn fetch(
     sources: Vec<Source>,
     progress: impl Fn(Progress),
 ) -> Result<Arc<Manifest>, FetchError> {
-    let mut fetch = Fetch { transfers, to, digest, under_way: None, progress };
+    let mut fetch = Fetch { transfers, to, digest, partial: None, progress };
     let mut failed = Vec::new();
-    for (place, source) in sources.iter().enumerate() {
-        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { SOURCE_PAUSE };
-        match fetch.from(place, source, pause).await {
+    for (index, source) in sources.iter().enumerate() {
+        let pause = if index + 1 < sources.len() { SOURCE_PAUSE_WITH_OTHERS } else { SOURCE_PAUSE };
+        match fetch.fetch_from(index, source, pause).await {
             Ok(filling) => return Ok(filling.commit(transfers).await?),
-            Err(Failed::Here(error)) => return Err(error.into()),
-            Err(Failed::There(error)) => {
+            Err(SourceFailure::Local(error)) => return Err(error.into()),
+            Err(SourceFailure::Source(error)) => {
                 tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "cannot copy from a source: trying the next one");
                 failed.push(error);
             }
@@ -120,12 +120,12 @@ struct Fetch<'w, P> {
     transfers: &'w Arc<Transfers>,
     to: Destination,
     digest: Digest,
-    under_way: Option<UnderWay>,
+    partial: Option<PartialVolume>,
     progress: P,
 }
 
 /// A volume that is partially filled.
-struct UnderWay {
+struct PartialVolume {
     filling: VolumeWriter,
     manifest: Arc<Manifest>,
     /// Extents that no source has sent yet.
@@ -135,31 +135,36 @@ struct UnderWay {
 
 impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Copies all missing extents from `source`. Returns the volume, ready to commit.
-    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<VolumeWriter, Failed> {
+    async fn fetch_from(
+        &mut self,
+        index: usize,
+        source: &Source,
+        pause: Duration,
+    ) -> Result<VolumeWriter, SourceFailure> {
         let mut reader = source.read(pause).await?;
         let manifest = reader.manifest().await?;
         if manifest.tree_digest() != self.digest {
             return Err(SourceError::OtherBytes.into());
         }
-        let mut under_way = match self.under_way.take() {
-            Some(under_way) => under_way,
-            None => self.begin(place, source, Arc::new(manifest)).await.map_err(Failed::Here)?,
+        let mut partial = match self.partial.take() {
+            Some(partial) => partial,
+            None => self.begin(index, source, Arc::new(manifest)).await.map_err(SourceFailure::Local)?,
         };
-        under_way.progress.source = place;
-        (self.progress)(under_way.progress);
+        partial.progress.source = index;
+        (self.progress)(partial.progress);
 
-        match self.receive(&mut under_way, &mut reader).await {
+        match self.receive(&mut partial, &mut reader).await {
             Ok(()) => {
-                debug_assert!(under_way.missing.is_empty(), "everything was received");
-                Ok(under_way.filling)
+                debug_assert!(partial.missing.is_empty(), "everything was received");
+                Ok(partial.filling)
             }
             // The next source may send files in another order.
-            Err(failed) if under_way.filling.takes_whole_files() => {
-                under_way.filling.abandon().await;
+            Err(failed) if partial.filling.takes_whole_files() => {
+                partial.filling.abandon().await;
                 Err(failed)
             }
             Err(failed) => {
-                self.under_way = Some(under_way);
+                self.partial = Some(partial);
                 Err(failed)
             }
         }
@@ -168,71 +173,80 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
     /// Makes the volume. If possible, the worker of `source` fills it directly.
     async fn begin(
         &self,
-        place: usize,
+        index: usize,
         source: &Source,
         manifest: Arc<Manifest>,
-    ) -> Result<UnderWay, WriteVolumeError> {
+    ) -> Result<PartialVolume, WriteVolumeError> {
         let total = manifest.extent_bytes();
-        let (compared, mut told) = watch::channel(0);
-        let left = CancellationToken::new();
-        let _left = left.clone().drop_guard();
-        let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
+        let (compared, mut updates) = watch::channel(0);
+        let caller_gone = CancellationToken::new();
+        let _guard = caller_gone.clone().drop_guard();
+        let peer =
+            PeerSource { source: source.clone(), ticket: self.to.signed.clone(), compared, caller_gone };
         let begun =
             VolumeWriter::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
-        let telling = async {
-            while told.changed().await.is_ok() {
-                let done = *told.borrow_and_update();
-                (self.progress)(Progress { done, total, saved: 0, source: place, by_peer: true });
+        let forwarding = async {
+            while updates.changed().await.is_ok() {
+                let done = *updates.borrow_and_update();
+                (self.progress)(Progress { done, total, saved: 0, source: index, by_peer: true });
             }
             std::future::pending::<()>().await;
         };
         let filling = tokio::select! {
             begun = begun => begun?,
-            () = telling => return Err(WriteVolumeError::BrokenOff),
+            () = forwarding => return Err(WriteVolumeError::BrokenOff),
         };
         let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
         let done = total.saturating_sub(missing);
         let saved = if by_peer { 0 } else { done };
-        let progress = Progress { done, total, saved, source: place, by_peer };
-        Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
+        let progress = Progress { done, total, saved, source: index, by_peer };
+        Ok(PartialVolume { missing: filling.missing.clone(), filling, manifest, progress })
     }
 
-    async fn receive(&self, under_way: &mut UnderWay, reader: &mut VolumeReader) -> Result<(), Failed> {
-        if under_way.missing.is_empty() {
+    async fn receive(
+        &self,
+        partial: &mut PartialVolume,
+        reader: &mut VolumeReader,
+    ) -> Result<(), SourceFailure> {
+        if partial.missing.is_empty() {
             return Ok(());
         }
-        let bytes = under_way.manifest.bytes_of(&under_way.missing);
-        reader.request(&under_way.missing, bytes).await?;
-        let wanted = under_way.missing.clone();
+        let bytes = partial.manifest.bytes_of(&partial.missing);
+        reader.request(&partial.missing, bytes).await?;
+        let wanted = partial.missing.clone();
         let (mut expected, mut missing) = (PendingExtents::new(&wanted), PendingExtents::new(&wanted));
         let received = loop {
             match reader.extents().await {
                 Ok(Some(extents)) => {
-                    let verified = verify(&under_way.manifest, extents, &mut expected);
+                    let verified = verify(&partial.manifest, extents, &mut expected);
                     let verified = match verified {
                         Ok(verified) => verified,
                         Err(error) => break Err(error.into()),
                     };
                     let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
-                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    partial.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
                     let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
-                    under_way.filling.put_verified(self.transfers, extents).await.map_err(Failed::Here)?;
+                    partial
+                        .filling
+                        .put_verified(self.transfers, extents)
+                        .await
+                        .map_err(SourceFailure::Local)?;
                     for ordinal in ordinals {
                         missing.remove(ordinal);
                     }
-                    (self.progress)(under_way.progress);
+                    (self.progress)(partial.progress);
                 }
                 Ok(None) if expected.is_empty() => break Ok(()),
                 Ok(None) => break Err(SourceError::Truncated.into()),
                 Err(error) => break Err(error.into()),
             }
         };
-        under_way.missing = missing.runs();
+        partial.missing = missing.runs();
         received
     }
 }
 
-type Received = (u64, u64, Verified<bytes::Bytes>);
+type VerifiedExtent = (u64, u64, Verified<bytes::Bytes>);
 
 /// Verifies received extents. Each must be expected, and may arrive once. Returns them with their
 /// ordinals and lengths.
@@ -240,7 +254,7 @@ fn verify(
     manifest: &Manifest,
     extents: Vec<ExtentData>,
     expected: &mut PendingExtents,
-) -> Result<Vec<Received>, SourceError> {
+) -> Result<Vec<VerifiedExtent>, SourceError> {
     let verified = extents.into_iter().map(|extent| {
         if !expected.take(manifest, extent.ordinal) {
             return Err(SourceError::Protocol);
@@ -299,7 +313,7 @@ mod tests {
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
         let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
-        let left = source.read(Duration::from_millis(50)).await;
-        assert!(matches!(left, Err(SourceError::Truncated)));
+        let result = source.read(Duration::from_millis(50)).await;
+        assert!(matches!(result, Err(SourceError::Truncated)));
     }
 }

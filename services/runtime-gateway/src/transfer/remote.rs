@@ -21,15 +21,15 @@ use transfer::{
 };
 
 use super::error::{ReadVolumeError, WriteVolumeError};
-use crate::transfer::blocking_pipe::{self, Arriving, Inlet, Outlet, Piece, Tee};
+use crate::transfer::blocking_pipe::{self, ArchiveSource, Inlet, Outlet, Piece, Tee};
 use crate::util::blocking::blocking;
 
 /// Most pieces of an archive that wait for a worker. A piece has at most 256 KiB.
-const QUEUE: usize = 8;
+const QUEUE_PIECES: usize = 8;
 /// Bytes of extents that make a batch, approximately.
-const BATCH: usize = 1 << 20;
+const BATCH_BYTES: usize = 1 << 20;
 /// Most zero bytes that are sent at once for a hole.
-const HOLE: u64 = 1 << 20;
+const HOLE_BYTES: u64 = 1 << 20;
 
 /// A volume on another machine.
 pub(crate) type SharedRemoteVolume = Arc<dyn RemoteVolume>;
@@ -40,7 +40,7 @@ fn failed(error: &ArchiveError) -> RuntimeError {
 
 /// Makes the manifest of a volume by reading all of it.
 pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, RuntimeError> {
-    let archive = Arriving::new(volume.read(Path::new("")).await?);
+    let archive = ArchiveSource::new(volume.read(Path::new("")).await?);
     let read = move || ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
     // Whether the container or the worker caused an invalid tree is unknown. These errors count as
     // the container's.
@@ -64,7 +64,7 @@ pub(crate) async fn read(
     if wanted.is_empty() {
         return Ok(());
     }
-    let archive = Arriving::of(&manifest, volume.read(Path::new("")).await?);
+    let archive = ArchiveSource::of(&manifest, volume.read(Path::new("")).await?);
     blocking(move || {
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         let (mut batch, mut bytes) = (Vec::new(), 0);
@@ -72,13 +72,13 @@ pub(crate) async fn read(
             .extents(&manifest, &wanted, |extent| {
                 bytes += extent.data.len();
                 batch.push(extent);
-                if bytes < BATCH {
+                if bytes < BATCH_BYTES {
                     return Ok(());
                 }
                 bytes = 0;
                 batches.blocking_send(std::mem::take(&mut batch)).map_err(gone)
             })
-            .map_err(arriving)?;
+            .map_err(read_error)?;
         if !batch.is_empty() {
             batches.blocking_send(batch).map_err(|_| ReadVolumeError::CallerGone)?;
         }
@@ -88,7 +88,7 @@ pub(crate) async fn read(
 }
 
 /// Converts an error of an archive that a worker sends.
-fn arriving(error: ArchiveError) -> ReadVolumeError {
+fn read_error(error: ArchiveError) -> ReadVolumeError {
     match error {
         ArchiveError::Sink(_) => ReadVolumeError::CallerGone,
         // The manifest is valid, so the contents are damaged.
@@ -104,14 +104,14 @@ pub(crate) async fn read_file(
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), ReadVolumeError> {
-    let entry = file(manifest, &path)?.clone();
+    let entry = find_file(manifest, &path)?.clone();
     let EntryKind::File { size_bytes: size, .. } = entry.kind else {
         return Err(ReadVolumeError::PathNotFound(path));
     };
     if entry.extents().is_empty() {
         return blocking(move || zeroes(&chunks, size, 0, size)).await;
     }
-    let archive = Arriving::of(manifest, volume.read(&path).await?);
+    let archive = ArchiveSource::of(manifest, volume.read(&path).await?);
     blocking(move || {
         let mut at = 0;
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
@@ -123,14 +123,14 @@ pub(crate) async fn read_file(
                 at = extent.offset + u64::from(extent.length);
                 chunks.blocking_send((size, data)).map_err(|_| gone(()))
             })
-            .map_err(arriving)?;
+            .map_err(read_error)?;
         if at < size { zeroes(&chunks, size, at, size) } else { Ok(()) }
     })
     .await
 }
 
 /// Returns the regular file at `path`, without following symbolic links.
-fn file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
+fn find_file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
     let not_found = || ReadVolumeError::PathNotFound(path.to_owned());
     let not_a_file = |what: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), what });
     let bytes = path.as_os_str().as_bytes();
@@ -164,7 +164,7 @@ fn zeroes(
     to: u64,
 ) -> Result<(), ReadVolumeError> {
     loop {
-        let length = (to - from).min(HOLE);
+        let length = (to - from).min(HOLE_BYTES);
         let data = Bytes::from(vec![0; usize::try_from(length).unwrap_or_default()]);
         chunks.blocking_send((size, data)).map_err(|_| ReadVolumeError::CallerGone)?;
         from += length;
@@ -182,7 +182,7 @@ pub(crate) async fn pack(
     path: &Path,
     pieces: mpsc::Sender<Piece>,
 ) -> Result<(), ReadVolumeError> {
-    let archive = Arriving::of(&manifest, volume.read(path).await?);
+    let archive = ArchiveSource::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
         let wanted = OrdinalRanges::all(manifest.extent_count());
@@ -204,7 +204,7 @@ pub(crate) async fn pack(
             Some(error) => return Err(error.into()),
             None => {}
         }
-        packed.map_err(arriving)?;
+        packed.map_err(read_error)?;
         writer.finish()?.end().map_err(ArchiveWriteError::from)?;
         Ok(())
     })
@@ -218,7 +218,7 @@ pub(crate) async fn write<T: Send + 'static>(
     volume: &SharedRemoteVolume,
     feed: impl FnOnce(Outlet) -> Result<T, WriteVolumeError> + Send + 'static,
 ) -> Result<T, WriteVolumeError> {
-    let (pieces, queue) = mpsc::channel(QUEUE);
+    let (pieces, queue) = mpsc::channel(QUEUE_PIECES);
     let feeding = blocking(move || feed(Outlet::new(pieces)));
     let (fed, taken) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
     match (fed, taken) {

@@ -8,7 +8,7 @@ use runtime::RuntimeError;
 use transfer::{InvalidManifest, Limits, Problem, ProblemKind, ScanError, ScanOptions};
 
 /// Most paths in a message about a volume.
-const NAMED: usize = 3;
+const MAX_LISTED: usize = 3;
 
 /// Scans a volume. A volume that no manifest can describe is an error of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
@@ -19,20 +19,21 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
         }
         error => RuntimeError::Other(format!("cannot read a volume: {}", error_chain(&error))),
     })?;
-    let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
-    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
+    let (invalid, others) =
+        scanned.problems.iter().partition::<Vec<_>, _>(|problem| is_undescribable(problem));
+    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unreadable(problem)).collect();
     // Omitting such an entry would lose a part of the volume.
-    if let Some(invalid) = named(&invalid) {
+    if let Some(invalid) = format_problems(&invalid) {
         return Err(RuntimeError::InvalidOutput(invalid));
     }
-    if let Some(unreadable) = named(&unreadable) {
+    if let Some(unreadable) = format_problems(&unreadable) {
         return Err(RuntimeError::UnreadableOutput(unreadable));
     }
     Ok(scanned)
 }
 
 /// Whether a problem makes the volume impossible to describe.
-fn cannot_travel(problem: &Problem) -> bool {
+fn is_undescribable(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::PathTooLong => true,
         // All attributes of the entry are too large together.
@@ -44,7 +45,7 @@ fn cannot_travel(problem: &Problem) -> bool {
 }
 
 /// Whether an entry could not be read completely.
-fn is_unread(problem: &Problem) -> bool {
+fn is_unreadable(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::Unreadable(_) | ProblemKind::ChangedWhileRead => true,
         ProblemKind::PathTooLong | ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_) => false,
@@ -52,23 +53,23 @@ fn is_unread(problem: &Problem) -> bool {
 }
 
 /// Formats the first problems, and the number of others. `None`: there are none.
-fn named(problems: &[&Problem]) -> Option<String> {
-    let first: Vec<_> = problems.iter().take(NAMED).map(|problem| shortened(problem)).collect();
+fn format_problems(problems: &[&Problem]) -> Option<String> {
+    let first: Vec<_> = problems.iter().take(MAX_LISTED).map(|problem| format_problem(problem)).collect();
     let more = problems.len().saturating_sub(first.len());
     let more = if more > 0 { format!(", and {more} more") } else { String::new() };
     (!first.is_empty()).then(|| first.join(", ") + &more)
 }
 
 /// Formats the sockets and extended attributes that a manifest omits. `None`: there are none.
-pub(super) fn left_out(problems: &[Problem]) -> Option<String> {
-    let is_left_out = |problem: &&Problem| {
+pub(super) fn omitted(problems: &[Problem]) -> Option<String> {
+    let is_omitted = |problem: &&Problem| {
         matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
     };
-    named(&problems.iter().filter(is_left_out).collect::<Vec<_>>())
+    format_problems(&problems.iter().filter(is_omitted).collect::<Vec<_>>())
 }
 
 /// Formats a problem with a shortened path.
-fn shortened(problem: &Problem) -> String {
+fn format_problem(problem: &Problem) -> String {
     const SHOWN: usize = 200;
     let path = problem.path.to_string_lossy();
     let (shown, more) = match path.floor_char_boundary(SHOWN) {
@@ -107,7 +108,7 @@ mod tests {
         let scanned = scan(directory.path()).expect("scanned");
         assert_eq!(scanned.manifest.entries().len(), 1);
         let expected = "\"0\" is a socket, \"1\" is a socket, \"2\" is a socket, and 2 more";
-        assert_eq!(left_out(&scanned.problems).as_deref(), Some(expected));
+        assert_eq!(omitted(&scanned.problems).as_deref(), Some(expected));
     }
 
     #[test]
@@ -116,12 +117,15 @@ mod tests {
         let unread =
             [ProblemKind::ChangedWhileRead, ProblemKind::Unreadable(io::ErrorKind::PermissionDenied.into())];
         assert!(
-            unread.into_iter().map(problem).all(|problem| is_unread(&problem) && !cannot_travel(&problem))
+            unread
+                .into_iter()
+                .map(problem)
+                .all(|problem| is_unreadable(&problem) && !is_undescribable(&problem))
         );
         let invalid =
             [ProblemKind::PathTooLong, ProblemKind::SkippedXattr("trusted.overlay.opaque".to_owned())];
-        assert!(invalid.into_iter().map(problem).all(|problem| cannot_travel(&problem)));
+        assert!(invalid.into_iter().map(problem).all(|problem| is_undescribable(&problem)));
         let left = problem(ProblemKind::SkippedXattr("trusted.own".to_owned()));
-        assert!(!is_unread(&left) && !cannot_travel(&left));
+        assert!(!is_unreadable(&left) && !is_undescribable(&left));
     }
 }

@@ -12,7 +12,7 @@ use transfer::{Entry, EntryKind, Extent, Manifest, ReadError, ReadOptions, TreeR
 use super::scan;
 
 /// Bytes of one read.
-const CHUNK: usize = 1 << 16;
+const CHUNK_BYTES: usize = 1 << 16;
 
 /// The result of a comparison.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,7 +60,7 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Compariso
                 Err(error) => return Err(failed(error)),
             }
         }
-        for (from, to) in outside(found_entry.extents(), expected_entry.extents()) {
+        for (from, to) in uncovered_ranges(found_entry.extents(), expected_entry.extents()) {
             if !is_zero(reader, index, from, to).map_err(failed)? {
                 return differs();
             }
@@ -83,7 +83,7 @@ fn without_extents(entry: &Entry) -> Entry {
 }
 
 /// Returns the ranges in `extents` that no extent in `others` covers. Both lists ascend.
-fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
+fn uncovered_ranges(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     let end = |extent: &Extent| extent.offset + u64::from(extent.length);
     let mut found = Vec::new();
     for extent in extents {
@@ -104,10 +104,10 @@ fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
 
 /// Whether a range of a file contains only zeroes.
 fn is_zero(reader: &mut TreeReader, entry: usize, from: u64, to: u64) -> Result<bool, ReadError> {
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = vec![0; CHUNK_BYTES];
     let mut at = from;
     while at < to {
-        let length = usize::try_from(to - at).unwrap_or(CHUNK).min(CHUNK);
+        let length = usize::try_from(to - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
         let read = reader.read_file_at(entry, &mut buffer[..length], at)?;
         if read < length || buffer[..length].iter().any(|byte| *byte != 0) {
             return Ok(false);

@@ -20,10 +20,10 @@ use transfer::{
 };
 
 use super::blocking_pipe::Outlet;
-use super::completion::{make_empty, settle};
+use super::completion::{finish_volume, make_empty};
 use super::disk_reservations::{self, DiskReservation};
 use super::error::WriteVolumeError;
-use super::local_dir::directory;
+use super::local_dir::local_directory;
 use super::remote::{self, SharedRemoteVolume};
 use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
@@ -43,7 +43,7 @@ pub(crate) struct VolumeWriter {
     /// Whether the worker of the source has sent all extents directly.
     pub(crate) by_peer: bool,
     /// Disk space of the transfer. `None`: nothing is written here.
-    declared: Option<DiskReservation>,
+    reserved: Option<DiskReservation>,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(WriterPermit, Result<(), WriteVolumeError>)>,
 }
@@ -73,34 +73,34 @@ impl VolumeWriter {
         transfers: &Arc<Transfers>,
         ticket: TicketClaims,
         manifest: Arc<Manifest>,
-        peer: Option<peer_copy::Sender>,
+        peer: Option<peer_copy::PeerSource>,
     ) -> Result<Self, WriteVolumeError> {
         let transfers = transfers.clone();
         let tasks = transfers.worker.tasks.clone();
-        let begin = async move { Self::begin_whole(&transfers, &ticket, manifest, peer).await };
+        let begin = async move { Self::try_begin(&transfers, &ticket, manifest, peer).await };
         let begun = tasks.spawn(begin.in_current_span());
         begun.await.unwrap_or_else(|error| {
             Err(RuntimeError::Other(format!("cannot begin a transfer: its task failed: {error}")).into())
         })
     }
 
-    async fn begin_whole(
+    async fn try_begin(
         transfers: &Transfers,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
-        peer: Option<peer_copy::Sender>,
+        peer: Option<peer_copy::PeerSource>,
     ) -> Result<Self, WriteVolumeError> {
-        let turn = WriterPermit::take(&transfers.filling, ticket.volume)
+        let permit = WriterPermit::acquire(&transfers.filling, ticket.volume)
             .ok_or(WriteVolumeError::Busy(ticket.volume))?;
-        if let Some(kept) =
-            transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await?
+        if let Some(stored) =
+            transfers.manifests.stored(transfers.worker.runtime.as_ref(), ticket.volume).await?
         {
-            if kept.tree_digest() != manifest.tree_digest() {
+            if stored.tree_digest() != manifest.tree_digest() {
                 return Err(WriteVolumeError::Complete(ticket.volume));
             }
             // An earlier report to the store may have been lost, so the volume is reported again.
             transfers.manifest(ticket).await?;
-            return Ok(Self::whole(ticket, manifest, turn));
+            return Ok(Self::filled(ticket, manifest, permit));
         }
         make_empty(transfers, ticket.volume).await?;
         let root = match transfers.worker.runtime.contents(ticket.volume).await? {
@@ -110,27 +110,27 @@ impl VolumeWriter {
                 if let Some(peer) = peer
                     && peer.fill(transfers, volume, &remote, &manifest).await?
                 {
-                    return Ok(Self { by_peer: true, ..Self::whole(ticket, manifest, turn) });
+                    return Ok(Self { by_peer: true, ..Self::filled(ticket, manifest, permit) });
                 }
-                return Ok(Self::far(transfers, ticket, manifest, turn, remote));
+                return Ok(Self::remote(transfers, ticket, manifest, permit, remote));
             }
         };
 
-        let declared = match transfers.worker.runtime.disk().await {
+        let reserved = match transfers.worker.runtime.disk().await {
             Ok(disk) => transfers
                 .reservations
-                .declare(disk, disk_reservations::needs(&manifest))
+                .reserve(disk, disk_reservations::required_bytes(&manifest))
                 .map_err(WriteVolumeError::from),
             Err(error) => Err(error.into()),
         };
-        let mut declared = match declared {
-            Ok(declared) => declared,
+        let mut reserved = match reserved {
+            Ok(reserved) => reserved,
             Err(error) => {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
                 return Err(error);
             }
         };
-        let sources = Sources::find(transfers, &ticket.team, &manifest).await?;
+        let sources = LocalExtents::find(transfers, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
         let begun = blocking(move || {
@@ -142,16 +142,16 @@ impl VolumeWriter {
         let (writer, missing) = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
                 return Err(error);
             }
         };
 
-        declared.wrote(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
+        reserved.record_written(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             // The thread holds the permit until its last write, even if its caller is dropped.
-            (turn, write(writer, steps).map_err(WriteVolumeError::from))
+            (permit, write(writer, steps).map_err(WriteVolumeError::from))
         });
         Ok(Self {
             volume: ticket.volume,
@@ -160,18 +160,18 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
-            declared: Some(declared),
+            reserved: Some(reserved),
             queue,
             writer,
         })
     }
 
     /// Creates a writer for a volume on another machine. All extents must be sent.
-    fn far(
+    fn remote(
         transfers: &Transfers,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
-        turn: WriterPermit,
+        permit: WriterPermit,
         remote: SharedRemoteVolume,
     ) -> Self {
         let (queue, steps) = mpsc::channel(QUEUE);
@@ -180,7 +180,7 @@ impl VolumeWriter {
             let packed = remote::write(&remote, move |out| pack(ArchiveWriter::new(out, tree), steps));
             // An aborted volume stays incomplete.
             (
-                turn,
+                permit,
                 packed.await.or_else(|error| {
                     if matches!(error, WriteVolumeError::BrokenOff) { Ok(()) } else { Err(error) }
                 }),
@@ -194,18 +194,18 @@ impl VolumeWriter {
             missing,
             whole_files: true,
             by_peer: false,
-            declared: None,
+            reserved: None,
             queue,
             writer,
         }
     }
 
     /// Creates a writer for a volume that is already filled.
-    fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: WriterPermit) -> Self {
+    fn filled(ticket: &TicketClaims, manifest: Arc<Manifest>, permit: WriterPermit) -> Self {
         let (queue, mut steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             while let Some(Step::Put(_)) = steps.blocking_recv() {}
-            (turn, Ok(()))
+            (permit, Ok(()))
         });
         let missing = OrdinalRanges::new();
         Self {
@@ -215,7 +215,7 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
-            declared: None,
+            reserved: None,
             queue,
             writer,
         }
@@ -263,8 +263,8 @@ impl VolumeWriter {
         if self.queue.send(Step::Put(extents)).await.is_err() {
             return Err(self.writer_failed(transfers).await);
         }
-        if let Some(declared) = &mut self.declared {
-            declared.wrote(bytes as u64);
+        if let Some(reserved) = &mut self.reserved {
+            reserved.record_written(bytes as u64);
         }
         Ok(())
     }
@@ -274,20 +274,20 @@ impl VolumeWriter {
         if self.queue.send(Step::Commit).await.is_err() {
             return Err(self.writer_failed(transfers).await);
         }
-        let (turn, written) = (&mut self.writer).await.map_err(|error| {
+        let (permit, written) = (&mut self.writer).await.map_err(|error| {
             RuntimeError::Other(format!("cannot fill a volume: its writer failed: {error}"))
         })?;
         if let Err(error) = written {
-            turn.discard(transfers).await;
+            permit.discard(transfers).await;
             return Err(error);
         }
-        settle(transfers, self.volume, &self.team, self.manifest, turn).await
+        finish_volume(transfers, self.volume, &self.team, self.manifest, permit).await
     }
 
     async fn writer_failed(&mut self, transfers: &Transfers) -> WriteVolumeError {
         match (&mut self.writer).await {
-            Ok((turn, Err(error))) => {
-                turn.discard(transfers).await;
+            Ok((permit, Err(error))) => {
+                permit.discard(transfers).await;
                 error
             }
             Ok((_, Ok(()))) | Err(_) => {
@@ -323,15 +323,15 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
 }
 
 /// Files of this worker that contain some of the required extents.
-struct Sources {
+struct LocalExtents {
     /// For each extent: its ordinal, the index of the file, and the offset in the file.
     extents: Vec<(u64, usize, u64)>,
     files: Vec<PathBuf>,
 }
 
-impl Sources {
+impl LocalExtents {
     async fn find(transfers: &Transfers, team: &str, manifest: &Manifest) -> Result<Self, RuntimeError> {
-        transfers.manifests.recall().await;
+        transfers.manifests.load_earlier().await;
         let mut sources = Self { extents: Vec::new(), files: Vec::new() };
         let mut roots = std::collections::HashMap::new();
         let mut known = std::collections::HashMap::new();
@@ -340,7 +340,8 @@ impl Sources {
             let root = match roots.entry(found.volume) {
                 std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
                 std::collections::hash_map::Entry::Vacant(vacant) => {
-                    let Ok(root) = directory(transfers.worker.runtime.as_ref(), found.volume).await else {
+                    let Ok(root) = local_directory(transfers.worker.runtime.as_ref(), found.volume).await
+                    else {
                         continue;
                     };
                     vacant.insert(root)

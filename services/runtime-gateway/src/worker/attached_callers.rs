@@ -27,30 +27,30 @@ use crate::util::keyed_locks::lock;
 const AFTER_HANG_UP: Duration = Duration::from_secs(30);
 
 /// Pause before the gateway tries again to abandon a process.
-const ASK_AGAIN: Duration = Duration::from_secs(5);
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 /// The callers of one process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttendanceState {
     /// Whether an attempt enforces the term.
-    is_minded: bool,
+    is_enforced: bool,
     /// Callers that are attached.
     pub(crate) attached: u32,
     /// Time of the last change, or since when no caller is attached.
     since: (Instant, Timestamp),
     term: Duration,
     /// Whether the process was abandoned.
-    pub(crate) is_left: bool,
+    pub(crate) is_abandoned: bool,
 }
 
 impl AttendanceState {
     fn new(term: Duration) -> Self {
         Self {
-            is_minded: false,
+            is_enforced: false,
             attached: 0,
             since: (Instant::now(), Timestamp::now()),
             term,
-            is_left: false,
+            is_abandoned: false,
         }
     }
 
@@ -77,11 +77,8 @@ impl Attendance {
     }
 
     /// The callers of a process. `None`: the process does not run, or never waits for a caller.
-    pub(crate) fn of(&self, process: AttemptId) -> Option<AttendanceState> {
-        self.processes()
-            .get(&process)
-            .map(|standing| *standing.borrow())
-            .filter(|standing| standing.is_minded)
+    pub(crate) fn state(&self, process: AttemptId) -> Option<AttendanceState> {
+        self.processes().get(&process).map(|state| *state.borrow()).filter(|state| state.is_enforced)
     }
 
     /// Changes the entry of a process. An entry without attempt and callers is removed.
@@ -94,11 +91,11 @@ impl Attendance {
         change: impl FnOnce(&mut AttendanceState),
     ) -> watch::Receiver<AttendanceState> {
         let mut processes = self.processes();
-        let standing =
+        let state =
             processes.entry(process).or_insert_with(|| watch::Sender::new(AttendanceState::new(self.term)));
-        standing.send_modify(change);
-        let (changes, now) = (standing.subscribe(), *standing.borrow());
-        if !now.is_minded && now.attached == 0 {
+        state.send_modify(change);
+        let (changes, now) = (state.subscribe(), *state.borrow());
+        if !now.is_enforced && now.attached == 0 {
             processes.remove(&process);
         }
         changes
@@ -114,7 +111,7 @@ pub(crate) struct AttachGuard {
 
 impl AttachGuard {
     pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
-        attendance.change(process, |standing| standing.attached += 1);
+        attendance.change(process, |state| state.attached += 1);
         Self { attendance, process, caller }
     }
 }
@@ -123,10 +120,10 @@ impl Drop for AttachGuard {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
         let term = self.attendance.term;
-        self.attendance.change(self.process, |standing| {
-            standing.attached = standing.attached.saturating_sub(1);
-            standing.since = (Instant::now(), Timestamp::now());
-            standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+        self.attendance.change(self.process, |state| {
+            state.attached = state.attached.saturating_sub(1);
+            state.since = (Instant::now(), Timestamp::now());
+            state.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
         });
     }
 }
@@ -137,12 +134,12 @@ struct TermGuard<'a>(&'a Attendance, AttemptId);
 impl Drop for TermGuard<'_> {
     fn drop(&mut self) {
         let Self(attendance, process) = *self;
-        attendance.change(process, |standing| standing.is_minded = false);
+        attendance.change(process, |state| state.is_enforced = false);
     }
 }
 
 /// Abandons a process when no caller has been attached for its term.
-pub(crate) async fn mind(
+pub(crate) async fn enforce_term(
     attendance: &Attendance,
     runtime: &dyn Runtime,
     process: AttemptId,
@@ -151,35 +148,35 @@ pub(crate) async fn mind(
     if stdin == Stdin::None && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
-    let mut changes = attendance.change(process, |standing| standing.is_minded = true);
-    let _minded = TermGuard(attendance, process);
+    let mut changes = attendance.change(process, |state| state.is_enforced = true);
+    let _term_guard = TermGuard(attendance, process);
     loop {
         let now = *changes.borrow_and_update();
         let term = async {
-            if now.attached > 0 || now.is_left {
+            if now.attached > 0 || now.is_abandoned {
                 std::future::pending::<()>().await;
             }
             tokio::time::sleep_until(now.since.0 + now.term).await;
         };
         tokio::select! {
-            // Cannot fail, because the sender lives for as long as `_minded`.
+            // Cannot fail, because the sender lives for as long as `_term_guard`.
             _ = changes.changed() => continue,
             () = term => {}
         }
-        match leave(runtime, process, (stdin, output)).await {
+        match abandon(runtime, process, (stdin, output)).await {
             Ok(()) => {
                 tracing::info!(attempt.id = %process, "process abandoned by its callers: its input is closed, and its output waits for no reader");
-                attendance.change(process, |standing| standing.is_left = true);
+                attendance.change(process, |state| state.is_abandoned = true);
             }
             Err(error) => {
                 tracing::debug!(attempt.id = %process, error = %domain::error_chain(&error), "cannot abandon a process: trying again");
-                tokio::time::sleep(ASK_AGAIN).await;
+                tokio::time::sleep(RETRY_PAUSE).await;
             }
         }
     }
 }
 
-async fn leave(
+async fn abandon(
     runtime: &dyn Runtime,
     process: AttemptId,
     (stdin, output): (Stdin, OutputMode),

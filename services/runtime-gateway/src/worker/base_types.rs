@@ -15,7 +15,7 @@ use crate::util::keyed_locks::lock;
 /// The states of all imports of a worker.
 #[derive(Debug, Default)]
 pub(crate) struct BaseTypeImports {
-    standings: watch::Sender<BTreeMap<WorkerProvided, ImportState>>,
+    states: watch::Sender<BTreeMap<WorkerProvided, ImportState>>,
     tries: Mutex<BTreeMap<WorkerProvided, ImportTries>>,
     /// Wakes the import loop.
     pub(crate) wake: Notify,
@@ -34,7 +34,7 @@ enum ImportState {
 struct ImportTries {
     begun: u64,
     /// Whether an attempt waits for another try.
-    is_wanted: bool,
+    is_requested: bool,
 }
 
 impl BaseTypeImports {
@@ -42,19 +42,19 @@ impl BaseTypeImports {
     /// starts at once.
     ///
     /// Errors: the cause of a failed try that began after this call.
-    pub(crate) async fn wanted(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
-        let mut standings = self.standings.subscribe();
-        if let Some(artifact) = self.known(what) {
+    pub(crate) async fn wait_until_imported(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
+        let mut states = self.states.subscribe();
+        if let Some(artifact) = self.artifact_of(what) {
             return Ok(artifact);
         }
-        let begun = self.want(what);
-        let is_told = |now: &BTreeMap<WorkerProvided, ImportState>| match now.get(what) {
+        let begun = self.request_try(what);
+        let has_outcome = |now: &BTreeMap<WorkerProvided, ImportState>| match now.get(what) {
             Some(ImportState::Imported(_)) => true,
             Some(ImportState::Failed(number, _)) => *number > begun,
             None => false,
         };
-        let told = standings.wait_for(is_told).await.map(|now| now.get(what).cloned());
-        match told {
+        let outcome = states.wait_for(has_outcome).await.map(|now| now.get(what).cloned());
+        match outcome {
             Ok(Some(ImportState::Imported(artifact))) => Ok(artifact),
             Ok(Some(ImportState::Failed(_, why))) => Err(why),
             // Cannot fail, because `self` owns the sender.
@@ -63,8 +63,8 @@ impl BaseTypeImports {
     }
 
     /// Returns the artifact of `what`, if it is imported.
-    pub(crate) fn known(&self, what: &WorkerProvided) -> Option<ArtifactId> {
-        match self.standings.borrow().get(what) {
+    pub(crate) fn artifact_of(&self, what: &WorkerProvided) -> Option<ArtifactId> {
+        match self.states.borrow().get(what) {
             Some(ImportState::Imported(artifact)) => Some(*artifact),
             Some(ImportState::Failed(..)) | None => None,
         }
@@ -72,16 +72,16 @@ impl BaseTypeImports {
 
     /// Forgets an artifact that is no longer usable on the worker, and requests a new import.
     /// Returns whether it was an import.
-    pub(crate) fn lost(&self, artifact: ArtifactId) -> bool {
-        let mut lost = None;
-        self.standings.send_if_modified(|standings| {
-            lost = standings
+    pub(crate) fn forget(&self, artifact: ArtifactId) -> bool {
+        let mut removed = None;
+        self.states.send_if_modified(|states| {
+            removed = states
                 .iter()
-                .find_map(|(what, known)| (*known == ImportState::Imported(artifact)).then(|| what.clone()));
-            lost.as_ref().is_some_and(|what| standings.remove(what).is_some())
+                .find_map(|(what, state)| (*state == ImportState::Imported(artifact)).then(|| what.clone()));
+            removed.as_ref().is_some_and(|what| states.remove(what).is_some())
         });
-        lost.is_some_and(|what| {
-            self.want(&what);
+        removed.is_some_and(|what| {
+            self.request_try(&what);
             true
         })
     }
@@ -91,39 +91,39 @@ impl BaseTypeImports {
     }
 
     /// Requests a try, and returns the number of tries that have begun.
-    fn want(&self, what: &WorkerProvided) -> u64 {
+    fn request_try(&self, what: &WorkerProvided) -> u64 {
         let begun = {
             let mut tries = self.tries();
             let tries = tries.entry(what.clone()).or_default();
-            tries.is_wanted = true;
+            tries.is_requested = true;
             tries.begun
         };
         self.wake.notify_one();
         begun
     }
 
-    pub(crate) fn is_wanted(&self, what: &WorkerProvided) -> bool {
-        self.tries().get(what).is_some_and(|tries| tries.is_wanted)
+    pub(crate) fn is_requested(&self, what: &WorkerProvided) -> bool {
+        self.tries().get(what).is_some_and(|tries| tries.is_requested)
     }
 
     /// Begins a try, and returns its number.
-    pub(crate) fn begin(&self, what: &WorkerProvided) -> u64 {
+    pub(crate) fn begin_try(&self, what: &WorkerProvided) -> u64 {
         let mut tries = self.tries();
         let tries = tries.entry(what.clone()).or_default();
-        *tries = ImportTries { begun: tries.begun + 1, is_wanted: false };
+        *tries = ImportTries { begun: tries.begun + 1, is_requested: false };
         tries.begun
     }
 
-    pub(crate) fn imported(&self, what: &WorkerProvided, artifact: ArtifactId) {
-        self.tries().entry(what.clone()).or_default().is_wanted = false;
-        self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), ImportState::Imported(artifact));
+    pub(crate) fn set_imported(&self, what: &WorkerProvided, artifact: ArtifactId) {
+        self.tries().entry(what.clone()).or_default().is_requested = false;
+        self.states.send_modify(|states| {
+            states.insert(what.clone(), ImportState::Imported(artifact));
         });
     }
 
-    pub(crate) fn failed(&self, what: &WorkerProvided, number: u64, why: String) {
-        self.standings.send_modify(|standings| {
-            standings.insert(what.clone(), ImportState::Failed(number, why));
+    pub(crate) fn set_failed(&self, what: &WorkerProvided, number: u64, why: String) {
+        self.states.send_modify(|states| {
+            states.insert(what.clone(), ImportState::Failed(number, why));
         });
     }
 }

@@ -27,7 +27,7 @@ pub(crate) struct UsageCounter(Mutex<Inner>);
 struct Inner {
     listed: Usage,
     /// Containers and volumes that the last listing did not contain.
-    made: CreatedSince,
+    created: CreatedSince,
 }
 
 /// Containers and volumes that were created.
@@ -41,11 +41,11 @@ fn count(length: usize) -> u64 {
     u64::try_from(length).unwrap_or(u64::MAX)
 }
 
-/// Removes from `made` the handles that are listed, and those from before the listing that no
+/// Removes from `created` the handles that are listed, and those from before the listing that no
 /// longer exist.
-fn forget<H: Eq + Hash>(made: &mut HashSet<H>, before: &HashSet<H>, listed: &[H]) {
+fn forget<H: Eq + Hash>(created: &mut HashSet<H>, before: &HashSet<H>, listed: &[H]) {
     let listed: HashSet<_> = listed.iter().collect();
-    made.retain(|handle| !before.contains(handle) && !listed.contains(handle));
+    created.retain(|handle| !before.contains(handle) && !listed.contains(handle));
 }
 
 impl UsageCounter {
@@ -55,35 +55,36 @@ impl UsageCounter {
 
     /// Returns the current numbers.
     pub(crate) fn now(&self) -> Usage {
-        let Inner { listed, made } = &*self.lock();
+        let Inner { listed, created } = &*self.lock();
         Usage {
-            containers: listed.containers.saturating_add(count(made.containers.len())),
-            volumes: listed.volumes.saturating_add(count(made.volumes.len())),
+            containers: listed.containers.saturating_add(count(created.containers.len())),
+            volumes: listed.volumes.saturating_add(count(created.volumes.len())),
         }
     }
 
     /// Counts a container that was created.
-    pub(crate) fn made_container(&self, container: ContainerHandle) {
-        self.lock().made.containers.insert(container);
+    pub(crate) fn add_container(&self, container: ContainerHandle) {
+        self.lock().created.containers.insert(container);
     }
 
     /// Counts a volume that was created.
-    pub(crate) fn made_volume(&self, volume: VolumeHandle) {
-        self.lock().made.volumes.insert(volume);
+    pub(crate) fn add_volume(&self, volume: VolumeHandle) {
+        self.lock().created.volumes.insert(volume);
     }
 
-    /// Begins a listing. The result must be passed to [`UsageCounter::listed`].
-    pub(crate) fn begin(&self) -> CreatedSince {
-        self.lock().made.clone()
+    /// Begins a listing. The result must be passed to [`UsageCounter::finish_listing`].
+    pub(crate) fn begin_listing(&self) -> CreatedSince {
+        self.lock().created.clone()
     }
 
-    /// Ends a listing with the handles in `there`. `before` is the result of
-    /// [`UsageCounter::begin`].
-    pub(crate) fn listed(&self, there: &Holdings, before: &CreatedSince) {
-        let Inner { listed, made } = &mut *self.lock();
-        *listed = Usage { containers: count(there.containers.len()), volumes: count(there.volumes.len()) };
-        forget(&mut made.containers, &before.containers, &there.containers);
-        forget(&mut made.volumes, &before.volumes, &there.volumes);
+    /// Ends a listing with the handles in `holdings`. `before` is the result of
+    /// [`UsageCounter::begin_listing`].
+    pub(crate) fn finish_listing(&self, holdings: &Holdings, before: &CreatedSince) {
+        let Inner { listed, created } = &mut *self.lock();
+        *listed =
+            Usage { containers: count(holdings.containers.len()), volumes: count(holdings.volumes.len()) };
+        forget(&mut created.containers, &before.containers, &holdings.containers);
+        forget(&mut created.volumes, &before.volumes, &holdings.volumes);
     }
 }
 
@@ -101,18 +102,18 @@ mod tests {
             volumes: volumes.to_vec(),
         };
         let usage = |containers, volumes| Usage { containers, volumes };
-        counts.made_container(one);
-        counts.made_volume(volume);
+        counts.add_container(one);
+        counts.add_volume(volume);
         assert_eq!(counts.now(), usage(1, 1));
-        let before = counts.begin();
+        let before = counts.begin_listing();
         // Two containers are created during the listing. Only one of them is listed.
-        counts.made_container(other);
-        counts.made_container(third);
-        counts.listed(&list(&[one, other], &[volume]), &before);
+        counts.add_container(other);
+        counts.add_container(third);
+        counts.finish_listing(&list(&[one, other], &[volume]), &before);
         assert_eq!(counts.now(), usage(3, 1));
         // A container that is no longer listed was destroyed.
-        let before = counts.begin();
-        counts.listed(&list(&[other], &[]), &before);
+        let before = counts.begin_listing();
+        counts.finish_listing(&list(&[other], &[]), &before);
         assert_eq!(counts.now(), usage(1, 0));
     }
 }

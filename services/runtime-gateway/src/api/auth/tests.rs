@@ -11,12 +11,12 @@ use testing::fake::FakeWorker;
 
 use super::*;
 use crate::test_support::scheduler::Schedule;
-use crate::test_support::served::Served;
+use crate::test_support::served::TestServer;
 use crate::test_support::store::session;
-use crate::test_support::{Attended, NOBODY, gateway_of, within};
+use crate::test_support::{FakeGateways, UNREACHABLE, gateway_of, within};
 
 /// Returns the error of a call that presents `ticket`.
-async fn presented(gateway: &Served, ticket: &str) -> Refusal {
+async fn presented(gateway: &TestServer, ticket: &str) -> Refusal {
     let outgoing = Outgoing::internal().with_ticket(ticket);
     let mut client = VolumesClient::new(peer(&gateway.endpoint, outgoing).expect("an address"));
     let request = pb::ReadFileRequest { ticket: ticket.to_owned(), path: "file".into() };
@@ -31,14 +31,14 @@ async fn presented(gateway: &Served, ticket: &str) -> Refusal {
 async fn forged_tickets_cause_one_query_for_keys() {
     let schedule = Schedule::new();
     let service = schedule.service();
-    let scheduler = Served::start(|host| host.add_service(service)).await;
+    let scheduler = TestServer::start(|host| host.add_service(service)).await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(&scheduler.endpoint, NOBODY);
+    let worker = machine.gateway(&scheduler.endpoint, UNREACHABLE);
     let open = session("credential");
     let id = open.worker;
     worker.session.set(Some(open));
     let gateway = gateway_of(&[worker], &scheduler.endpoint);
-    let gateway = Served::start(|host| {
+    let gateway = TestServer::start(|host| {
         host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;
@@ -76,8 +76,8 @@ async fn forged_tickets_cause_one_query_for_keys() {
 #[tokio::test(flavor = "multi_thread")]
 async fn forged_tickets_are_unavailable_without_keys() {
     let machine = FakeWorker::near();
-    let gateway = gateway_of(&[machine.attended(NOBODY, NOBODY)], NOBODY);
-    let gateway = Served::start(|host| {
+    let gateway = gateway_of(&[machine.gateway(UNREACHABLE, UNREACHABLE)], UNREACHABLE);
+    let gateway = TestServer::start(|host| {
         host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;

@@ -13,9 +13,9 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
 use crate::attempt::{carry_out, failure};
-use crate::test_support::served::Served;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, TestWorker, within};
+use crate::test_support::served::TestServer;
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, TestWorker, UNREACHABLE, within};
 use crate::worker::attempts::AttemptEntry;
 use rpc::pb::artifacts as store;
 use rpc::pb::streamer;
@@ -34,13 +34,16 @@ impl Bring {
     }
 
     async fn refuse(self, reason: Reason) {
-        self.1.send(Err(reason.status("gantry.test", "as the test asked for"))).await.expect("listens");
+        self.1
+            .send(Err(reason.status("gantry.test", "as the test asked for")))
+            .await
+            .expect("the gateway listens");
     }
 }
 
 struct Script(mpsc::Sender<Bring>);
 
-fn no_part<T>() -> Result<Response<T>, Status> {
+fn unused<T>() -> Result<Response<T>, Status> {
     Err(Status::unimplemented("not used in this test"))
 }
 
@@ -53,14 +56,14 @@ impl Streamer for Script {
         &self,
         _: Request<Streaming<streamer::UploadRequest>>,
     ) -> Result<Response<Self::UploadStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn download(
         &self,
         _: Request<streamer::DownloadRequest>,
     ) -> Result<Response<streamer::DownloadResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn materialize(
@@ -77,14 +80,14 @@ impl Streamer for Script {
         &self,
         _: Request<streamer::ListTransfersRequest>,
     ) -> Result<Response<streamer::ListTransfersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cancel_transfer(
         &self,
         _: Request<streamer::CancelTransferRequest>,
     ) -> Result<Response<streamer::CancelTransferResponse>, Status> {
-        no_part()
+        unused()
     }
 }
 
@@ -94,7 +97,7 @@ struct Suite {
     task: AttemptTask,
     store: Store,
     brought: mpsc::Receiver<Bring>,
-    streamer: Served,
+    streamer: TestServer,
 }
 
 impl Suite {
@@ -105,9 +108,9 @@ impl Suite {
     async fn with(machine: Arc<FakeWorker>, task: AttemptTask) -> Self {
         let store = Store::start().await;
         let (bring, brought) = mpsc::channel(4);
-        let streamer = Served::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
+        let streamer = TestServer::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
 
-        let worker = machine.brought_to(NOBODY, &store.endpoint, &streamer.endpoint);
+        let worker = machine.with_streamer(UNREACHABLE, &store.endpoint, &streamer.endpoint);
         worker.session.set(Some(session("credential")));
         let (stop_wish, _) = watch::channel(None);
         let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop: stop_wish };
@@ -118,7 +121,9 @@ impl Suite {
     /// Answers a call of `Prepare` in which the artifacts in `missing` are not on the worker.
     /// Returns the answer.
     async fn prepared(store: &mut Store, missing: &[ArtifactId]) -> store::PrepareResponse {
-        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         let volumes = request.volumes.into_iter().map(|volume| {
             let from = volume.from_artifact_id.parse::<ArtifactId>().ok();
             let missing = from.filter(|from| missing.contains(from));
@@ -135,7 +140,7 @@ impl Suite {
             container_handle: ContainerHandle::new().to_string(),
             volumes: volumes.collect(),
         };
-        answer.send(Ok(response.clone())).expect("it waits");
+        answer.send(Ok(response.clone())).expect("the gateway waits");
         response
     }
 
@@ -202,7 +207,7 @@ async fn missing_input_is_copied_under_the_lease() {
     let (worker, lease) = (suite.worker.clone(), suite.task.lease);
     let script = async {
         Suite::prepared(&mut suite.store, &[far]).await;
-        let bring = within("a call to the streamer", suite.brought.recv()).await.expect("it is served");
+        let bring = within("a call to the streamer", suite.brought.recv()).await.expect("the server runs");
         let worker_id = worker.session.current().expect("a session").worker.to_string();
         let expected = streamer::MaterializeRequest {
             team: "main".to_owned(),
@@ -228,7 +233,7 @@ async fn missing_input_is_copied_under_the_lease() {
         // The reason to wait is reported until more bytes exist than before.
         bring.refuse(Reason::WorkerUnreachable).await;
         told(5, "as the test asked for").await;
-        let bring = within("another call", suite.brought.recv()).await.expect("it is served");
+        let bring = within("another call", suite.brought.recv()).await.expect("the server runs");
         for bytes_done in [0, 5, 6] {
             let progress = streamer::TransferProgress { bytes_done, bytes_total: 9, ..Default::default() };
             bring.say(Said::Progress(progress)).await;
@@ -281,7 +286,9 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
     suite.task.spec.caches.push(CacheMount { cache, path: b"/cache".to_vec() });
     let script = async {
         for unreachable in [vec![], vec![version.to_string()]] {
-            let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+            let StoreCall::Prepare(request, answer) = suite.store.next_call().await else {
+                panic!("an unexpected call")
+            };
             assert_eq!(request.unreachable_artifact_ids, unreachable);
             let [volume] = &request.volumes[..] else { panic!("{request:?}") };
             assert_eq!(volume.from_task_cache_id, cache.to_string());
@@ -293,7 +300,7 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
             };
             let container_handle = ContainerHandle::new().to_string();
             let response = store::PrepareResponse { container_handle, volumes: vec![volume] };
-            answer.send(Ok(response)).expect("it waits");
+            answer.send(Ok(response)).expect("the gateway waits");
             if first {
                 let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
                 assert_eq!(bring.0.artifact_id, version.to_string());
@@ -316,8 +323,10 @@ async fn container_failure_is_reported_with_its_cause() {
     let script = async {
         // The parents of the volumes do not exist, so the volumes cannot be made.
         let planned = Suite::prepared(&mut suite.store, &[]).await;
-        let Asked::Failed(told, answer) = suite.store.asked().await else { panic!("something else") };
-        answer.send(Ok(store::FailedResponse {})).expect("it waits");
+        let StoreCall::Failed(told, answer) = suite.store.next_call().await else {
+            panic!("an unexpected call")
+        };
+        answer.send(Ok(store::FailedResponse {})).expect("the gateway waits");
         (planned, told)
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
@@ -336,11 +345,14 @@ async fn damaged_input_fails_the_attempt() {
     let machine = FakeWorker::near();
     let [sound, damaged] = [machine.volume("contents").await, machine.volume("contents").await];
     let mut suite = Suite::with(machine, task()).await;
-    let digest = suite.worker.transfers.manifests.proven(suite.worker.runtime.as_ref(), sound, "main").await;
+    let digest =
+        suite.worker.transfers.manifests.load_verified(suite.worker.runtime.as_ref(), sound, "main").await;
     let digest = digest.expect("a manifest").tree_digest();
     let (_wish, mut stop) = watch::channel(None);
     let script = async {
-        let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = suite.store.next_call().await else {
+            panic!("an unexpected call")
+        };
         let held = [(sound, digest), (damaged, Digest([1; 32]))];
         let volumes =
             request.volumes.into_iter().zip(held).map(|(volume, (parent, digest))| store::PreparedVolume {
@@ -352,9 +364,11 @@ async fn damaged_input_fails_the_attempt() {
             });
         let container_handle = ContainerHandle::new().to_string();
         let response = store::PrepareResponse { container_handle, volumes: volumes.collect() };
-        answer.send(Ok(response)).expect("it waits");
-        let Asked::Failed(_, answer) = suite.store.asked().await else { panic!("something else") };
-        answer.send(Ok(store::FailedResponse {})).expect("it waits");
+        answer.send(Ok(response)).expect("the gateway waits");
+        let StoreCall::Failed(_, answer) = suite.store.next_call().await else {
+            panic!("an unexpected call")
+        };
+        answer.send(Ok(store::FailedResponse {})).expect("the gateway waits");
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
     let failure = failure(&within("the end", both).await.0.map(drop).expect_err("the input is damaged"));
@@ -383,14 +397,16 @@ async fn lost_import_is_imported_again_and_not_copied() {
     ));
     let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
     let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
-        let Asked::PrepareImport(asked, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::PrepareImport(asked, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         assert_eq!(asked.provided.expect("something").resource_type, resource_type);
         let response = store::PrepareImportResponse {
             artifact_id: artifact.to_string(),
             volume_handle: VolumeHandle::new().to_string(),
             term: None,
         };
-        answer.send(Ok(response)).expect("it waits");
+        answer.send(Ok(response)).expect("the gateway waits");
     };
     let script = async {
         imported(&mut suite.store, "git", first).await;
@@ -399,11 +415,13 @@ async fn lost_import_is_imported_again_and_not_copied() {
         Suite::prepared(&mut suite.store, &[first]).await;
         imported(&mut suite.store, "git", second).await;
         // The resource type was replaced.
-        let Asked::Prepare(request, answer) = suite.store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = suite.store.next_call().await else {
+            panic!("an unexpected call")
+        };
         let about = [("artifact_id", second.to_string())];
         let refusal =
             Reason::InputUnavailable.status_about("gantry.test", "not every team's".to_owned(), about);
-        answer.send(Err(refusal)).expect("it waits");
+        answer.send(Err(refusal)).expect("the gateway waits");
         let from: Vec<_> = request.volumes.iter().map(|volume| volume.from_artifact_id.clone()).collect();
         assert_eq!(from, [second.to_string(), certs.to_string()]);
         imported(&mut suite.store, "git", first).await;

@@ -1,8 +1,8 @@
 //! Tests of the sweep and the report, with a fake artifact store.
 
 use super::*;
-use crate::test_support::store::{Asked, LIFE, Store, session};
-use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, TestWorker, within};
+use crate::test_support::store::{LIFE, Store, StoreCall, session};
+use crate::test_support::{DESTROYED_AT_ONCE, FakeGateways, TestWorker, UNREACHABLE, within};
 use domain::AttemptId;
 use domain::worker::Receipt;
 use domain::workload::{Limits, Network};
@@ -42,7 +42,7 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
 async fn destruction_respects_concurrency_of_containers_and_volumes() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (mut containers, mut volumes) = (Vec::new(), Vec::new());
     for _ in 0..4 * DESTROYED_AT_ONCE {
         containers.push(container(&machine).await);
@@ -62,7 +62,7 @@ async fn destruction_respects_concurrency_of_containers_and_volumes() {
     assert_eq!(machine.runtime().list().await.expect("listed").containers, []);
 
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (parent, child) = (volumes[0], volumes[1]);
     for volume in [parent, child] {
         machine.runtime().create_volume(volume, runtime::VolumeSource::Empty).await.expect("made");
@@ -77,9 +77,9 @@ async fn answer_report(
     machine: &Arc<FakeWorker>,
     response: pb::ReportResponse,
 ) -> pb::ReportOpen {
-    let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
     assert_eq!(volumes, machine.runtime().list().await.expect("listed").volumes);
-    answer.send(Ok(response)).expect("it waits");
+    answer.send(Ok(response)).expect("the gateway waits");
     store.opened().expect("it was opened")
 }
 
@@ -88,7 +88,7 @@ async fn restored_store_does_not_destroy_unknown_volumes() {
     const OTHER: &str = "0197c1a2-0000-7000-8000-000000000002";
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let volume = machine.volume("made before the backup was restored").await;
     let container = container(&machine).await;
     let unknown = pb::ReportResponse {
@@ -142,7 +142,7 @@ async fn restored_store_does_not_destroy_unknown_volumes() {
 async fn orphans_are_described_by_their_notes_and_manifests() {
     for machine in [FakeWorker::near(), FakeWorker::far()] {
         let mut store = Store::start().await;
-        let worker = machine.attended(NOBODY, &store.endpoint);
+        let worker = machine.gateway(UNREACHABLE, &store.endpoint);
         let (complete, artifact) = (machine.volume("complete").await, domain::ArtifactId::new());
         let runtime = machine.runtime();
         let manifest = worker.transfers.manifests.scan(&*runtime, complete, "main").await.expect("scanned");
@@ -161,10 +161,10 @@ async fn orphans_are_described_by_their_notes_and_manifests() {
         let session = session("credential");
         let (reported, described) = tokio::join!(report(&worker.transfers, &session), async {
             answer_report(&mut store, &machine, response).await;
-            let Asked::DescribeOrphans(described, answer) = store.asked().await else {
+            let StoreCall::DescribeOrphans(described, answer) = store.next_call().await else {
                 panic!("nothing said")
             };
-            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("it waits");
+            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("the gateway waits");
             described
         });
         reported.expect("reported");
@@ -205,7 +205,7 @@ async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
 async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, TestWorker, VolumeHandle) {
     let machine = FakeWorker::near();
     belongs_to_the_store(&machine).await;
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let damaged = machine.volume("not what it should be").await;
     worker
         .transfers
@@ -225,13 +225,13 @@ async fn damaged_volume_is_omitted_and_then_destroyed() {
 
     for known in [true, false] {
         let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
-            let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
+            let StoreCall::ListVolumes(asked, answer) = store.next_call().await else { panic!("no list") };
             assert_eq!(asked.volume_handles, [damaged.to_string()], "only damaged volumes are queried");
             let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
             let volumes = known.then_some(volume).into_iter().collect();
             let page = pb::ListVolumesResponse { volumes, ..pb::ListVolumesResponse::default() };
-            answer.send(Ok(page)).expect("it waits");
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            answer.send(Ok(page)).expect("the gateway waits");
+            let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
             let mut reported = pb::ReportResponse::default();
             if known {
                 assert_eq!(volumes, [whole], "the damaged volume is omitted");
@@ -239,7 +239,7 @@ async fn damaged_volume_is_omitted_and_then_destroyed() {
                 assert!(volumes.contains(&damaged), "a volume without a row is reported");
                 reported.unknown_volume_handles = vec![damaged.to_string()];
             }
-            answer.send(Ok(reported)).expect("it waits");
+            answer.send(Ok(reported)).expect("the gateway waits");
         });
         reported.expect("reported");
         assert_eq!(machine.has(damaged), known);
@@ -254,16 +254,19 @@ async fn unknown_volume_stays_while_destruction_is_held() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     belongs_to_the_store(&machine).await;
-    let (held, free) = (machine.holding(NOBODY, &store.endpoint), machine.attended(NOBODY, &store.endpoint));
+    let (held, free) = (
+        machine.gateway_holding_destruction(UNREACHABLE, &store.endpoint),
+        machine.gateway(UNREACHABLE, &store.endpoint),
+    );
     let unknown = machine.volume("unknown").await;
     for (worker, stays) in [(held, true), (free, false)] {
         let session = session("credential");
         let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
             assert_eq!(volumes, [unknown], "the volume is reported");
             let unknown_volume_handles = vec![unknown.to_string()];
             let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
-            answer.send(Ok(response)).expect("it waits");
+            answer.send(Ok(response)).expect("the gateway waits");
         });
         reported.expect("reported");
         assert_eq!(machine.has(unknown), stays);
@@ -274,7 +277,7 @@ async fn unknown_volume_stays_while_destruction_is_held() {
 #[tokio::test]
 async fn nothing_is_destroyed_without_an_exclusive_session() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (first, second) = (machine.volume("marked").await, machine.volume("marked").await);
     // The state after a process was frozen.
     worker.session.extend_exclusive(crate::util::clock::since_boot());
@@ -293,27 +296,27 @@ async fn nothing_is_destroyed_without_an_exclusive_session() {
 async fn report_is_dropped_when_the_session_changes() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let volume = machine.volume("contents").await;
     worker.session.set(Some(session("first")));
     let reporting = tokio::spawn(report_forever(worker.transfers.clone()));
 
-    let Asked::Report(credential, _, mut first) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(credential, _, mut first) = store.next_call().await else { panic!("no report") };
     assert_eq!(credential, "first");
     worker.session.set(Some(session("second")));
     // The second report starts before the first is answered.
-    let Asked::Report(credential, volumes, second) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(credential, volumes, second) = store.next_call().await else { panic!("no report") };
     assert_eq!((credential.as_str(), &volumes[..]), ("second", &[volume][..]));
     within("the end of the first call", first.closed()).await;
     let unknown_volume_handles = vec![volume.to_string()];
     let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
     assert!(first.send(Ok(response)).is_err(), "the call was dropped");
-    second.send(Ok(pb::ReportResponse::default())).expect("it waits");
+    second.send(Ok(pb::ReportResponse::default())).expect("the gateway waits");
 
     worker.report_due.notify_one();
-    let Asked::Report(_, volumes, third) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(_, volumes, third) = store.next_call().await else { panic!("no report") };
     assert_eq!(volumes, [volume], "an answer in an old session destroys nothing");
-    third.send(Ok(pb::ReportResponse::default())).expect("it waits");
+    third.send(Ok(pb::ReportResponse::default())).expect("the gateway waits");
     worker.stopping.cancel();
     reporting.await.expect("no panic");
     store.end().await;
@@ -322,7 +325,7 @@ async fn report_is_dropped_when_the_session_changes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn destroyed_process_differs_from_stopped_process() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     for destroyed in [true, false] {
         let (handle, attempt) = (container(&machine).await, AttemptId::new());
         let sleeping = testing::conformance::process(&["sleep", "3600"].map(str::to_owned));

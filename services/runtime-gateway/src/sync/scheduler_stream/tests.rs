@@ -15,8 +15,8 @@ use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
-use crate::test_support::store::{Asked, Store};
-use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall};
+use crate::test_support::{FakeGateways, TIMEOUT, TestWorker, UNREACHABLE, within};
 use domain::WorkerId;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::desired_lease::Wish;
@@ -27,16 +27,16 @@ use testing::fake::FakeWorker;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
+type ResponseSender = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
 /// A fake scheduler, which forwards all calls to the test.
 #[derive(Clone)]
 struct Script {
-    streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, Told)>,
+    streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, ResponseSender)>,
     finished: mpsc::Sender<pb::FinishAttemptRequest>,
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
+fn unused<T>() -> Result<Response<T>, Status> {
     Err(Status::unimplemented("not used in this test"))
 }
 
@@ -48,41 +48,41 @@ impl Workers for Script {
         &self,
         request: Request<Streaming<pb::SynchronizeRequest>>,
     ) -> Result<Response<Self::SynchronizeStream>, Status> {
-        let (told, stream) = mpsc::channel(64);
-        self.streams.send((request.into_inner(), told)).await.ok();
+        let (responses, stream) = mpsc::channel(64);
+        self.streams.send((request.into_inner(), responses)).await.ok();
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_ticket(
         &self,
         _: Request<pb::IssueTicketRequest>,
     ) -> Result<Response<pb::IssueTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_proxy_ticket(
         &self,
         _: Request<pb::IssueProxyTicketRequest>,
     ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_workers(
         &self,
         _: Request<pb::ListWorkersRequest>,
     ) -> Result<Response<pb::ListWorkersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_worker(
         &self,
         _: Request<pb::GetWorkerRequest>,
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
@@ -91,35 +91,35 @@ impl Workers for Script {
         &self,
         _: Request<pb::WatchWorkersRequest>,
     ) -> Result<Response<Self::WatchWorkersStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cordon_worker(
         &self,
         _: Request<pb::CordonWorkerRequest>,
     ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn run_worker(
         &self,
         _: Request<pb::RunWorkerRequest>,
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn retire_worker(
         &self,
         _: Request<pb::RetireWorkerRequest>,
     ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn prune_worker(
         &self,
         _: Request<pb::PruneWorkerRequest>,
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 }
 
@@ -128,23 +128,23 @@ impl Workloads for Script {
     type WatchStream = ReceiverStream<Result<pb::WatchResponse, Status>>;
 
     async fn submit(&self, _: Request<pb::SubmitRequest>) -> Result<Response<pb::SubmitResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn watch(&self, _: Request<pb::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get(&self, _: Request<pb::GetRequest>) -> Result<Response<pb::GetResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list(&self, _: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cancel(&self, _: Request<pb::CancelRequest>) -> Result<Response<pb::CancelResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn start_attempt(
@@ -167,22 +167,22 @@ impl Workloads for Script {
 struct Scene {
     machine: Arc<FakeWorker>,
     worker: TestWorker,
-    said: Streaming<pb::SynchronizeRequest>,
-    told: Told,
+    requests: Streaming<pb::SynchronizeRequest>,
+    responses: ResponseSender,
     finished: mpsc::Receiver<pb::FinishAttemptRequest>,
     generation: u64,
     /// The last state that the gateway sent, and the time of its arrival.
     observed: (pb::Observed, Duration),
     /// Later streams of the gateway.
-    streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, Told)>,
-    speaking: JoinHandle<()>,
+    streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, ResponseSender)>,
+    synchronizing: JoinHandle<()>,
     served: JoinHandle<anyhow::Result<()>>,
     stop: oneshot::Sender<()>,
 }
 
 impl Scene {
     async fn start() -> Self {
-        Self::of(&FakeWorker::near(), NOBODY).await
+        Self::of(&FakeWorker::near(), UNREACHABLE).await
     }
 
     /// Starts a gateway of this worker, with an artifact store at this address.
@@ -199,10 +199,10 @@ impl Scene {
         let served = tokio::spawn(host.serve([listener], async {
             stopped.await.ok();
         }));
-        let worker = machine.attended(&endpoint, artifact_store);
-        let speaking = tokio::spawn(forever(worker.context.clone(), GatewayInstance::new()));
-        let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
-        hello_of(&mut said).await;
+        let worker = machine.gateway(&endpoint, artifact_store);
+        let synchronizing = tokio::spawn(synchronize_forever(worker.context.clone(), GatewayInstance::new()));
+        let (mut requests, responses) = within("a stream", opened.recv()).await.expect("a stream");
+        receive_registration(&mut requests).await;
         let welcome = pb::Welcome {
             session_credential: "credential".to_owned(),
             worker_id: WorkerId::new().to_string(),
@@ -214,20 +214,20 @@ impl Scene {
             worker_ttl: Some(rpc::duration(Duration::from_secs(60))),
         };
         let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };
-        told.send(Ok(response)).await.expect("a stream");
+        responses.send(Ok(response)).await.expect("a stream");
         let observed = (pb::Observed::default(), Duration::ZERO);
         let machine = machine.clone();
         let streams = opened;
         Self {
             machine,
             worker,
-            said,
-            told,
+            requests,
+            responses,
             finished,
             generation: 0,
             observed,
             streams,
-            speaking,
+            synchronizing,
             served,
             stop,
         }
@@ -235,8 +235,9 @@ impl Scene {
 
     /// Waits for another stream, and returns its registration.
     async fn another_stream(&mut self) -> pb::Hello {
-        (self.said, self.told) = within("another stream", self.streams.recv()).await.expect("a stream");
-        hello_of(&mut self.said).await
+        (self.requests, self.responses) =
+            within("another stream", self.streams.recv()).await.expect("a stream");
+        receive_registration(&mut self.requests).await
     }
 
     /// Sends a desired state, and waits until the gateway has applied it.
@@ -245,24 +246,24 @@ impl Scene {
         let desired =
             pb::Desired { generation: self.generation, leases, heard, directive: pb::Directive::Run.into() };
         let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
-        self.told.send(Ok(response)).await.expect("a stream");
+        self.responses.send(Ok(response)).await.expect("a stream");
         self.observe("the applied state", |observed, generation| observed.applied_generation == generation)
             .await;
     }
 
-    /// Waits for a state that `looked_for` accepts.
-    async fn observe(&mut self, what: &str, looked_for: impl Fn(&pb::Observed, u64) -> bool) {
+    /// Waits for a state that `accepts` accepts.
+    async fn observe(&mut self, what: &str, accepts: impl Fn(&pb::Observed, u64) -> bool) {
         let before = Instant::now();
         loop {
-            let message = within(what, self.said.message()).await.expect("the stream is open");
-            let message = message.and_then(|said| said.message);
+            let message = within(what, self.requests.message()).await.expect("the stream is open");
+            let message = message.and_then(|request| request.message);
             let Some(Up::Observed(observed)) = message else { panic!("{message:?}") };
             assert!(observed.number > self.observed.0.number, "numbers ascend");
             self.observed = (observed, since_boot());
-            if looked_for(&self.observed.0, self.generation) {
+            if accepts(&self.observed.0, self.generation) {
                 return;
             }
-            assert!(before.elapsed() < PATIENCE, "{what} did not come: {:?}", self.observed.0);
+            assert!(before.elapsed() < TIMEOUT, "{what} did not come: {:?}", self.observed.0);
         }
     }
 
@@ -278,19 +279,23 @@ impl Scene {
 
     async fn end(self) {
         self.worker.stopping.cancel();
-        self.speaking.await.expect("no panic");
+        self.synchronizing.await.expect("no panic");
         self.worker.tasks.close();
         self.worker.tasks.wait().await;
-        drop((self.said, self.told, self.streams));
-        self.stop.send(()).expect("it is served");
+        drop((self.requests, self.responses, self.streams));
+        self.stop.send(()).expect("the server runs");
         self.served.await.expect("no panic").expect("it ends well");
     }
 }
 
 /// Receives the registration of a stream.
-async fn hello_of(said: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
-    match within("the registration", said.message()).await.expect("a message").and_then(|said| said.message) {
-        Some(Up::Hello(hello)) => hello,
+async fn receive_registration(requests: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
+    match within("the registration", requests.message())
+        .await
+        .expect("a message")
+        .and_then(|request| request.message)
+    {
+        Some(Up::Hello(registration)) => registration,
         other => panic!("{other:?}"),
     }
 }
@@ -328,12 +333,15 @@ async fn only_acknowledged_messages_are_contact() {
     let welcomed = since_boot();
     scene.desire(0, vec![]).await;
     let contacts = scene.machine.contacts();
-    let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(before <= hello && hello <= welcomed, "contact counts from the sending of the registration");
+    let [(registered_at, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
+    assert!(
+        before <= registered_at && registered_at <= welcomed,
+        "contact counts from the sending of the registration"
+    );
     assert_eq!(stop_after, Duration::from_secs(600));
 
     // The scheduler sends messages for longer than a heartbeat, but acknowledges none.
-    while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
+    while scene.observed.0.number < 20 || scene.observed.1 < registered_at + Duration::from_millis(400) {
         scene.desire(0, vec![]).await;
     }
     assert_eq!(scene.machine.contacts(), contacts);
@@ -343,7 +351,10 @@ async fn only_acknowledged_messages_are_contact() {
     scene.desire(number, vec![]).await;
     let contacts = scene.machine.contacts();
     let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(hello < sent && sent <= arrived, "contact counts from the sending of the acknowledged message");
+    assert!(
+        registered_at < sent && sent <= arrived,
+        "contact counts from the sending of the acknowledged message"
+    );
     scene.end().await;
 }
 
@@ -410,12 +421,14 @@ async fn attempt_continues_in_the_next_session() {
     };
     scene.desire(0, vec![pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) }]).await;
     for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
-        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         assert_eq!(request.session_credential, credential);
         let mut session = scene.worker.session.current().expect("the session is open");
         session.credential = "new".to_owned();
         scene.worker.session.set(Some(session));
-        answer.send(Err(reason.status("gantry.test", "no"))).expect("it waits");
+        answer.send(Err(reason.status("gantry.test", "no"))).expect("the gateway waits");
     }
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
     let failure = finish.failure.expect("a failure");
@@ -447,7 +460,9 @@ struct OneAttempt {
 impl OneAttempt {
     /// Answers a call of `Prepare`. All answers are equal.
     async fn prepared(&mut self, store: &mut Store) {
-        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         let volumes = request.volumes.into_iter().map(|volume| artifacts::PreparedVolume {
             volume_handle: self
                 .volumes
@@ -459,7 +474,7 @@ impl OneAttempt {
         });
         let volumes = volumes.collect();
         let response = artifacts::PrepareResponse { container_handle: self.container.to_string(), volumes };
-        answer.send(Ok(response)).expect("it waits");
+        answer.send(Ok(response)).expect("the gateway waits");
     }
 }
 
@@ -508,9 +523,11 @@ async fn attempt_runs_once_when_its_gateway_restarts() {
             .await;
         assert_eq!(lines(&*runtime, volume, file).await, 1, "the process is started once");
         std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
-        let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
-        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
+        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
         let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
         assert_eq!(finish.failure, None);
         assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(7))));
@@ -531,16 +548,16 @@ async fn forgotten_worker_registers_again_and_retired_worker_waits() {
     let directive = pb::Directive::RegisterAgain.into();
     let again = pb::Desired { generation: 9, directive, ..pb::Desired::default() };
     let again = pb::SynchronizeResponse { message: Some(Down::Desired(again)) };
-    scene.told.send(Ok(again)).await.expect("a stream");
-    let anew = scene.another_stream().await;
-    assert_eq!(anew.session_credential, "", "the old session has ended");
+    scene.responses.send(Ok(again)).await.expect("a stream");
+    let again = scene.another_stream().await;
+    assert_eq!(again.session_credential, "", "the old session has ended");
     assert!(scene.worker.session.current().is_none());
 
     let retired = Reason::WorkerRetired.status("gantry.scheduler", "it was retired");
-    scene.told.send(Err(retired)).await.expect("a stream");
+    scene.responses.send(Err(retired)).await.expect("a stream");
     // A retired worker asks at intervals whether it may run again, as the same instance.
-    let asking = scene.another_stream().await;
-    assert_eq!(asking.gateway_instance, anew.gateway_instance);
+    let registration = scene.another_stream().await;
+    assert_eq!(registration.gateway_instance, again.gateway_instance);
     assert!(scene.worker.session.current().is_none());
     scene.end().await;
 }

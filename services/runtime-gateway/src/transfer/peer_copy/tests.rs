@@ -25,9 +25,11 @@ use crate::Config;
 use crate::Intervals;
 use crate::runtimes::garden::{GardenConfig, GardenRuntime};
 use crate::test_support::scheduler::Schedule;
-use crate::test_support::served::Served;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended as _, INTERVALS, NOBODY, TestWorker, gateway_of, noted, within};
+use crate::test_support::served::TestServer;
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{
+    FakeGateways as _, INTERVALS, TestWorker, UNREACHABLE, gateway_of, read_lock, within,
+};
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::transfer::write::VolumeWriter;
 
@@ -49,8 +51,14 @@ impl Side {
         let runtime = GardenRuntime::open(GardenConfig { peer_to_peer, ..config }).await.expect("a worker");
         let says = runtime.capabilities().features.iter().any(|feature| feature == "peer-to-peer");
         assert_eq!(says, peer_to_peer);
-        let config =
-            Config::for_worker("test", NOBODY, scheduler, store, NOBODY, dir.path().join("manifests"));
+        let config = Config::for_worker(
+            "test",
+            UNREACHABLE,
+            scheduler,
+            store,
+            UNREACHABLE,
+            dir.path().join("manifests"),
+        );
         let config = Config {
             intervals: Intervals { peer_transfer: patience.unwrap_or(INTERVALS.peer_transfer), ..INTERVALS },
             ..config
@@ -71,13 +79,13 @@ impl Side {
 
 struct Scene {
     schedule: Schedule,
-    scheduler: Served,
+    scheduler: TestServer,
     store: tokio::sync::Mutex<Store>,
     from: Side,
     to: Side,
-    gateway: Served,
+    gateway: TestServer,
     /// The gateway of the destination.
-    destination: Served,
+    destination: TestServer,
     manifest: Arc<Manifest>,
     /// The volume of the source, and the volume that is filled.
     volumes: (VolumeHandle, VolumeHandle),
@@ -104,14 +112,14 @@ impl Scene {
     async fn with_patience(both: (bool, bool), patience: Option<Duration>, make: impl FnOnce(&Path)) -> Self {
         let schedule = Schedule::new();
         let service = schedule.service();
-        let scheduler = Served::start(|host| host.add_service(service)).await;
+        let scheduler = TestServer::start(|host| host.add_service(service)).await;
         let store = Store::start().await;
         let from = Side::new(both.0, patience, &scheduler.endpoint, &store.endpoint).await;
         let to = Side::new(both.1, patience, &scheduler.endpoint, &store.endpoint).await;
         let gateway = gateway_of(std::slice::from_ref(&from.worker), &scheduler.endpoint);
-        let gateway = Served::start(|host| host.add_service(crate::api::volumes(gateway))).await;
+        let gateway = TestServer::start(|host| host.add_service(crate::api::volumes(gateway))).await;
         let destination = gateway_of(std::slice::from_ref(&to.worker), &scheduler.endpoint);
-        let destination = Served::start(|host| host.add_service(crate::api::volumes(destination))).await;
+        let destination = TestServer::start(|host| host.add_service(crate::api::volumes(destination))).await;
 
         let tree = tempfile::tempdir().expect("a directory");
         make(tree.path());
@@ -171,10 +179,10 @@ impl Scene {
         };
         assert_eq!(plain(&there), plain(&self.manifest));
         let kept =
-            self.to.worker.transfers.manifests.kept_of(self.to.worker.runtime.as_ref(), self.volumes.1).await;
+            self.to.worker.transfers.manifests.stored(self.to.worker.runtime.as_ref(), self.volumes.1).await;
         assert_eq!(kept.expect("read").expect("a manifest").tree_digest(), self.manifest.tree_digest());
 
-        let last = noted(&self.told).pop().expect("progress is reported");
+        let last = read_lock(&self.told).pop().expect("progress is reported");
         assert_eq!((last.done, last.total, last.saved), (last.total, self.manifest.extent_bytes(), 0));
         last.by_peer
     }
@@ -189,11 +197,11 @@ impl Scene {
 
 /// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
-    let Asked::VolumeComplete(request, answer) = store.lock().await.asked().await else {
-        panic!("something else")
+    let StoreCall::VolumeComplete(request, answer) = store.lock().await.next_call().await else {
+        panic!("an unexpected call")
     };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
+    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -205,7 +213,7 @@ async fn worker_sends_volume_directly_to_another_worker() {
     // The destination was read back.
     assert_eq!((scene.to.asked(to, "stream-in"), scene.to.asked(to, "stream-out")), (1, 1));
     assert!(
-        noted(&scene.told).iter().any(|told| told.by_peer && told.done < told.total),
+        read_lock(&scene.told).iter().any(|told| told.by_peer && told.done < told.total),
         "progress is reported"
     );
     scene.end().await;
@@ -277,7 +285,7 @@ async fn abandoned_copy_is_destroyed_before_the_next_begins() {
         () = within("the first bytes", begun) => {}
     }
     within("the release of the permit", async {
-        while !noted(&scene.to.worker.transfers.filling).is_empty() {
+        while !read_lock(&scene.to.worker.transfers.filling).is_empty() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     })
@@ -334,11 +342,11 @@ async fn direct_copy_requires_write_ticket_and_confirmed_address() {
     let scene = Scene::new((true, true), make_tree).await;
     let machine = FakeWorker::near();
     let near = machine.volume("contents").await;
-    let worker = machine.attended(&scene.scheduler.endpoint, NOBODY);
+    let worker = machine.gateway(&scene.scheduler.endpoint, UNREACHABLE);
     worker.session.set(Some(session("credential")));
     let near_worker = worker.session.current().expect("a session").worker;
     let gateway = gateway_of(&[scene.from.worker.clone(), worker], &scene.scheduler.endpoint);
-    let gateway = Served::start(|host| host.add_service(crate::api::volumes(gateway))).await;
+    let gateway = TestServer::start(|host| host.add_service(crate::api::volumes(gateway))).await;
     let peer = rpc::client::peer(&gateway.endpoint, Outgoing::internal()).expect("an address");
 
     let (from, to) = scene.volumes;

@@ -10,8 +10,8 @@ use rustix::fs::{XattrFlags, setxattr};
 use transfer::{ReadOptions, TreeReader, TreeWriter, WriteOptions};
 
 use super::*;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, TestWorker, UNREACHABLE, within};
 use crate::transfer::archives::{self, ArchiveUpload};
 use crate::transfer::error::ManifestError;
 use crate::transfer::read;
@@ -19,7 +19,7 @@ use crate::transfer::write::VolumeWriter;
 use testing::fake::FakeWorker;
 
 fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     worker
 }
@@ -56,19 +56,22 @@ fn tree(root: &Path) -> Arc<Manifest> {
 
 /// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
-    let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+        panic!("an unexpected call")
+    };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("it waits");
+    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("the gateway waits");
 }
 
 async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> VolumeWriter {
-    let mut filling =
-        VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()).await.expect("it may be filled");
+    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone())
+        .await
+        .expect("the volume can be filled");
     assert_eq!(filling.missing_bytes(), tree.extent_bytes(), "everything is sent");
     let mut reader = TreeReader::new(root, tree.clone(), ReadOptions::default()).expect("a reader");
     for ordinal in 0..tree.extent_count() {
         let data = reader.read(ordinal).expect("content");
-        filling.put(&worker.transfers, vec![(ordinal, data)]).await.expect("it is taken");
+        filling.put(&worker.transfers, vec![(ordinal, data)]).await.expect("the extents are accepted");
     }
     filling
 }
@@ -141,7 +144,7 @@ async fn remote_volume_is_read_unchanged_through_any_gateway() {
     let worker = gateway(&machine, &store);
     let filling = fill(&worker, volume, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let lossy = crate::transfer::scan::scan(&machine.path(volume)).expect("it can be read").manifest;
     assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see the link");
     let none = std::fs::read_dir(&worker.config.manifest_dir).expect("list").count();
@@ -179,7 +182,7 @@ async fn remote_volume_is_read_unchanged_through_any_gateway() {
         VolumeWriter::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&standby.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let other = VolumeWriter::begin(&standby.transfers, ticket(volume), Arc::new(lossy)).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(_))), "{other:?}");
     store.end().await;
@@ -195,7 +198,7 @@ async fn change_on_the_worker_is_detected_when_read() {
     let worker = gateway(&machine, &store);
     let filling = fill(&worker, volume, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let file = std::fs::File::options().write(true).open(machine.path(volume).join("directory/b"));
     file.expect("open").write_all_at(b"X", 2_000_000).expect("write");
 
@@ -305,7 +308,7 @@ async fn archive_is_forwarded_and_bad_archive_leaves_nothing() {
 
     let unpacking = unpack(&worker, volume, &archive, true);
     let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
-    assert_eq!(unpacked.expect("the store has heard").tree_digest(), wanted.tree_digest());
+    assert_eq!(unpacked.expect("the store has the report").tree_digest(), wanted.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     let standby = gateway(&machine, &store);
@@ -334,7 +337,7 @@ async fn user_names_in_archives_are_ignored() {
     let archive = tar.output().expect("tar").stdout;
     let unpacking = unpack(&worker, volume, &archive, true);
     let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
-    unpacked.expect("the store has heard");
+    unpacked.expect("the store has the report");
     let runtime::Contents::Remote(remote) = worker.runtime.contents(volume).await.expect("the contents")
     else {
         panic!("it is near")
@@ -356,12 +359,12 @@ async fn volume_is_copied_in_source_order() {
     let from = VolumeHandle::new();
     let filling = fill(&one, from, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&one.transfers), acknowledge(&mut store, from));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     for machine in [FakeWorker::far(), FakeWorker::near()] {
         let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
         let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), wanted.clone())
             .await
-            .expect("it may be filled");
+            .expect("the volume can be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::PendingExtents::new(&filling.missing);
         let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
@@ -371,7 +374,7 @@ async fn volume_is_copied_in_source_order() {
                     assert!(expected.take(&wanted, extent.ordinal), "file by file: {}", extent.ordinal);
                 }
                 let extents = batch.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
-                filling.put(&other.transfers, extents).await.expect("it is taken");
+                filling.put(&other.transfers, extents).await.expect("the extents are accepted");
             }
             filling
         };
@@ -379,7 +382,7 @@ async fn volume_is_copied_in_source_order() {
         read.expect("it is there");
         assert!(expected.is_empty());
         let (committed, ()) = tokio::join!(filling.commit(&other.transfers), acknowledge(&mut store, to));
-        assert_eq!(committed.expect("the store has heard").tree_digest(), wanted.tree_digest());
+        assert_eq!(committed.expect("the store has the report").tree_digest(), wanted.tree_digest());
         let packed = packed(&other, to, "").await.expect("packed");
         assert_eq!(digest_of(&packed), wanted.tree_digest());
     }
@@ -406,13 +409,13 @@ async fn aborted_transfer_can_begin_again() {
     filling.abandon().await;
     let filling = fill(&worker, volume, &root, &wanted).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
 
     // The worker rejects the bytes.
     let volume = VolumeHandle::new();
     let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), wanted.clone())
         .await
-        .expect("it may be filled");
+        .expect("the volume can be filled");
     std::fs::create_dir_all(machine.path(volume).join("z/in-the-way")).expect("make");
     let mut reader = TreeReader::new(&root, wanted.clone(), ReadOptions::default()).expect("a reader");
     let refused = async {

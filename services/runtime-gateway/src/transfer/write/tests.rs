@@ -6,13 +6,13 @@ use rpc::pb::artifacts as pb;
 use tokio::time::timeout;
 
 use super::*;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, TIMEOUT, TestWorker, UNREACHABLE, within};
 use testing::fake::FakeWorker;
 
 /// Creates a gateway of this machine, as after a start.
 fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     worker
 }
@@ -51,7 +51,7 @@ async fn fill(
     tree: &Arc<Manifest>,
     text: &'static str,
 ) -> VolumeWriter {
-    let mut filling = begin(worker, volume, tree).await.expect("it may be filled");
+    let mut filling = begin(worker, volume, tree).await.expect("the volume can be filled");
     assert_eq!(filling.missing_bytes(), text.len() as u64);
     filling.put(&worker.transfers, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
     filling
@@ -61,7 +61,9 @@ async fn completed(
     store: &mut Store,
     volume: VolumeHandle,
 ) -> crate::test_support::store::Answer<pb::VolumeCompleteResponse> {
-    let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+        panic!("an unexpected call")
+    };
     assert_eq!(request.volume_handle, volume.to_string());
     answer
 }
@@ -83,7 +85,7 @@ async fn complete_volume_is_reported_again_after_a_restart() {
     machine.overwrite(volume, "CONTENTS");
 
     let worker = gateway(&machine, &store);
-    let other = begin(&worker, volume, &tree("something else")).await.err();
+    let other = begin(&worker, volume, &tree("an unexpected call")).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(of)) if of == volume), "{other:?}");
     let filling = begin(&worker, volume, &wanted).await.expect("the same again");
     assert_eq!(filling.missing_bytes(), 0);
@@ -91,9 +93,9 @@ async fn complete_volume_is_reported_again_after_a_restart() {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     assert_eq!(machine.read(volume), "CONTENTS", "the volume is unchanged");
     store.end().await;
 }
@@ -118,9 +120,9 @@ async fn volume_is_not_reported_without_stored_manifest() {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     store.end().await;
 }
 
@@ -149,13 +151,17 @@ async fn rejected_volume_is_forgotten_unless_session_is_old() {
         let filling = fill(&worker, volume, &tree(text), text).await;
         let (refused, ()) = tokio::join!(filling.commit(&worker.transfers), async {
             let refusal = reason.status("gantry.test", "no");
-            completed(&mut store, volume).await.send(Err(refusal)).expect("it waits");
+            completed(&mut store, volume).await.send(Err(refusal)).expect("the gateway waits");
         });
         assert!(
             matches!(&refused, Err(WriteVolumeError::Refused(refusal)) if refusal.is(reason)),
             "{refused:?}"
         );
-        assert_eq!(worker.transfers.manifests.kept(volume).await.expect("read").is_some(), kept, "{reason}");
+        assert_eq!(
+            worker.transfers.manifests.stored_here(volume).await.expect("read").is_some(),
+            kept,
+            "{reason}"
+        );
     }
     store.end().await;
 }
@@ -176,7 +182,7 @@ async fn permit_is_held_until_volume_is_made() {
         _ = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
         () = within("the permit", taken) => {}
     }
-    let other = timeout(PATIENCE, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
+    let other = timeout(TIMEOUT, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
         .await
         .expect("an answer");
     assert!(matches!(other.err(), Some(WriteVolumeError::Busy(of)) if of == volume));
@@ -190,7 +196,7 @@ async fn permit_is_held_until_volume_is_made() {
             }
         }
     });
-    assert_eq!(filling.await.expect("it may be filled").missing_bytes(), 8);
+    assert_eq!(filling.await.expect("the volume can be filled").missing_bytes(), 8);
     store.end().await;
 }
 
@@ -204,7 +210,7 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     machine.runtime().create_volume(used, runtime::VolumeSource::Empty).await.expect("made");
     let replica = machine.volume("contents").await;
     for volume in [used, replica] {
-        let refused = begin(&worker, volume, &tree("something else")).await.err();
+        let refused = begin(&worker, volume, &tree("an unexpected call")).await.err();
         assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
         let unpacking = crate::transfer::archives::ArchiveUpload::begin(&worker.transfers, ticket(volume));
         let refused = within("an end", unpacking.commit()).await.err();
@@ -225,14 +231,14 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
     committed.expect("it is complete");
     assert!(!worker.transfers.manifests.is_filling(volume));
     std::fs::remove_file(worker.config.manifest_dir.join(volume.to_string())).expect("remove");
     drop(worker);
     let worker = gateway(&machine, &store);
-    let refused = begin(&worker, volume, &tree("something else")).await.err();
+    let refused = begin(&worker, volume, &tree("an unexpected call")).await.err();
     assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
     store.end().await;
 }
