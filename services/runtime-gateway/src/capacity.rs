@@ -171,8 +171,8 @@ mod tests {
             ("--max-containers", "max_containers"),
             ("--max-volumes", "max_volumes"),
         ] {
-            let said = <Flags as clap::Parser>::try_parse_from(["gateway", flag, "0"]);
-            assert!(said.is_err(), "{said:?}");
+            let parsed = <Flags as clap::Parser>::try_parse_from(["gateway", flag, "0"]);
+            assert!(parsed.is_err(), "{parsed:?}");
             let refused = read(&format!(r#"{{"{member}":0}}"#)).expect_err("refused");
             assert!(refused.to_string().contains("must be at least 1"), "{refused}");
         }
@@ -188,13 +188,13 @@ mod tests {
             cpu_millis: Some(4000),
             memory_bytes: None,
         };
-        let said = Amounts { max_volumes: Some(3), ..Amounts::default() }.capacity(&has, None);
-        let wanted = Capacity { max_volumes: Some(3), cpu_millis: Some(4000), ..Capacity::default() };
-        assert_eq!(said, wanted);
+        let parsed = Amounts { max_volumes: Some(3), ..Amounts::default() }.capacity(&has, None);
+        let expected = Capacity { max_volumes: Some(3), cpu_millis: Some(4000), ..Capacity::default() };
+        assert_eq!(parsed, expected);
         let amounts = Amounts { cpu_millis: Some(500), memory_bytes: Some(1), ..Amounts::default() };
-        let said = amounts.capacity(&has, Some(Disk { total_bytes: 7, free_bytes: 5 }));
-        let wanted =
+        let parsed = amounts.capacity(&has, Some(Disk { total_bytes: 7, free_bytes: 5 }));
+        let expected =
             Capacity { cpu_millis: Some(500), memory_bytes: Some(1), disk_bytes: 7, ..Capacity::default() };
-        assert_eq!(said, wanted);
+        assert_eq!(parsed, expected);
     }
 }

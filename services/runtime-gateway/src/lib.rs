@@ -55,7 +55,7 @@ pub use worker_set::WorkerSet;
 /// The domain of the errors that this service returns.
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
-/// Creates a directory with mode 0700, whatever the umask is. An existing directory of this user is
+/// Creates a directory with mode 0700 regardless of the umask. An existing directory of this user is
 /// closed to other users.
 ///
 /// Files in the directory may have any mode that containers give them.

@@ -60,8 +60,9 @@ fn set(worker: &Worker) {
     let name = worker.config.worker_name.clone();
     let (attempts, processes) = {
         let attempts = worker.attempts.lock();
-        let count =
-            |wanted: fn(AttemptPhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
+        let count = |matches_phase: fn(AttemptPhase) -> bool| {
+            attempts.values().filter(|it| matches_phase(it.phase)).count()
+        };
         (count(|phase| phase != AttemptPhase::Ended), count(|phase| phase == AttemptPhase::Running))
     };
     metrics::gauge!("gantry_gateway_attempts", "worker" => name.clone()).set(attempts as f64);

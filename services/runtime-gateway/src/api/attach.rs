@@ -117,8 +117,8 @@ pub(super) async fn attach(
                 return Err(invalid_field("stdin.data", "must be at most 1 MiB"));
             }
             let overflow = || invalid_field("stdin", "runs too far ahead of `stdin_ack`");
-            let taken = room.clone().try_acquire_many_owned(u32::try_from(length).unwrap_or(u32::MAX));
-            queue.try_send((stdin, taken.map_err(|_| overflow())?)).map_err(|_| overflow())?;
+            let permit = room.clone().try_acquire_many_owned(u32::try_from(length).unwrap_or(u32::MAX));
+            queue.try_send((stdin, permit.map_err(|_| overflow())?)).map_err(|_| overflow())?;
         }
         // The caller has sent everything, but still receives output.
         std::future::pending::<Result<(), Status>>().await

@@ -21,7 +21,7 @@ impl From<AdmitError> for Status {
         let reason = match &error {
             AdmitError::Ticket => Reason::InvalidToken,
             AdmitError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
-            AdmitError::NotAttended(elsewhere) => return elsewhere.clone().into(),
+            AdmitError::NotAttended(error) => return error.clone().into(),
             AdmitError::TooManyTransfers => Reason::Unavailable,
         };
         reason.status(SERVICE, error_chain(&error))

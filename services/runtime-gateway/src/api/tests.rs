@@ -31,8 +31,8 @@ async fn attached(
     let requests = tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
     let mut containers = containers.clone();
     let answer = async {
-        let mut heard = containers.attach(requests).await?.into_inner();
-        Ok(heard.message().await?.and_then(|response| response.message))
+        let mut answers = containers.attach(requests).await?.into_inner();
+        Ok(answers.message().await?.and_then(|response| response.message))
     };
     within("an answer", answer).await
 }
@@ -90,9 +90,9 @@ async fn process_is_abandoned_after_term_of_caller() {
         };
         let requests =
             tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
-        let mut heard = client.clone().attach(requests).await.expect("attached").into_inner();
-        assert!(matches!(heard.message().await, Ok(Some(_))));
-        heard
+        let mut answers = client.clone().attach(requests).await.expect("attached").into_inner();
+        assert!(matches!(answers.message().await, Ok(Some(_))));
+        answers
     };
     // After a restart of the gateway, callers attach before attempts are resumed.
     let (caller, observer) = (attach(false).await, attach(true).await);
@@ -153,10 +153,10 @@ async fn unread_input_is_bounded_in_bytes() {
         let requests = std::iter::once(AttachMessage::Resume(resume)).chain(input);
         let requests =
             tokio_stream::iter(requests.map(|message| pb::AttachRequest { message: Some(message) }));
-        let mut heard = client.clone().attach(requests).await.expect("attached").into_inner();
+        let mut answers = client.clone().attach(requests).await.expect("attached").into_inner();
         let refused = async {
             loop {
-                if let Err(status) = heard.message().await {
+                if let Err(status) = answers.message().await {
                     return Refusal::from(status);
                 }
             }
@@ -193,9 +193,9 @@ async fn attached_caller_is_reported_at_intervals() {
     let resume =
         pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
     let requests = tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
-    let heard = ContainersClient::new(peer).attach(requests).await.expect("attached").into_inner();
+    let answers = ContainersClient::new(peer).attach(requests).await.expect("attached").into_inner();
     assert_eq!(touched(&mut store).await, process.to_string());
-    drop(heard);
+    drop(answers);
 
     let again = async {
         for _ in 0..3 {
@@ -217,25 +217,25 @@ async fn running_process_is_not_reported_at_once() {
     let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     let runtime = machine.runtime();
-    let going_on = runtime.made(container()).await;
-    let going_on = runtime.started(going_on, conformance::process(&programs::sleep())).await;
-    let over = runtime.made(container()).await;
-    let over = runtime.started(over, conformance::process(&programs::exit(0))).await;
-    runtime.ended(over).await;
+    let running = runtime.made(container()).await;
+    let running = runtime.started(running, conformance::process(&programs::sleep())).await;
+    let exited = runtime.made(container()).await;
+    let exited = runtime.started(exited, conformance::process(&programs::exit(0))).await;
+    runtime.ended(exited).await;
 
     tokio::select! {
         biased;
-        never = touch(&worker, going_on, Duration::from_hours(1)) => match never {},
-        never = touch(&worker, over, Duration::from_millis(1)) => match never {},
+        never = touch(&worker, running, Duration::from_hours(1)) => match never {},
+        never = touch(&worker, exited, Duration::from_millis(1)) => match never {},
         () = async {
             for _ in 0..3 {
-                assert_eq!(touched(&mut store).await, over.to_string(), "the running process is not reported");
+                assert_eq!(touched(&mut store).await, exited.to_string(), "the running process is not reported");
             }
         } => {}
     }
     tokio::select! {
-        never = touch(&worker, going_on, Duration::from_millis(1)) => match never {},
-        told = touched(&mut store) => assert_eq!(told, going_on.to_string(), "the running process is reported later"),
+        never = touch(&worker, running, Duration::from_millis(1)) => match never {},
+        touched_process = touched(&mut store) => assert_eq!(touched_process, running.to_string(), "the running process is reported later"),
     }
     store.end().await;
 }
@@ -266,7 +266,7 @@ async fn upload_ends_when_its_caller_pauses() {
 
 #[tokio::test(start_paused = true)]
 async fn download_ends_when_its_caller_pauses() {
-    let (answers, _taken) = mpsc::channel(1);
+    let (answers, _receiver) = mpsc::channel(1);
     let began = tokio::time::Instant::now();
     send(&answers, ()).await.expect("the channel has room");
     let ended = Refusal::from(send(&answers, ()).await.expect_err("the first message is not read"));

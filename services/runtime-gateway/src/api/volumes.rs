@@ -153,10 +153,10 @@ pub(super) async fn read(
     }
     answer(ReadAnswer::ManifestEnd(rpc::tree::manifest_end(&manifest))).await?;
 
-    let mut wanted = OrdinalRanges::new();
+    let mut extents_requested = OrdinalRanges::new();
     loop {
         match next_message(&mut requests, DOWNLOAD_PAUSE).await?.message {
-            Some(ReadMessage::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)
+            Some(ReadMessage::Want(runs)) => rpc::tree::push_runs(&mut extents_requested, &runs)
                 .map_err(|error| invalid_field("want.runs", error.to_string()))?,
             Some(ReadMessage::WantEnd(_)) => break,
             Some(ReadMessage::Open(_)) | None => {
@@ -164,13 +164,13 @@ pub(super) async fn read(
             }
         }
     }
-    if wanted.last().is_some_and(|last| last >= manifest.extent_count()) {
+    if extents_requested.last().is_some_and(|last| last >= manifest.extent_count()) {
         return Err(invalid_field("want.runs", "names an extent that the manifest does not have"));
     }
 
     let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWER_QUEUE);
     let reading = async {
-        volume_read::read(&attended.transfers, ticket.volume, manifest, wanted, batches)
+        volume_read::read(&attended.transfers, ticket.volume, manifest, extents_requested, batches)
             .await
             .map_err(Status::from)
     };

@@ -72,7 +72,7 @@ async fn read(
     manifest: Arc<Manifest>,
 ) -> Result<ProcessDefaults, RuntimeError> {
     let kind = |path| manifest.find(path).map(|index| &manifest.entries()[index].kind);
-    let invalid = |what: String| Err(RuntimeError::InvalidImage(what));
+    let invalid = |cause: String| Err(RuntimeError::InvalidImage(cause));
     match kind(ROOT) {
         Some(EntryKind::Directory) => {}
         Some(_) => return invalid("`rootfs` is not a directory".to_owned()),
@@ -115,7 +115,7 @@ struct Metadata {
 }
 
 fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
-    let invalid = |what: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {what}"));
+    let invalid = |cause: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {cause}"));
     let metadata: Metadata = serde_json::from_slice(text).map_err(|error| invalid(error.to_string()))?;
     let mut environment: Vec<EnvironmentVariable> = Vec::new();
     let mut named = HashSet::new();

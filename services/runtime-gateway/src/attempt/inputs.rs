@@ -62,17 +62,18 @@ pub(super) async fn prepare(
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
     for _ in 0..MAX_ROUNDS {
-        let given_up: Vec<_> = unreachable.iter().copied().collect();
+        let unreachable_caches: Vec<_> = unreachable.iter().copied().collect();
         let provided = base_types(worker, imports, task).await?;
         let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
-        let (prepared, missing) = match request_volumes(worker, task, &plan.volumes, &given_up).await {
-            Ok(answer) => answer,
-            // The worker-provided image or the certificates have changed since the import.
-            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
-                continue;
-            }
-            Err(stopped) => return Err(stopped),
-        };
+        let (prepared, missing) =
+            match request_volumes(worker, task, &plan.volumes, &unreachable_caches).await {
+                Ok(answer) => answer,
+                // The worker-provided image or the certificates have changed since the import.
+                Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
+                    continue;
+                }
+                Err(stopped) => return Err(stopped),
+            };
         if missing.is_empty() {
             return Ok((plan, AttemptHandles { bytes_in, ..prepared }));
         }
@@ -81,8 +82,8 @@ pub(super) async fn prepare(
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
-            let (given_up, bytes) = copy_missing(worker, task, missing).await?;
-            unreachable.extend(given_up);
+            let (unreachable_caches, bytes) = copy_missing(worker, task, missing).await?;
+            unreachable.extend(unreachable_caches);
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
@@ -113,7 +114,7 @@ async fn base_types(
     task: &AttemptTask,
 ) -> Result<WorkerImports, AttemptError> {
     let brings = |what: &WorkerProvided| {
-        worker.runtime.capabilities().worker_provided.iter().any(|known| known.what == *what)
+        worker.runtime.capabilities().worker_provided.iter().any(|item| item.what == *what)
     };
     let image = match &task.spec.image {
         Image::ResourceType(name) => Some(WorkerProvided::ResourceType(name.clone())),
@@ -124,9 +125,9 @@ async fn base_types(
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(WorkerProvided::Certs).filter(brings);
-    let known =
+    let is_imported =
         |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.artifact_of(what).is_some());
-    let is_there = known(&image) && known(&certs)
+    let is_there = is_imported(&image) && is_imported(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
     let artifact = async |what: Option<WorkerProvided>| match what {
         Some(what) if is_there => Ok(imports.artifact_of(&what)),
@@ -169,8 +170,8 @@ pub(super) async fn request_volumes(
     for (volume, planned) in answer.volumes.iter().zip(planned) {
         let Some(artifact) = volume.missing else { continue };
         let is_cache = planned.from_cache.is_some();
-        match missing.iter_mut().find(|known| known.artifact == artifact) {
-            Some(known) => known.is_cache &= is_cache,
+        match missing.iter_mut().find(|entry| entry.artifact == artifact) {
+            Some(entry) => entry.is_cache &= is_cache,
             None => missing.push(MissingArtifact {
                 artifact,
                 name: input_name(task, artifact, planned),
@@ -191,13 +192,14 @@ async fn copy_missing(
     missing: Vec<MissingArtifact>,
 ) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
-    let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
+    let progress: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
     let report = |name: &str, event: InputEvent<'_>| {
-        let mut known = lock(&known);
-        if let Some(input) = known.get_mut(name) {
+        let mut progress = lock(&progress);
+        if let Some(input) = progress.get_mut(name) {
             apply_event(input, event);
         }
-        let inputs = known.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
+        let inputs =
+            progress.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
         worker.attempts.set_inputs(task.lease, inputs.collect());
     };
     let copies = missing.iter().map(async |MissingArtifact { artifact, name, is_cache }| {

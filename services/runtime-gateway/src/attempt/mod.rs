@@ -218,9 +218,9 @@ async fn carry_out(
     let worker = &*context.worker;
     // The state of the process can be read concurrently. Only another gateway could start the
     // process meanwhile, and the runtime does not start it twice.
-    let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
+    let state = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
     let (prepared, process_state) = tokio::select! {
-        asked = asked => asked,
+        state = state => state,
         request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
         () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
     };
@@ -292,9 +292,9 @@ async fn carry_out(
             Err(stopped) => return Err(stopped),
         }
         if keeps_caches {
-            let left = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
-            result.caches = left.published;
-            result.notes.extend(left.notes);
+            let caches = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
+            result.caches = caches.published;
+            result.notes.extend(caches.notes);
         } else if !plan.caches.is_empty() {
             result
                 .notes

@@ -51,7 +51,7 @@ pub(super) async fn publish(
             }
             Err(error) => return Err(error.into()),
         };
-        result.notes.extend(omitted.map(|what| format!("output {:?}: left out: {what}", output.name)));
+        result.notes.extend(omitted.map(|entries| format!("output {:?}: left out: {entries}", output.name)));
         report_complete(transfers, handle, &manifest).await?;
         result.outputs.push(PublishedOutput {
             name: output.name.clone(),

@@ -165,15 +165,15 @@ async fn destroy(
         for volume in volumes {
             transfers.manifests.forget(*volume).await;
         }
-        let left = worker.runtime.destroy_volumes(volumes).await;
+        let remaining = worker.runtime.destroy_volumes(volumes).await;
         for volume in volumes {
             transfers.manifests.forget(*volume).await;
         }
-        for (volume, error) in &left {
+        for (volume, error) in &remaining {
             tracing::warn!(volume.handle = %volume, error = error_chain(error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
-        let gone = length(volumes) - length(&left);
+        let gone = length(volumes) - length(&remaining);
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(gone);
     }
     all.into_inner()
@@ -194,8 +194,8 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     // The report omits damaged volumes that the store has a row for. So the store counts them as
     // lost and uses other replicas. A damaged volume without a row is reported like any unknown
     // volume.
-    let known = list_known(worker, session, &transfers.manifests.damaged()).await?;
-    holdings.volumes.retain(|volume| !known.contains(volume));
+    let expected = list_known(worker, session, &transfers.manifests.damaged()).await?;
+    holdings.volumes.retain(|volume| !expected.contains(volume));
     let answer = store.report(credential, mark, now, &holdings).await?;
     if answer.lost > 0 {
         tracing::warn!(volumes.lost = answer.lost, "containers or volumes are missing on the worker");
@@ -266,14 +266,14 @@ async fn describe(
 async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<VolumeDescription, RuntimeError> {
     let worker = &transfers.worker;
     let notes = worker.runtime.notes(volume).await?;
-    let kept = transfers.manifests.stored(&*worker.runtime, volume).await?;
+    let stored = transfers.manifests.stored(&*worker.runtime, volume).await?;
     Ok(VolumeDescription {
         volume,
         parent: notes.parent,
-        team: kept.as_ref().map(|kept| kept.team().to_owned()).unwrap_or_default(),
+        team: stored.as_ref().map(|stored| stored.team().to_owned()).unwrap_or_default(),
         artifact: notes.artifact,
-        digest: kept.as_ref().map(StoredManifest::tree_digest),
-        size_bytes: kept.as_ref().map(StoredManifest::size_bytes).unwrap_or_default(),
+        digest: stored.as_ref().map(StoredManifest::tree_digest),
+        size_bytes: stored.as_ref().map(StoredManifest::size_bytes).unwrap_or_default(),
     })
 }
 
@@ -284,11 +284,11 @@ async fn list_known(
     volumes: &BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
     let all: Vec<_> = volumes.iter().copied().collect();
-    let mut listed = BTreeSet::new();
+    let mut known = BTreeSet::new();
     for batch in all.chunks(LIST_PAGE) {
-        listed.extend(worker.clients.store.list_volumes(session.worker, batch).await?);
+        known.extend(worker.clients.store.list_volumes(session.worker, batch).await?);
     }
-    Ok(listed)
+    Ok(known)
 }
 
 fn length<T>(items: &[T]) -> u64 {

@@ -38,7 +38,7 @@ pub(crate) const LIFE: &str = "0197c1a2-0000-7000-8000-000000000001";
 
 #[derive(Clone)]
 struct Script {
-    ask: mpsc::Sender<StoreCall>,
+    calls_sender: mpsc::Sender<StoreCall>,
     life: Arc<Mutex<String>>,
     report_log: Arc<Mutex<ReportLog>>,
 }
@@ -51,9 +51,9 @@ struct ReportLog {
 }
 
 impl Script {
-    async fn ask<T>(&self, asked: impl FnOnce(Answer<T>) -> StoreCall) -> Result<Response<T>, Status> {
+    async fn forward<T>(&self, call: impl FnOnce(Answer<T>) -> StoreCall) -> Result<Response<T>, Status> {
         let (answer, answered) = oneshot::channel();
-        self.ask.send(asked(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
+        self.calls_sender.send(call(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
         answered.await.map_err(|_| Status::unavailable("the test does not answer"))?.map(Response::new)
     }
 }
@@ -71,7 +71,7 @@ impl Inventory for Script {
         &self,
         request: Request<pb::PrepareRequest>,
     ) -> Result<Response<pb::PrepareResponse>, Status> {
-        self.ask(|answer| StoreCall::Prepare(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Prepare(request.into_inner(), answer)).await
     }
 
     async fn prepared(
@@ -85,11 +85,11 @@ impl Inventory for Script {
         &self,
         request: Request<pb::FailedRequest>,
     ) -> Result<Response<pb::FailedResponse>, Status> {
-        self.ask(|answer| StoreCall::Failed(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Failed(request.into_inner(), answer)).await
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
-        self.ask(|answer| StoreCall::Touch(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Touch(request.into_inner(), answer)).await
     }
 
     async fn mark_container(
@@ -124,7 +124,7 @@ impl Inventory for Script {
         &self,
         request: Request<pb::DescribeOrphansRequest>,
     ) -> Result<Response<pb::DescribeOrphansResponse>, Status> {
-        self.ask(|answer| StoreCall::DescribeOrphans(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::DescribeOrphans(request.into_inner(), answer)).await
     }
 
     async fn list_orphans(
@@ -167,28 +167,28 @@ impl Inventory for Script {
         &self,
         request: Request<pb::VolumeCompleteRequest>,
     ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
-        self.ask(|answer| StoreCall::VolumeComplete(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::VolumeComplete(request.into_inner(), answer)).await
     }
 
     async fn prepare_import(
         &self,
         request: Request<pb::PrepareImportRequest>,
     ) -> Result<Response<pb::PrepareImportResponse>, Status> {
-        self.ask(|answer| StoreCall::PrepareImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::PrepareImport(request.into_inner(), answer)).await
     }
 
     async fn complete_import(
         &self,
         request: Request<pb::CompleteImportRequest>,
     ) -> Result<Response<pb::CompleteImportResponse>, Status> {
-        self.ask(|answer| StoreCall::CompleteImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::CompleteImport(request.into_inner(), answer)).await
     }
 
     async fn fail_import(
         &self,
         request: Request<pb::FailImportRequest>,
     ) -> Result<Response<pb::FailImportResponse>, Status> {
-        self.ask(|answer| StoreCall::FailImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::FailImport(request.into_inner(), answer)).await
     }
 
     async fn list_imports(
@@ -228,7 +228,7 @@ impl Inventory for Script {
                 None => return Err(Status::invalid_argument("an empty part")),
             }
         }
-        self.ask(|answer| StoreCall::Report(credential, volumes, answer)).await
+        self.forward(|answer| StoreCall::Report(credential, volumes, answer)).await
     }
 
     async fn watch_destroying(
@@ -242,7 +242,7 @@ impl Inventory for Script {
         &self,
         request: Request<pb::ListVolumesRequest>,
     ) -> Result<Response<pb::ListVolumesResponse>, Status> {
-        self.ask(|answer| StoreCall::ListVolumes(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::ListVolumes(request.into_inner(), answer)).await
     }
 
     async fn list_containers(
@@ -256,7 +256,7 @@ impl Inventory for Script {
 /// A fake artifact store that is called over gRPC.
 pub(crate) struct Store {
     pub(crate) endpoint: String,
-    asked: mpsc::Receiver<StoreCall>,
+    calls: mpsc::Receiver<StoreCall>,
     life: Arc<Mutex<String>>,
     report_log: Arc<Mutex<ReportLog>>,
     served: TestServer,
@@ -264,12 +264,12 @@ pub(crate) struct Store {
 
 impl Store {
     pub(crate) async fn start() -> Self {
-        let (ask, asked) = mpsc::channel(64);
+        let (calls_sender, calls) = mpsc::channel(64);
         let life = Arc::new(Mutex::new(LIFE.to_owned()));
         let report_log = Arc::<Mutex<ReportLog>>::default();
-        let script = Script { ask, life: life.clone(), report_log: report_log.clone() };
+        let script = Script { calls_sender, life: life.clone(), report_log: report_log.clone() };
         let served = TestServer::start(|host| host.add_service(InventoryServer::new(script))).await;
-        Self { endpoint: served.endpoint.clone(), asked, life, report_log, served }
+        Self { endpoint: served.endpoint.clone(), calls, life, report_log, served }
     }
 
     /// Changes the store life.
@@ -289,11 +289,11 @@ impl Store {
 
     /// Waits for the next call.
     pub(crate) async fn next_call(&mut self) -> StoreCall {
-        within("a call to the store", self.asked.recv()).await.expect("the server runs")
+        within("a call to the store", self.calls.recv()).await.expect("the server runs")
     }
 
     pub(crate) async fn end(self) {
-        drop(self.asked);
+        drop(self.calls);
         self.served.end().await;
     }
 }

@@ -183,7 +183,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
         let _guard = caller_gone.clone().drop_guard();
         let peer =
             PeerSource { source: source.clone(), ticket: self.to.signed.clone(), compared, caller_gone };
-        let begun =
+        let begin_result =
             VolumeWriter::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
         let forwarding = async {
             while updates.changed().await.is_ok() {
@@ -193,7 +193,7 @@ impl<P: Fn(Progress)> Fetch<'_, P> {
             std::future::pending::<()>().await;
         };
         let filling = tokio::select! {
-            begun = begun => begun?,
+            begin_result = begin_result => begin_result?,
             () = forwarding => return Err(WriteVolumeError::BrokenOff),
         };
         let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
@@ -302,8 +302,8 @@ mod tests {
         let mut expected = PendingExtents::new(&wanted);
         let verified =
             verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
-        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
-        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
+        let accepted: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((accepted, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
         verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
     }
 

@@ -58,10 +58,10 @@ pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, Runtim
 pub(crate) async fn read(
     volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
-    wanted: OrdinalRanges,
+    extents_wanted: OrdinalRanges,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), ReadVolumeError> {
-    if wanted.is_empty() {
+    if extents_wanted.is_empty() {
         return Ok(());
     }
     let archive = ArchiveSource::of(&manifest, volume.read(Path::new("")).await?);
@@ -69,7 +69,7 @@ pub(crate) async fn read(
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         let (mut batch, mut bytes) = (Vec::new(), 0);
         ArchiveReader::new(archive)
-            .extents(&manifest, &wanted, |extent| {
+            .extents(&manifest, &extents_wanted, |extent| {
                 bytes += extent.data.len();
                 batch.push(extent);
                 if bytes < BATCH_BYTES {
@@ -185,10 +185,10 @@ pub(crate) async fn pack(
     let archive = ArchiveSource::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
-        let wanted = OrdinalRanges::all(manifest.extent_count());
+        let extents_wanted = OrdinalRanges::all(manifest.extent_count());
         // Errors of sending are kept apart from errors of the worker's archive.
         let mut refused = None;
-        let packed = ArchiveReader::new(archive).extents(&manifest, &wanted, |extent| {
+        let packed = ArchiveReader::new(archive).extents(&manifest, &extents_wanted, |extent| {
             writer.put(extent.ordinal, &extent.data).map_err(|error| {
                 refused = Some(error);
                 io::ErrorKind::Other.into()
@@ -220,8 +220,8 @@ pub(crate) async fn write<T: Send + 'static>(
 ) -> Result<T, WriteVolumeError> {
     let (pieces, queue) = mpsc::channel(QUEUE_PIECES);
     let feeding = blocking(move || feed(Outlet::new(pieces)));
-    let (fed, taken) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
-    match (fed, taken) {
+    let (fed, written) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
+    match (fed, written) {
         (Ok(fed), Ok(())) => Ok(fed),
         (Err(WriteVolumeError::CallerGone) | Ok(_), Err(error)) => Err(error.into()),
         (Err(error), _) => Err(error),

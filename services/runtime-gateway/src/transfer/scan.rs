@@ -93,9 +93,9 @@ mod tests {
         }
         let refused = scan(directory.path()).expect_err("too deep");
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
-        let said = refused.to_string();
-        assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
-        assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
+        let message = refused.to_string();
+        assert!(message.starts_with("it cannot be kept: \"d/d/") && message.len() < 400, "{message}");
+        assert!(message.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{message}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }
 

@@ -78,8 +78,8 @@ impl VolumeWriter {
         let transfers = transfers.clone();
         let tasks = transfers.worker.tasks.clone();
         let begin = async move { Self::try_begin(&transfers, &ticket, manifest, peer).await };
-        let begun = tasks.spawn(begin.in_current_span());
-        begun.await.unwrap_or_else(|error| {
+        let begin_result = tasks.spawn(begin.in_current_span());
+        begin_result.await.unwrap_or_else(|error| {
             Err(RuntimeError::Other(format!("cannot begin a transfer: its task failed: {error}")).into())
         })
     }
@@ -133,14 +133,14 @@ impl VolumeWriter {
         let sources = LocalExtents::find(transfers, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
-        let begun = blocking(move || {
+        let begin_result = blocking(move || {
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
             let missing = sources.copy(&mut writer, &tree)?;
             Ok::<_, WriteVolumeError>((writer, missing))
         })
         .await;
-        let (writer, missing) = match begun {
-            Ok(begun) => begun,
+        let (writer, missing) = match begin_result {
+            Ok(begin_result) => begin_result,
             Err(error) => {
                 permit.discard(transfers).await;
                 return Err(error);
@@ -334,7 +334,7 @@ impl LocalExtents {
         transfers.manifests.load_earlier().await;
         let mut sources = Self { extents: Vec::new(), files: Vec::new() };
         let mut roots = std::collections::HashMap::new();
-        let mut known = std::collections::HashMap::new();
+        let mut file_indexes = std::collections::HashMap::new();
         for located in manifest.extents() {
             let Some(found) = transfers.manifests.find(team, &located.extent.digest) else { continue };
             let root = match roots.entry(found.volume) {
@@ -349,7 +349,7 @@ impl LocalExtents {
             };
             let path = root.join(&found.path);
             let next = sources.files.len();
-            let file = *known.entry(path.clone()).or_insert(next);
+            let file = *file_indexes.entry(path.clone()).or_insert(next);
             if file == next {
                 sources.files.push(path);
             }

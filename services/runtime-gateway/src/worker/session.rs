@@ -82,12 +82,12 @@ impl SessionState {
 
     /// Extends the time in which the scheduler admits no other gateway.
     pub(crate) fn extend_exclusive(&self, until: Duration) {
-        let mut known = lock(&self.exclusive_until);
-        *known = Some(known.map_or(until, |known| known.max(until)));
+        let mut current = lock(&self.exclusive_until);
+        *current = Some(current.map_or(until, |current| current.max(until)));
     }
 
-    /// Whether no other gateway can speak for the worker. Only then may this gateway start and
-    /// destroy things.
+    /// Whether no other gateway can speak for the worker. Only then may this gateway start or
+    /// destroy processes, containers and volumes.
     ///
     /// A process that was frozen, or a machine that was suspended, detects here that the time has
     /// passed.

@@ -19,16 +19,16 @@ use crate::test_support::{FakeGateways, TestWorker, UNREACHABLE, within};
 use crate::worker::attempts::AttemptEntry;
 use rpc::pb::artifacts as store;
 use rpc::pb::streamer;
-use rpc::pb::streamer::materialize_response::Message as Said;
+use rpc::pb::streamer::materialize_response::Message as CopyMessage;
 use testing::fake::FakeWorker;
 
-type Told = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
+type AnswerSender = mpsc::Sender<Result<streamer::MaterializeResponse, Status>>;
 
 /// A call to the streamer, with the channel for its answers.
-struct Bring(streamer::MaterializeRequest, Told);
+struct CopyCall(streamer::MaterializeRequest, AnswerSender);
 
-impl Bring {
-    async fn say(&self, message: Said) {
+impl CopyCall {
+    async fn send(&self, message: CopyMessage) {
         let answer = streamer::MaterializeResponse { message: Some(message) };
         self.1.send(Ok(answer)).await.expect("the gateway listens");
     }
@@ -41,7 +41,7 @@ impl Bring {
     }
 }
 
-struct Script(mpsc::Sender<Bring>);
+struct Script(mpsc::Sender<CopyCall>);
 
 fn unused<T>() -> Result<Response<T>, Status> {
     Err(Status::unimplemented("not used in this test"))
@@ -70,9 +70,9 @@ impl Streamer for Script {
         &self,
         request: Request<streamer::MaterializeRequest>,
     ) -> Result<Response<Self::MaterializeStream>, Status> {
-        let (told, answers) = mpsc::channel(4);
-        let bring = Bring(request.into_inner(), told);
-        self.0.send(bring).await.map_err(|_| Status::unavailable("the test is over"))?;
+        let (report, answers) = mpsc::channel(4);
+        let call = CopyCall(request.into_inner(), report);
+        self.0.send(call).await.map_err(|_| Status::unavailable("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(answers)))
     }
 
@@ -96,7 +96,7 @@ struct Suite {
     worker: TestWorker,
     task: AttemptTask,
     store: Store,
-    brought: mpsc::Receiver<Bring>,
+    calls: mpsc::Receiver<CopyCall>,
     streamer: TestServer,
 }
 
@@ -107,15 +107,15 @@ impl Suite {
 
     async fn with(machine: Arc<FakeWorker>, task: AttemptTask) -> Self {
         let store = Store::start().await;
-        let (bring, brought) = mpsc::channel(4);
-        let streamer = TestServer::start(|host| host.add_service(StreamerServer::new(Script(bring)))).await;
+        let (call, calls) = mpsc::channel(4);
+        let streamer = TestServer::start(|host| host.add_service(StreamerServer::new(Script(call)))).await;
 
         let worker = machine.with_streamer(UNREACHABLE, &store.endpoint, &streamer.endpoint);
         worker.session.set(Some(session("credential")));
-        let (stop_wish, _) = watch::channel(None);
-        let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop: stop_wish };
+        let (stop, _) = watch::channel(None);
+        let attempt = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
         worker.attempts.lock().insert(task.lease, attempt);
-        Self { worker, task, store, brought, streamer }
+        Self { worker, task, store, calls, streamer }
     }
 
     /// Answers a call of `Prepare` in which the artifacts in `missing` are not on the worker.
@@ -207,7 +207,7 @@ async fn missing_input_is_copied_under_the_lease() {
     let (worker, lease) = (suite.worker.clone(), suite.task.lease);
     let script = async {
         Suite::prepared(&mut suite.store, &[far]).await;
-        let bring = within("a call to the streamer", suite.brought.recv()).await.expect("the server runs");
+        let call = within("a call to the streamer", suite.calls.recv()).await.expect("the server runs");
         let worker_id = worker.session.current().expect("a session").worker.to_string();
         let expected = streamer::MaterializeRequest {
             team: "main".to_owned(),
@@ -215,10 +215,10 @@ async fn missing_input_is_copied_under_the_lease() {
             worker_id,
             lease_token: "token".to_owned(),
         };
-        assert_eq!(bring.0, expected);
+        assert_eq!(call.0, expected);
         let progress = streamer::TransferProgress { bytes_done: 5, bytes_total: 9, ..Default::default() };
-        bring.say(Said::Progress(progress)).await;
-        let told = async |bytes_done, waits_for: &str| {
+        call.send(CopyMessage::Progress(progress)).await;
+        let report = async |bytes_done, waits_for: &str| {
             let (name, waits_for) = ("far".to_owned(), waits_for.to_owned());
             let input = InputProgress { name, bytes_done, bytes_total: 9, waits_for };
             within("the reported progress", async {
@@ -228,18 +228,18 @@ async fn missing_input_is_copied_under_the_lease() {
             })
             .await;
         };
-        told(5, "").await;
+        report(5, "").await;
 
         // The reason to wait is reported until more bytes exist than before.
-        bring.refuse(Reason::WorkerUnreachable).await;
-        told(5, "as the test asked for").await;
-        let bring = within("another call", suite.brought.recv()).await.expect("the server runs");
+        call.refuse(Reason::WorkerUnreachable).await;
+        report(5, "as the test asked for").await;
+        let call = within("another call", suite.calls.recv()).await.expect("the server runs");
         for bytes_done in [0, 5, 6] {
             let progress = streamer::TransferProgress { bytes_done, bytes_total: 9, ..Default::default() };
-            bring.say(Said::Progress(progress)).await;
+            call.send(CopyMessage::Progress(progress)).await;
         }
-        told(6, "").await;
-        bring.say(Said::Materialized(streamer::Materialized::default())).await;
+        report(6, "").await;
+        call.send(CopyMessage::Materialized(streamer::Materialized::default())).await;
         Suite::prepared(&mut suite.store, &[]).await;
     };
     let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
@@ -264,8 +264,8 @@ async fn attempt_fails_when_input_is_permanently_lost() {
         let script = async {
             Suite::prepared(&mut suite.store, &[far]).await;
             for reason in [Reason::Unavailable, Reason::SourceFailed, Reason::WorkerUnreachable, last] {
-                let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
-                bring.refuse(reason).await;
+                let call = within("a call to the streamer", suite.calls.recv()).await.expect("served");
+                call.refuse(reason).await;
             }
         };
         let (prepared, ()) = tokio::join!(prepare(&suite.worker.context, &suite.task), script);
@@ -302,11 +302,11 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
             let response = store::PrepareResponse { container_handle, volumes: vec![volume] };
             answer.send(Ok(response)).expect("the gateway waits");
             if first {
-                let bring = within("a call to the streamer", suite.brought.recv()).await.expect("served");
-                assert_eq!(bring.0.artifact_id, version.to_string());
-                let told = suite.worker.attempts.lock()[&suite.task.lease].inputs.clone();
-                assert!(told.is_empty() || told[0].name == "cache /cache", "{told:?}");
-                bring.refuse(Reason::NoReplica).await;
+                let call = within("a call to the streamer", suite.calls.recv()).await.expect("served");
+                assert_eq!(call.0.artifact_id, version.to_string());
+                let report = suite.worker.attempts.lock()[&suite.task.lease].inputs.clone();
+                assert!(report.is_empty() || report[0].name == "cache /cache", "{report:?}");
+                call.refuse(Reason::NoReplica).await;
             }
         }
     };
@@ -319,24 +319,24 @@ async fn cache_starts_empty_when_it_cannot_be_copied() {
 #[tokio::test(flavor = "multi_thread")]
 async fn container_failure_is_reported_with_its_cause() {
     let mut suite = Suite::start().await;
-    let (_wish, mut stop) = watch::channel(None);
+    let (_stop, mut stop) = watch::channel(None);
     let script = async {
         // The parents of the volumes do not exist, so the volumes cannot be made.
         let planned = Suite::prepared(&mut suite.store, &[]).await;
-        let StoreCall::Failed(told, answer) = suite.store.next_call().await else {
+        let StoreCall::Failed(report, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
         };
         answer.send(Ok(store::FailedResponse {})).expect("the gateway waits");
-        (planned, told)
+        (planned, report)
     };
     let both = async { tokio::join!(carry_out(&suite.worker.context, &suite.task, &mut stop), script) };
-    let (carried, (planned, told)) = within("the end", both).await;
+    let (carried, (planned, report)) = within("the end", both).await;
     let Err(stopped) = carried else { panic!("the container cannot be made") };
-    assert_eq!(told.session_credential, "credential");
-    assert_eq!(told.container_handle, planned.container_handle);
+    assert_eq!(report.session_credential, "credential");
+    assert_eq!(report.container_handle, planned.container_handle);
     let handles: Vec<_> = planned.volumes.iter().map(|volume| &volume.volume_handle).collect();
-    assert_eq!(told.volume_handles.iter().collect::<Vec<_>>(), handles);
-    assert_eq!(told.why, format!("cannot make the container or its volumes: {stopped}"));
+    assert_eq!(report.volume_handles.iter().collect::<Vec<_>>(), handles);
+    assert_eq!(report.why, format!("cannot make the container or its volumes: {stopped}"));
     suite.end().await;
 }
 
@@ -348,7 +348,7 @@ async fn damaged_input_fails_the_attempt() {
     let digest =
         suite.worker.transfers.manifests.load_verified(suite.worker.runtime.as_ref(), sound, "main").await;
     let digest = digest.expect("a manifest").tree_digest();
-    let (_wish, mut stop) = watch::channel(None);
+    let (_stop, mut stop) = watch::channel(None);
     let script = async {
         let StoreCall::Prepare(request, answer) = suite.store.next_call().await else {
             panic!("an unexpected call")
@@ -385,8 +385,10 @@ async fn damaged_input_fails_the_attempt() {
 #[tokio::test(flavor = "multi_thread")]
 async fn lost_import_is_imported_again_and_not_copied() {
     let what = WorkerProvided::ResourceType("git".to_owned());
-    let along = |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
-    let machine = FakeWorker::bringing(vec![along(what.clone()), along(WorkerProvided::Certs)], false);
+    let provided_path =
+        |what| runtime::WorkerProvidedPath { what, version: "1".to_owned(), path: "/opt".to_owned() };
+    let machine =
+        FakeWorker::bringing(vec![provided_path(what.clone()), provided_path(WorkerProvided::Certs)], false);
     let mut git = task();
     git.spec.image = Image::ResourceType("git".to_owned());
     git.spec.inputs.clear();
@@ -397,10 +399,10 @@ async fn lost_import_is_imported_again_and_not_copied() {
     ));
     let [first, second, certs] = [(); 3].map(|()| ArtifactId::new());
     let imported = async |store: &mut Store, resource_type: &str, artifact: ArtifactId| {
-        let StoreCall::PrepareImport(asked, answer) = store.next_call().await else {
+        let StoreCall::PrepareImport(request, answer) = store.next_call().await else {
             panic!("an unexpected call")
         };
-        assert_eq!(asked.provided.expect("something").resource_type, resource_type);
+        assert_eq!(request.provided.expect("something").resource_type, resource_type);
         let response = store::PrepareImportResponse {
             artifact_id: artifact.to_string(),
             volume_handle: VolumeHandle::new().to_string(),
@@ -428,12 +430,12 @@ async fn lost_import_is_imported_again_and_not_copied() {
         Suite::prepared(&mut suite.store, &[]).await
     };
     let both = async { tokio::join!(prepare(&suite.worker.context, &suite.task), script) };
-    let (prepared, told) = within("the prepared attempt", both).await;
+    let (prepared, report) = within("the prepared attempt", both).await;
     let (plan, prepared) = prepared.expect("all inputs exist");
     assert_eq!(plan.image, crate::attempt::spec_plan::PlannedImage::WorkerProvided(0));
     assert_eq!((plan.volumes[0].from, plan.volumes[1].from), (Some(first), Some(certs)));
-    assert_eq!(prepared.volumes[0].0.to_string(), told.volumes[0].volume_handle);
-    assert!(suite.brought.try_recv().is_err(), "the streamer is not called");
+    assert_eq!(prepared.volumes[0].0.to_string(), report.volumes[0].volume_handle);
+    assert!(suite.calls.try_recv().is_err(), "the streamer is not called");
 
     // A resource type that the worker does not provide is rejected at once.
     suite.task.spec.image = Image::ResourceType("s3".to_owned());

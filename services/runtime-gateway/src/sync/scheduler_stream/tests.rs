@@ -495,11 +495,11 @@ async fn attempt_runs_once_when_its_gateway_restarts() {
             spec: Some(pb::WorkloadSpec { outputs: vec![output], ..spec(&command) }),
             ..pb::RunAttempt::default()
         };
-        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
 
         let mut scene = Scene::of(&machine, &store.endpoint).await;
-        scene.desire(0, vec![wish.clone()]).await;
+        scene.desire(0, vec![request.clone()]).await;
         attempt.prepared(&mut store).await;
         let runtime = machine.runtime();
         let volume = attempt.volumes[volume];
@@ -514,7 +514,7 @@ async fn attempt_runs_once_when_its_gateway_restarts() {
         scene.end().await;
 
         let mut scene = Scene::of(&machine, &store.endpoint).await;
-        scene.desire(0, vec![wish]).await;
+        scene.desire(0, vec![request]).await;
         attempt.prepared(&mut store).await;
         scene
             .observe("a process that runs", |observed, _| {
@@ -577,9 +577,9 @@ async fn interrupted_process_is_distinguished_from_one_that_exited() {
             spec: Some(spec(&command)),
             ..pb::RunAttempt::default()
         };
-        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
-        scene.desire(0, vec![wish]).await;
+        scene.desire(0, vec![request]).await;
         attempt.prepared(&mut store).await;
         if code.is_none() {
             scene
@@ -627,9 +627,9 @@ async fn attempt_runs_when_its_command_runs() {
         spec: Some(spec(&programs::sleep())),
         ..pb::RunAttempt::default()
     };
-    let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+    let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
     let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
-    scene.desire(0, vec![wish]).await;
+    scene.desire(0, vec![request]).await;
     attempt.prepared(&mut store).await;
     let runtime = scene.machine.runtime();
     within("a process that is started", async {

@@ -71,9 +71,9 @@ impl Side {
     }
 
     /// Returns the number of requests of this kind for a volume.
-    fn asked(&self, volume: VolumeHandle, what: &str) -> usize {
+    fn request_count(&self, volume: VolumeHandle, what: &str) -> usize {
         let line = format!("PUT /volumes/{volume}/{what}?");
-        self.volumes.requests().iter().filter(|asked| asked.starts_with(&line)).count()
+        self.volumes.requests().iter().filter(|request| request.starts_with(&line)).count()
     }
 }
 
@@ -89,7 +89,7 @@ struct Scene {
     manifest: Arc<Manifest>,
     /// The volume of the source, and the volume that is filled.
     volumes: (VolumeHandle, VolumeHandle),
-    told: Mutex<Vec<Progress>>,
+    updates: Mutex<Vec<Progress>>,
 }
 
 /// Makes a tree that plain tar preserves, except for fractions of seconds.
@@ -139,8 +139,8 @@ impl Scene {
         let (filled, ()) =
             tokio::join!(filling.commit(&from.worker.transfers), acknowledge(&store, volumes.0));
         filled.expect("the volume is complete");
-        let told = Mutex::default();
-        Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, told }
+        let updates = Mutex::default();
+        Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, updates }
     }
 
     fn request(&self) -> (Destination, Source) {
@@ -158,7 +158,7 @@ impl Scene {
     /// Fills the volume.
     async fn fetch(&self) -> Result<Arc<Manifest>, FetchError> {
         let (to, source) = self.request();
-        let tell = |progress| self.told.lock().expect("a list").push(progress);
+        let tell = |progress| self.updates.lock().expect("a list").push(progress);
         pull::fetch(&self.to.worker.transfers, to, self.manifest.tree_digest(), vec![source], tell).await
     }
 
@@ -182,7 +182,7 @@ impl Scene {
             self.to.worker.transfers.manifests.stored(self.to.worker.runtime.as_ref(), self.volumes.1).await;
         assert_eq!(kept.expect("read").expect("a manifest").tree_digest(), self.manifest.tree_digest());
 
-        let last = read_lock(&self.told).pop().expect("progress is reported");
+        let last = read_lock(&self.updates).pop().expect("progress is reported");
         assert_eq!((last.done, last.total, last.saved), (last.total, self.manifest.extent_bytes(), 0));
         last.by_peer
     }
@@ -209,11 +209,14 @@ async fn worker_sends_volume_directly_to_another_worker() {
     let scene = Scene::new((true, true), make_tree).await;
     assert!(scene.fetched().await, "the worker did not send it");
     let (from, to) = scene.volumes;
-    assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 0));
+    assert_eq!(
+        (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+        (1, 0)
+    );
     // The destination was read back.
-    assert_eq!((scene.to.asked(to, "stream-in"), scene.to.asked(to, "stream-out")), (1, 1));
+    assert_eq!((scene.to.request_count(to, "stream-in"), scene.to.request_count(to, "stream-out")), (1, 1));
     assert!(
-        read_lock(&scene.told).iter().any(|told| told.by_peer && told.done < told.total),
+        read_lock(&scene.updates).iter().any(|update| update.by_peer && update.done < update.total),
         "progress is reported"
     );
     scene.end().await;
@@ -225,8 +228,11 @@ async fn copy_uses_gateways_unless_both_operators_allow_peers() {
         let scene = Scene::new(both, make_tree).await;
         assert!(!scene.fetched().await, "{both:?}");
         let (from, to) = scene.volumes;
-        assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (0, 1));
-        assert_eq!(scene.to.asked(to, "stream-in"), 1);
+        assert_eq!(
+            (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+            (0, 1)
+        );
+        assert_eq!(scene.to.request_count(to, "stream-in"), 1);
         scene.end().await;
     }
 }
@@ -262,7 +268,7 @@ async fn copy_uses_gateways_when_direct_copy_fails() {
         let (from, _) = scene.volumes;
         let tried = usize::from(what != "nowhere");
         assert_eq!(
-            (scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")),
+            (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
             (tried, 1),
             "{what}"
         );
@@ -276,7 +282,7 @@ async fn abandoned_copy_is_destroyed_before_the_next_begins() {
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
     let begun = async {
-        while scene.to.asked(to, "stream-in") == 0 {
+        while scene.to.request_count(to, "stream-in") == 0 {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
@@ -295,7 +301,7 @@ async fn abandoned_copy_is_destroyed_before_the_next_begins() {
     // Bytes that the worker still sends are lost, and the next copy is correct.
     scene.from.volumes.set_faults(Faults::default());
     assert!(scene.fetched().await, "the worker did not send it");
-    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 2);
+    assert_eq!(scene.from.request_count(from, "stream-p2p-out"), 2);
     scene.end().await;
 }
 
@@ -305,8 +311,15 @@ async fn slow_direct_copy_is_replaced_and_leaves_nothing() {
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
     assert!(!scene.fetched().await, "it is held");
-    assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 1));
-    assert_eq!(scene.to.asked(to, "stream-in"), 2, "one request of the other worker and one of the gateway");
+    assert_eq!(
+        (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+        (1, 1)
+    );
+    assert_eq!(
+        scene.to.request_count(to, "stream-in"),
+        2,
+        "one request of the other worker and one of the gateway"
+    );
 
     // The other worker now sends to a volume that was destroyed.
     scene.from.volumes.set_faults(Faults::default());
@@ -330,7 +343,7 @@ async fn holes_are_preserved() {
         return scene.end().await;
     }
     assert!(!scene.fetched().await);
-    assert_eq!(scene.from.asked(scene.volumes.0, "stream-p2p-out"), 0);
+    assert_eq!(scene.from.request_count(scene.volumes.0, "stream-p2p-out"), 0);
     let path: PathBuf = scene.to.volumes.path(&scene.volumes.1.to_string()).join("holes");
     let there = std::fs::metadata(path).expect("it is there");
     assert!(there.blocks() * 512 < 1 << 20, "{} blocks", there.blocks());
@@ -353,7 +366,7 @@ async fn direct_copy_requires_write_ticket_and_confirmed_address() {
     let ticket = |worker, volume, operation| scene.schedule.ticket(worker, volume, operation).0;
     let read = ticket(scene.from.id, from, TicketOperation::Read);
     let write = scene.to_write().0;
-    let at_nobody = ticket(scene.to.id, to, TicketOperation::Write);
+    let at_unreachable = ticket(scene.to.id, to, TicketOperation::Write);
     let url = format!("http://{}", scene.to.volumes.address());
     let of_near = ticket(near_worker, near, TicketOperation::Read);
     let not_to_write = ticket(scene.to.id, to, TicketOperation::Read);
@@ -365,7 +378,7 @@ async fn direct_copy_requires_write_ticket_and_confirmed_address() {
         (&read, &"forged".to_owned(), &url, Reason::InvalidToken),
         (&read, &write, &String::new(), Reason::InvalidField),
         // The gateway of the destination does not answer.
-        (&read, &at_nobody, &url, Reason::NoPeers),
+        (&read, &at_unreachable, &url, Reason::NoPeers),
         // The destination does not exist yet.
         (&read, &write, &url, Reason::NoPeers),
         (&read, &write, &format!("{url}/volumes/other/stream-in?path=.&"), Reason::InvalidField),
@@ -388,7 +401,7 @@ async fn direct_copy_requires_write_ticket_and_confirmed_address() {
         let refusal = Refusal::from(answer.expect_err("it is refused"));
         assert!(refusal.is(reason), "{reason}: {refusal}");
     }
-    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 0, "nothing was sent");
+    assert_eq!(scene.from.request_count(from, "stream-p2p-out"), 0, "nothing was sent");
     drop(peer);
     gateway.end().await;
     scene.end().await;

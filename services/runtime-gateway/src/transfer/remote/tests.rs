@@ -80,8 +80,8 @@ async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc
 async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
     let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (batches, mut ready) = mpsc::channel(4);
-    let wanted = OrdinalRanges::all(manifest.extent_count());
-    let reading = read::read(&worker.transfers, volume, manifest.clone(), wanted, batches);
+    let expected_tree = OrdinalRanges::all(manifest.extent_count());
+    let reading = read::read(&worker.transfers, volume, manifest.clone(), expected_tree, batches);
     let writing = async {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let mut writer = TreeWriter::new(to, manifest.clone(), options).expect("a writer");
@@ -116,16 +116,16 @@ async fn file_of(worker: &TestWorker, volume: VolumeHandle, path: &str) -> Resul
     let (chunks, mut ready) = mpsc::channel(4);
     let reading = read::read_file(&worker.transfers, volume, manifest, path.into(), chunks);
     let receiving = async {
-        let (mut bytes, mut said) = (Vec::new(), None);
+        let (mut bytes, mut size_received) = (Vec::new(), None);
         while let Some((size, data)) = ready.recv().await {
             bytes.extend_from_slice(&data);
-            said = Some(size);
+            size_received = Some(size);
         }
-        (bytes, said)
+        (bytes, size_received)
     };
-    let (read, (bytes, said)) = tokio::join!(reading, receiving);
+    let (read, (bytes, size_received)) = tokio::join!(reading, receiving);
     read?;
-    assert_eq!(said, Some(bytes.len() as u64), "{path}");
+    assert_eq!(size_received, Some(bytes.len() as u64), "{path}");
     Ok(bytes)
 }
 
@@ -140,27 +140,31 @@ async fn remote_volume_is_read_unchanged_through_any_gateway() {
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has the report");
     let lossy = crate::transfer::scan::scan(&machine.path(volume)).expect("it can be read").manifest;
-    assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see the link");
+    assert_eq!(
+        lossy.find(b"directory/link"),
+        expected_tree.find(b"directory/link"),
+        "processes see the link"
+    );
     let none = std::fs::read_dir(&worker.config.manifest_dir).expect("list").count();
     assert_eq!(none, 0, "the gateway stores no manifest");
 
     let standby = gateway(&machine, &store);
     let manifest = standby.transfers.manifest(&ticket(volume)).await.expect("kept beside it");
-    assert_eq!(manifest.tree_digest(), wanted.tree_digest());
+    assert_eq!(manifest.tree_digest(), expected_tree.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
     let again = crate::transfer::scan::scan(&to).expect("it can be read").manifest;
-    assert_eq!(again.tree_digest(), wanted.tree_digest(), "times, attributes and holes are preserved");
+    assert_eq!(again.tree_digest(), expected_tree.tree_digest(), "times, attributes and holes are preserved");
 
-    assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), wanted.tree_digest());
-    let inside = wanted.subtree(b"directory").expect("valid").expect("a directory");
+    assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), expected_tree.tree_digest());
+    let inside = expected_tree.subtree(b"directory").expect("valid").expect("a directory");
     let inside = inside.manifest().tree_digest();
     assert_eq!(digest_of(&packed(&standby, volume, "directory").await.expect("packed")), inside);
     let none = packed(&standby, volume, "z").await.err();
@@ -178,8 +182,9 @@ async fn remote_volume_is_read_unchanged_through_any_gateway() {
     assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
     // If the same tree is written again, it is only reported again. Another tree is rejected.
-    let filling =
-        VolumeWriter::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
+    let filling = VolumeWriter::begin(&standby.transfers, ticket(volume), expected_tree.clone())
+        .await
+        .expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&standby.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has the report");
@@ -194,9 +199,9 @@ async fn change_on_the_worker_is_detected_when_read() {
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has the report");
     let file = std::fs::File::options().write(true).open(machine.path(volume).join("directory/b"));
@@ -271,7 +276,7 @@ async fn archive_is_forwarded_and_bad_archive_leaves_nothing() {
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let (root, outside) = (directory.path().join("tree"), directory.path().join("outside"));
     std::fs::create_dir(&outside).expect("make");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let tar = |arguments: &[&str]| {
         let mut command = std::process::Command::new("tar");
         let output = command.arg("-C").arg(directory.path()).args(arguments).output().expect("tar");
@@ -308,14 +313,14 @@ async fn archive_is_forwarded_and_bad_archive_leaves_nothing() {
 
     let unpacking = unpack(&worker, volume, &archive, true);
     let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
-    assert_eq!(unpacked.expect("the store has the report").tree_digest(), wanted.tree_digest());
+    assert_eq!(unpacked.expect("the store has the report").tree_digest(), expected_tree.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     let standby = gateway(&machine, &store);
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
     assert_eq!(
         crate::transfer::scan::scan(&to).expect("it can be read").manifest.tree_digest(),
-        wanted.tree_digest()
+        expected_tree.tree_digest()
     );
     store.end().await;
 }
@@ -354,24 +359,29 @@ async fn volume_is_copied_in_source_order() {
     let mut store = Store::start().await;
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let one = gateway(&FakeWorker::far(), &store);
     let from = VolumeHandle::new();
-    let filling = fill(&one, from, &root, &wanted).await;
+    let filling = fill(&one, from, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&one.transfers), acknowledge(&mut store, from));
     committed.expect("the store has the report");
     for machine in [FakeWorker::far(), FakeWorker::near()] {
         let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
-        let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), wanted.clone())
+        let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), expected_tree.clone())
             .await
             .expect("the volume can be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::PendingExtents::new(&filling.missing);
-        let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
+        let reading =
+            read::read(&one.transfers, from, expected_tree.clone(), filling.missing.clone(), batches);
         let writing = async {
             while let Some(batch) = ready.recv().await {
                 for extent in &batch {
-                    assert!(expected.take(&wanted, extent.ordinal), "file by file: {}", extent.ordinal);
+                    assert!(
+                        expected.take(&expected_tree, extent.ordinal),
+                        "file by file: {}",
+                        extent.ordinal
+                    );
                 }
                 let extents = batch.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
                 filling.put(&other.transfers, extents).await.expect("the extents are accepted");
@@ -382,9 +392,9 @@ async fn volume_is_copied_in_source_order() {
         read.expect("it is there");
         assert!(expected.is_empty());
         let (committed, ()) = tokio::join!(filling.commit(&other.transfers), acknowledge(&mut store, to));
-        assert_eq!(committed.expect("the store has the report").tree_digest(), wanted.tree_digest());
+        assert_eq!(committed.expect("the store has the report").tree_digest(), expected_tree.tree_digest());
         let packed = packed(&other, to, "").await.expect("packed");
-        assert_eq!(digest_of(&packed), wanted.tree_digest());
+        assert_eq!(digest_of(&packed), expected_tree.tree_digest());
     }
     store.end().await;
 }
@@ -395,31 +405,31 @@ async fn aborted_transfer_can_begin_again() {
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    drop(fill(&worker, volume, &root, &wanted).await);
+    drop(fill(&worker, volume, &root, &expected_tree).await);
     let free = async {
         while !worker.transfers.filling.lock().expect("a set").is_empty() {
             tokio::task::yield_now().await;
         }
     };
     within("the end of the first", free).await;
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     assert!(filling.takes_whole_files());
     filling.abandon().await;
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
     committed.expect("the store has the report");
 
     // The worker rejects the bytes.
     let volume = VolumeHandle::new();
-    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), wanted.clone())
+    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), expected_tree.clone())
         .await
         .expect("the volume can be filled");
     std::fs::create_dir_all(machine.path(volume).join("z/in-the-way")).expect("make");
-    let mut reader = TreeReader::new(&root, wanted.clone(), ReadOptions::default()).expect("a reader");
+    let mut reader = TreeReader::new(&root, expected_tree.clone(), ReadOptions::default()).expect("a reader");
     let refused = async {
-        for ordinal in 0..wanted.extent_count() {
+        for ordinal in 0..expected_tree.extent_count() {
             filling.put(&worker.transfers, vec![(ordinal, reader.read(ordinal).expect("content"))]).await?;
         }
         filling.commit(&worker.transfers).await

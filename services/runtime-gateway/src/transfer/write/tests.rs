@@ -74,8 +74,8 @@ async fn complete_volume_is_reported_again_after_a_restart() {
     let machine = FakeWorker::near();
     let volume = VolumeHandle::new();
     let killed = gateway(&machine, &store);
-    let wanted = tree("contents");
-    let filling = fill(&killed, volume, &wanted, "contents").await;
+    let expected_tree = tree("contents");
+    let filling = fill(&killed, volume, &expected_tree, "contents").await;
     tokio::select! {
         _ = filling.commit(&killed.transfers) => panic!("it was not answered"),
         // The manifest is stored, but the report to the store is not answered.
@@ -87,7 +87,7 @@ async fn complete_volume_is_reported_again_after_a_restart() {
     let worker = gateway(&machine, &store);
     let other = begin(&worker, volume, &tree("an unexpected call")).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(of)) if of == volume), "{other:?}");
-    let filling = begin(&worker, volume, &wanted).await.expect("the same again");
+    let filling = begin(&worker, volume, &expected_tree).await.expect("the same again");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
@@ -108,13 +108,13 @@ async fn volume_is_not_reported_without_stored_manifest() {
     // A file that is in the way simulates a full disk.
     let in_the_way = worker.config.manifest_dir.join(format!("{volume}.tmp"));
     std::fs::create_dir(&in_the_way).expect("make");
-    let wanted = tree("contents");
-    let refused = fill(&worker, volume, &wanted, "contents").await.commit(&worker.transfers).await;
+    let expected_tree = tree("contents");
+    let refused = fill(&worker, volume, &expected_tree, "contents").await.commit(&worker.transfers).await;
     assert!(matches!(refused, Err(WriteVolumeError::Worker(_))), "{refused:?}");
     assert!(!machine.has(volume), "the partial volume is destroyed");
 
     std::fs::remove_dir(&in_the_way).expect("remove");
-    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let filling = fill(&worker, volume, &expected_tree, "contents").await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         // The first report to the store.
         completed(&mut store, volume)
@@ -222,11 +222,11 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     // A volume that a killed gateway began is filled by the next one. A complete volume is not
     // filled again.
     let volume = VolumeHandle::new();
-    let wanted = tree("contents");
-    drop(fill(&worker, volume, &wanted, "contents").await);
+    let expected_tree = tree("contents");
+    drop(fill(&worker, volume, &expected_tree, "contents").await);
     drop(worker);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let filling = fill(&worker, volume, &expected_tree, "contents").await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
