@@ -130,7 +130,7 @@ pub(crate) struct KnownArtifact {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Contact {
     Present,
-    /// The scheduler has not had a message from the worker since its own start.
+    /// The scheduler started after the last contact, and gives the worker its TTL to return.
     Awaited,
     Silent,
 }

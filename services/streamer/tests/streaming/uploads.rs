@@ -113,7 +113,7 @@ impl Suite {
         artifact: ArtifactId,
         digest: impl Into<Option<Digest>>,
     ) -> Result<(Upload, Answer), Refusal> {
-        let (said, requests) = mpsc::channel(4);
+        let (sender, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: "main".to_owned(),
             artifact_id: artifact.to_string(),
@@ -121,10 +121,10 @@ impl Suite {
             build_id: String::new(),
             label: "tree".to_owned(),
         };
-        said.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
+        sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut streamer = StreamerClient::new(self.peer.clone());
         let answers = streamer.upload(ReceiverStream::new(requests)).await?.into_inner();
-        let mut upload = Upload { said, answers };
+        let mut upload = Upload { sender, answers };
         let answer = upload.next().await?;
         Ok((upload, answer))
     }
@@ -169,7 +169,7 @@ impl Suite {
 }
 
 struct Upload {
-    said: mpsc::Sender<pb::UploadRequest>,
+    sender: mpsc::Sender<pb::UploadRequest>,
     answers: Streaming<pb::UploadResponse>,
 }
 
@@ -182,7 +182,7 @@ impl Upload {
 
     async fn commit(&mut self, digest: Digest) -> Result<Answer, Refusal> {
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
-        self.said
+        self.sender
             .send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
             .await
             .expect("a stream");
@@ -212,13 +212,13 @@ async fn write_with(
     outgoing: Outgoing,
 ) -> Result<(), Refusal> {
     let manifest = Arc::new(manifest);
-    let (said, requests) = mpsc::channel(16);
-    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
-    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    let (sender, requests) = mpsc::channel(16);
+    let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
+    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
-        say(Write::Manifest(part)).await.expect("a stream");
+        send(Write::Manifest(part)).await.expect("a stream");
     }
-    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
     let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
     let mut missing = transfer::OrdinalRanges::new();
@@ -234,9 +234,9 @@ async fn write_with(
     for ordinal in missing.ordinals() {
         let data = reader.read(ordinal).expect("content");
         let extents = vec![runtime_pb::ExtentData { ordinal, data }];
-        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+        send(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
     }
-    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    send(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
     while let Some(answer) = answers.message().await? {
         if let Some(Wrote::Committed(_)) = answer.message {
             return Ok(());

@@ -294,11 +294,12 @@ impl Suite {
         let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
-        let (said, mut answers, answer) = self.open(artifact, digest).await;
+        let (sender, mut answers, answer) = self.open(artifact, digest).await;
         let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
         write(&go_to, root, manifest).await;
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
-        said.send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
+        sender
+            .send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
             .await
             .expect("a stream");
         let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
@@ -326,7 +327,7 @@ impl Suite {
         artifact: ArtifactId,
         digest: Digest,
     ) -> (mpsc::Sender<pb::UploadRequest>, Streaming<pb::UploadResponse>, Answer) {
-        let (said, requests) = mpsc::channel(4);
+        let (sender, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: TEAM.to_owned(),
             artifact_id: artifact.to_string(),
@@ -334,11 +335,11 @@ impl Suite {
             build_id: String::new(),
             label: "tree".to_owned(),
         };
-        said.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
+        sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut answers =
             self.streamer().upload(ReceiverStream::new(requests)).await.expect("opened").into_inner();
         let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
-        (said, answers, answer.expect("an answer"))
+        (sender, answers, answer.expect("an answer"))
     }
 
     /// Returns the artifact that already has these bytes, if an upload need not send them.
@@ -543,13 +544,13 @@ async fn copy_result(mut answers: Streaming<pb::MaterializeResponse>) -> Result<
 
 /// Writes the missing extents of a tree to the gateway that the streamer named.
 async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>) {
-    let (said, requests) = mpsc::channel(16);
-    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
-    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    let (sender, requests) = mpsc::channel(16);
+    let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
+    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
-        say(Write::Manifest(part)).await.expect("a stream");
+        send(Write::Manifest(part)).await.expect("a stream");
     }
-    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let mut gateway = VolumesClient::new(client(&go_to.gateway_endpoint));
     let mut answers = gateway.write(ReceiverStream::new(requests)).await.expect("opened").into_inner();
     let mut missing = transfer::OrdinalRanges::new();
@@ -565,9 +566,9 @@ async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>)
     for ordinal in missing.ordinals() {
         let data = reader.read(ordinal).expect("content");
         let extents = vec![runtime_pb::ExtentData { ordinal, data }];
-        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+        send(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
     }
-    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    send(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
     while let Some(answer) = answers.message().await.expect("no error") {
         if let Some(Wrote::Committed(_)) = answer.message {
             return;

@@ -80,8 +80,8 @@ async fn gateway_fetches_only_from_addresses_of_the_scheduler() {
             Refusal::from(answers.message().await.expect_err("the address is not from the scheduler"));
         assert!(refused.is(reason), "{refused}");
     }
-    let heard = recorder.0.lock().expect("the headers").clone();
-    assert!(heard.is_empty(), "{heard:?}");
+    let headers = recorder.0.lock().expect("the headers").clone();
+    assert!(headers.is_empty(), "{headers:?}");
     stranger.stop().await;
     suite.stop().await;
 }
@@ -99,7 +99,7 @@ async fn ticket_admits_only_transfers_of_its_worker() {
     let replica = suite.replicas(artifact).await.remove(0);
     let two = suite.add_worker("two").await;
     let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
-    let elsewhere = suite.planned(two).await.ticket;
+    let other_ticket = suite.planned(two).await.ticket;
 
     let archive = async |presented: Option<&str>| {
         let outgoing =
@@ -118,7 +118,7 @@ async fn ticket_admits_only_transfers_of_its_worker() {
     for (presented, reason) in [
         (None, Reason::Unauthenticated),
         (Some("forged"), Reason::InvalidToken),
-        (Some(elsewhere.as_str()), Reason::NotAttended),
+        (Some(other_ticket.as_str()), Reason::NotAttended),
     ] {
         let refused = archive(presented).await.expect_err("the call is not admitted");
         assert!(refused.is(reason), "{presented:?}: {refused}");
@@ -132,9 +132,9 @@ async fn ticket_admits_only_transfers_of_its_worker() {
         process_id: AttemptId::new().to_string(),
         ..pb::Resume::default()
     };
-    let said = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
+    let requests = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
     let refused =
-        containers.attach(tokio_stream::iter(said)).await.expect_err("an attach call is not a transfer");
+        containers.attach(tokio_stream::iter(requests)).await.expect_err("an attach call is not a transfer");
     assert!(Refusal::from(refused).is(Reason::Unauthenticated));
     suite.stop().await;
 }
