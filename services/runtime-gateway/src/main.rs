@@ -179,7 +179,7 @@ impl server::Program for Arguments {
             });
             return Ok(());
         }
-        let given = GardenWorker {
+        let defaults = GardenWorker {
             name: self.name.unwrap_or_default(),
             platform: self.platform,
             tags: self.tags,
@@ -187,7 +187,7 @@ impl server::Program for Arguments {
             amounts: self.amounts,
             ..GardenWorker::default()
         };
-        for worker in self.concourse.workers(given)? {
+        for worker in self.concourse.workers(defaults)? {
             let (config, garden) = worker.config(&common, &self.state_dir);
             host.spawn(runtime_gateway::attend_concourse_worker(gateway.clone(), config, garden));
         }

@@ -207,14 +207,14 @@ impl Peers {
     /// Returns whether a worker is in contact with the scheduler.
     pub(crate) async fn contact(&mut self, worker: &str) -> Result<Contact, PeerError> {
         let request = scheduler::GetWorkerRequest { worker: worker.to_owned() };
-        let found = match self.workers.get_worker(request).await.map_err(Refusal::from) {
+        let worker_state = match self.workers.get_worker(request).await.map_err(Refusal::from) {
             Ok(answer) => answer.into_inner().worker.unwrap_or_default(),
             Err(refusal) if refusal.is(Reason::WorkerNotFound) => return Ok(Contact::Silent),
             Err(refusal) => return Err(refusal.into()),
         };
-        Ok(match found.awaited {
+        Ok(match worker_state.awaited {
             true => Contact::Awaited,
-            false if found.state() == scheduler::WorkerState::Running => Contact::Present,
+            false if worker_state.state() == scheduler::WorkerState::Running => Contact::Present,
             false => Contact::Silent,
         })
     }

@@ -113,25 +113,26 @@ async fn base_types(
     imports: &BaseTypeImports,
     task: &AttemptTask,
 ) -> Result<WorkerImports, AttemptError> {
-    let brings = |what: &WorkerProvided| {
-        worker.runtime.capabilities().worker_provided.iter().any(|item| item.what == *what)
+    let brings = |base_type: &WorkerProvided| {
+        worker.runtime.capabilities().worker_provided.iter().any(|item| item.what == *base_type)
     };
     let image = match &task.spec.image {
         Image::ResourceType(name) => Some(WorkerProvided::ResourceType(name.clone())),
         Image::Host | Image::Artifact(_) => None,
     };
-    if let Some(what) = image.as_ref().filter(|what| !brings(what)) {
-        let message = format!("this worker does not provide {what:?}");
+    if let Some(base_type) = image.as_ref().filter(|base_type| !brings(base_type)) {
+        let message = format!("this worker does not provide {base_type:?}");
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(WorkerProvided::Certs).filter(brings);
-    let is_imported =
-        |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.artifact_of(what).is_some());
+    let is_imported = |base_type: &Option<WorkerProvided>| {
+        base_type.as_ref().is_none_or(|base_type| imports.artifact_of(base_type).is_some())
+    };
     let is_there = is_imported(&image) && is_imported(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
-    let artifact = async |what: Option<WorkerProvided>| match what {
-        Some(what) if is_there => Ok(imports.artifact_of(&what)),
-        Some(what) => imports.wait_until_imported(&what).await.map(Some),
+    let artifact = async |base_type: Option<WorkerProvided>| match base_type {
+        Some(base_type) if is_there => Ok(imports.artifact_of(&base_type)),
+        Some(base_type) => imports.wait_until_imported(&base_type).await.map(Some),
         None => Ok(None),
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));

@@ -45,11 +45,11 @@ impl Clients {
 }
 
 /// The error of an answer that cannot be parsed. It is permanent.
-fn malformed(service: &str, what: &str) -> Refusal {
+fn malformed(service: &str, part: &str) -> Refusal {
     Refusal {
         code: Code::DataLoss,
         reason: None,
-        message: format!("cannot parse the answer of the {service}: malformed {what}"),
+        message: format!("cannot parse the answer of the {service}: malformed {part}"),
         about: HashMap::new(),
     }
 }

@@ -366,8 +366,8 @@ impl StoreClient {
     }
 }
 
-fn parse<T: FromStr>(text: &str, what: &str) -> Result<T, Refusal> {
-    text.parse().map_err(|_| malformed(STORE, what))
+fn parse<T: FromStr>(text: &str, part: &str) -> Result<T, Refusal> {
+    text.parse().map_err(|_| malformed(STORE, part))
 }
 
 fn parse_all<T: FromStr>(handles: &[String]) -> Result<Vec<T>, Refusal> {

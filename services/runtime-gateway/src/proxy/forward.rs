@@ -56,7 +56,7 @@ pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
     let mut requests =
-        CallerStream { body, kept: Vec::new(), kept_bytes: 0, is_replayable: true, round: 0, waker: None };
+        CallerStream { body, frames: Vec::new(), frame_bytes: 0, is_replayable: true, round: 0, waker: None };
     let worker = within(deadline, async {
         let first = requests.first_message().await?;
         route::worker_of_call(parts.uri.path(), first, &proxy.keys).await
@@ -106,8 +106,8 @@ impl Call {
     }
 
     async fn find(&self, refresh: bool) -> Result<Destination, Status> {
-        let found = self.proxy.directory.find(self.worker, refresh).await;
-        found.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
+        let destination = self.proxy.directory.find(self.worker, refresh).await;
+        destination.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
     }
 
     /// Makes the call at one gateway. Returns when the response begins.
@@ -258,8 +258,8 @@ async fn next_frame(body: &mut Body) -> Option<Result<Frame<Bytes>, Status>> {
 struct CallerStream {
     body: Body,
     /// The frames from the beginning of the stream, while the call may have to be repeated.
-    kept: Vec<Bytes>,
-    kept_bytes: usize,
+    frames: Vec<Bytes>,
+    frame_bytes: usize,
     is_replayable: bool,
     /// Number of the current try. Earlier tries receive no more frames.
     round: u64,
@@ -279,8 +279,8 @@ impl CallerStream {
             let data = frame.and_then(|frame| frame.into_data().ok());
             let data = data.ok_or_else(|| rpc::invalid_field("message", "the first message is missing"))?;
             first.extend_from_slice(&data);
-            self.kept_bytes += data.len();
-            self.kept.push(data);
+            self.frame_bytes += data.len();
+            self.frames.push(data);
         }
     }
 
@@ -338,7 +338,7 @@ impl HttpBody for ReplayBody {
         if requests.round != this.round {
             return Poll::Ready(Some(Err(Status::cancelled("the call has ended"))));
         }
-        if let Some(data) = requests.kept.get(this.next) {
+        if let Some(data) = requests.frames.get(this.next) {
             this.next += 1;
             return Poll::Ready(Some(Ok(Frame::data(data.clone()))));
         }
@@ -349,15 +349,15 @@ impl HttpBody for ReplayBody {
         if let Some(Ok(frame)) = &frame
             && let Some(data) = frame.data_ref()
         {
-            requests.kept_bytes += data.len();
-            requests.is_replayable &= requests.kept_bytes <= MAX_KEPT_BYTES;
+            requests.frame_bytes += data.len();
+            requests.is_replayable &= requests.frame_bytes <= MAX_KEPT_BYTES;
             if requests.is_replayable {
-                requests.kept.push(data.clone());
+                requests.frames.push(data.clone());
                 this.next += 1;
             }
         }
         if !requests.is_replayable {
-            requests.kept = Vec::new();
+            requests.frames = Vec::new();
         }
         Poll::Ready(frame)
     }

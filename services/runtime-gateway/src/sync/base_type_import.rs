@@ -114,11 +114,11 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
 /// Imports one item if necessary, and schedules its next check.
 async fn check_import(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
     let worker = &transfers.worker;
-    let what = &due.provided.what;
-    let number = imports.begin_try(what);
+    let base_type = &due.provided.what;
+    let number = imports.begin_try(base_type);
     let outcome = match import(transfers, &due.provided).await {
         Ok(artifact) => {
-            imports.set_imported(what, artifact);
+            imports.set_imported(base_type, artifact);
             due.pause = FIRST_PAUSE;
             due.at = Instant::now() + worker.config.report_interval;
             return;
@@ -128,7 +128,7 @@ async fn check_import(transfers: &Transfers, imports: &BaseTypeImports, due: &mu
     due.at = Instant::now() + due.pause;
     if outcome.is_passing() {
         tracing::debug!(
-            ?what,
+            ?base_type,
             error = error_chain(&outcome),
             "cannot import a worker-provided image or certificates: trying again"
         );
@@ -138,14 +138,14 @@ async fn check_import(transfers: &Transfers, imports: &BaseTypeImports, due: &mu
     metrics::counter!("gantry_gateway_imports_total", "outcome" => "failed").increment(1);
     tracing::warn!(
         worker.name = worker.config.worker_name,
-        ?what,
+        ?base_type,
         path = due.provided.path,
         error = error_chain(&outcome),
         again_in = ?due.pause,
         "cannot import a worker-provided image or certificates"
     );
     due.pause = LONGEST_PAUSE.min(due.pause * 2);
-    imports.set_failed(what, number, error_chain(&outcome));
+    imports.set_failed(base_type, number, error_chain(&outcome));
 }
 
 /// Imports one item, unless it is imported, and returns its artifact.
@@ -160,7 +160,7 @@ async fn import(transfers: &Transfers, provided: &WorkerProvidedPath) -> Result<
     };
     tracing::info!(
         worker.name = worker.config.worker_name,
-        what = ?provided.what,
+        base_type = ?provided.what,
         version = provided.version,
         path = provided.path,
         "importing a worker-provided image or certificates"

@@ -42,12 +42,12 @@ pub(crate) enum ReadVolumeError {
     #[error("there is no {0:?}")]
     PathNotFound(PathBuf),
     /// The path is not a regular file.
-    #[error("{path:?} is {what}")]
+    #[error("{path:?} is {kind}")]
     NotAFile {
         /// The path that the caller named.
         path: PathBuf,
         /// The type of the file at the path.
-        what: String,
+        kind: String,
     },
     /// The caller is gone.
     #[error("cannot read the volume: the caller is gone")]

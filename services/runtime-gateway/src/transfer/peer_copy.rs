@@ -61,7 +61,7 @@ enum PeerError {
     Source(SourceError),
     /// The other worker has not started to send.
     #[error("the other worker rejected the copy: {0}")]
-    NotBegun(Refusal),
+    Rejected(Refusal),
     /// The other worker failed, and sends no more.
     #[error("the other worker failed to send: {0}")]
     Failed(Refusal),
@@ -88,7 +88,7 @@ impl From<SourceError> for PeerError {
             SourceError::Refused(refusal) => refusal,
             error => return Self::Source(error),
         };
-        let not_begun = [
+        let rejections = [
             Reason::NoPeers,
             Reason::InvalidField,
             Reason::InvalidToken,
@@ -97,8 +97,8 @@ impl From<SourceError> for PeerError {
             Reason::VolumeNotFound,
             Reason::DigestMismatch,
         ];
-        if refusal.code == Code::Unimplemented || not_begun.into_iter().any(|reason| refusal.is(reason)) {
-            Self::NotBegun(refusal)
+        if refusal.code == Code::Unimplemented || rejections.into_iter().any(|reason| refusal.is(reason)) {
+            Self::Rejected(refusal)
         } else if refusal.is(Reason::PeerFailed) {
             Self::Failed(refusal)
         } else {
@@ -110,7 +110,7 @@ impl From<SourceError> for PeerError {
 impl PeerError {
     /// Whether the volume is certainly still empty.
     fn is_untouched(&self) -> bool {
-        matches!(self, Self::Source(_) | Self::NotBegun(_))
+        matches!(self, Self::Source(_) | Self::Rejected(_))
     }
 
     /// Whether the other worker may still send.

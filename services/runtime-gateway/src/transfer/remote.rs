@@ -132,7 +132,7 @@ pub(crate) async fn read_file(
 /// Returns the regular file at `path`, without following symbolic links.
 fn find_file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
     let not_found = || ReadVolumeError::PathNotFound(path.to_owned());
-    let not_a_file = |what: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), what });
+    let not_a_file = |kind: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), kind });
     let bytes = path.as_os_str().as_bytes();
     let Some(index) = manifest.find(bytes) else {
         let behind = path.ancestors().skip(1).filter_map(|above| manifest.find(above.as_os_str().as_bytes()));

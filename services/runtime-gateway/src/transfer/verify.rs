@@ -25,25 +25,25 @@ pub(crate) enum Comparison {
 
 /// Reads everything below `root`, and compares it with `expected`.
 pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Comparison, RuntimeError> {
-    let found = scan::scan(root)?.manifest;
-    if found.tree_digest() == expected.tree_digest() {
+    let actual = scan::scan(root)?.manifest;
+    if actual.tree_digest() == expected.tree_digest() {
         return Ok(Comparison::Same);
     }
     let mut reader: Option<TreeReader> = None;
-    for index in 0..expected.entries().len().max(found.entries().len()) {
-        let (expected_entry, found_entry) = match (expected.entries().get(index), found.entries().get(index))
-        {
-            (Some(expected), Some(found)) => (expected, found),
-            (one, other) => {
-                let path = one.or(other).map(|entry| entry.path().to_owned());
-                return Ok(Comparison::Differs(path.unwrap_or_default()));
-            }
-        };
-        if expected_entry == found_entry {
+    for index in 0..expected.entries().len().max(actual.entries().len()) {
+        let (expected_entry, actual_entry) =
+            match (expected.entries().get(index), actual.entries().get(index)) {
+                (Some(expected), Some(actual)) => (expected, actual),
+                (one, other) => {
+                    let path = one.or(other).map(|entry| entry.path().to_owned());
+                    return Ok(Comparison::Differs(path.unwrap_or_default()));
+                }
+            };
+        if expected_entry == actual_entry {
             continue;
         }
         let differs = || Ok(Comparison::Differs(expected_entry.path().to_owned()));
-        if without_extents(expected_entry) != without_extents(found_entry) {
+        if without_extents(expected_entry) != without_extents(actual_entry) {
             return differs();
         }
         let reader = match &mut reader {
@@ -60,7 +60,7 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Compariso
                 Err(error) => return Err(failed(error)),
             }
         }
-        for (from, to) in uncovered_ranges(found_entry.extents(), expected_entry.extents()) {
+        for (from, to) in uncovered_ranges(actual_entry.extents(), expected_entry.extents()) {
             if !is_zero(reader, index, from, to).map_err(failed)? {
                 return differs();
             }
@@ -85,21 +85,21 @@ fn without_extents(entry: &Entry) -> Entry {
 /// Returns the ranges in `extents` that no extent in `others` covers. Both lists ascend.
 fn uncovered_ranges(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     let end = |extent: &Extent| extent.offset + u64::from(extent.length);
-    let mut found = Vec::new();
+    let mut ranges = Vec::new();
     for extent in extents {
         let mut at = extent.offset;
         let first = others.partition_point(|other| end(other) <= at);
         for other in others[first..].iter().take_while(|other| other.offset < end(extent)) {
             if other.offset > at {
-                found.push((at, other.offset));
+                ranges.push((at, other.offset));
             }
             at = at.max(end(other));
         }
         if at < end(extent) {
-            found.push((at, end(extent)));
+            ranges.push((at, end(extent)));
         }
     }
-    found
+    ranges
 }
 
 /// Whether a range of a file contains only zeroes.

@@ -336,24 +336,24 @@ impl LocalExtents {
         let mut roots = std::collections::HashMap::new();
         let mut file_indexes = std::collections::HashMap::new();
         for located in manifest.extents() {
-            let Some(found) = transfers.manifests.find(team, &located.extent.digest) else { continue };
-            let root = match roots.entry(found.volume) {
+            let Some(location) = transfers.manifests.find(team, &located.extent.digest) else { continue };
+            let root = match roots.entry(location.volume) {
                 std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
                 std::collections::hash_map::Entry::Vacant(vacant) => {
-                    let Ok(root) = local_directory(transfers.worker.runtime.as_ref(), found.volume).await
+                    let Ok(root) = local_directory(transfers.worker.runtime.as_ref(), location.volume).await
                     else {
                         continue;
                     };
                     vacant.insert(root)
                 }
             };
-            let path = root.join(&found.path);
+            let path = root.join(&location.path);
             let next = sources.files.len();
             let file = *file_indexes.entry(path.clone()).or_insert(next);
             if file == next {
                 sources.files.push(path);
             }
-            sources.extents.push((located.ordinal, file, found.offset));
+            sources.extents.push((located.ordinal, file, location.offset));
         }
         Ok(sources)
     }

@@ -38,22 +38,22 @@ struct ImportTries {
 }
 
 impl BaseTypeImports {
-    /// Waits until `what` is imported, and returns its artifact. If it is not imported, a try
+    /// Waits until `base_type` is imported, and returns its artifact. If it is not imported, a try
     /// starts at once.
     ///
     /// Errors: the cause of a failed try that began after this call.
-    pub(crate) async fn wait_until_imported(&self, what: &WorkerProvided) -> Result<ArtifactId, String> {
+    pub(crate) async fn wait_until_imported(&self, base_type: &WorkerProvided) -> Result<ArtifactId, String> {
         let mut states = self.states.subscribe();
-        if let Some(artifact) = self.artifact_of(what) {
+        if let Some(artifact) = self.artifact_of(base_type) {
             return Ok(artifact);
         }
-        let begun = self.request_try(what);
-        let has_outcome = |now: &BTreeMap<WorkerProvided, ImportState>| match now.get(what) {
+        let begun = self.request_try(base_type);
+        let has_outcome = |now: &BTreeMap<WorkerProvided, ImportState>| match now.get(base_type) {
             Some(ImportState::Imported(_)) => true,
             Some(ImportState::Failed(number, _)) => *number > begun,
             None => false,
         };
-        let outcome = states.wait_for(has_outcome).await.map(|now| now.get(what).cloned());
+        let outcome = states.wait_for(has_outcome).await.map(|now| now.get(base_type).cloned());
         match outcome {
             Ok(Some(ImportState::Imported(artifact))) => Ok(artifact),
             Ok(Some(ImportState::Failed(_, why))) => Err(why),
@@ -62,9 +62,9 @@ impl BaseTypeImports {
         }
     }
 
-    /// Returns the artifact of `what`, if it is imported.
-    pub(crate) fn artifact_of(&self, what: &WorkerProvided) -> Option<ArtifactId> {
-        match self.states.borrow().get(what) {
+    /// Returns the artifact of `base_type`, if it is imported.
+    pub(crate) fn artifact_of(&self, base_type: &WorkerProvided) -> Option<ArtifactId> {
+        match self.states.borrow().get(base_type) {
             Some(ImportState::Imported(artifact)) => Some(*artifact),
             Some(ImportState::Failed(..)) | None => None,
         }
@@ -75,13 +75,13 @@ impl BaseTypeImports {
     pub(crate) fn forget(&self, artifact: ArtifactId) -> bool {
         let mut removed = None;
         self.states.send_if_modified(|states| {
-            removed = states
-                .iter()
-                .find_map(|(what, state)| (*state == ImportState::Imported(artifact)).then(|| what.clone()));
-            removed.as_ref().is_some_and(|what| states.remove(what).is_some())
+            removed = states.iter().find_map(|(base_type, state)| {
+                (*state == ImportState::Imported(artifact)).then(|| base_type.clone())
+            });
+            removed.as_ref().is_some_and(|base_type| states.remove(base_type).is_some())
         });
-        removed.is_some_and(|what| {
-            self.request_try(&what);
+        removed.is_some_and(|base_type| {
+            self.request_try(&base_type);
             true
         })
     }
@@ -91,10 +91,10 @@ impl BaseTypeImports {
     }
 
     /// Requests a try, and returns the number of tries that have begun.
-    fn request_try(&self, what: &WorkerProvided) -> u64 {
+    fn request_try(&self, base_type: &WorkerProvided) -> u64 {
         let begun = {
             let mut tries = self.tries();
-            let tries = tries.entry(what.clone()).or_default();
+            let tries = tries.entry(base_type.clone()).or_default();
             tries.is_requested = true;
             tries.begun
         };
@@ -102,28 +102,28 @@ impl BaseTypeImports {
         begun
     }
 
-    pub(crate) fn is_requested(&self, what: &WorkerProvided) -> bool {
-        self.tries().get(what).is_some_and(|tries| tries.is_requested)
+    pub(crate) fn is_requested(&self, base_type: &WorkerProvided) -> bool {
+        self.tries().get(base_type).is_some_and(|tries| tries.is_requested)
     }
 
     /// Begins a try, and returns its number.
-    pub(crate) fn begin_try(&self, what: &WorkerProvided) -> u64 {
+    pub(crate) fn begin_try(&self, base_type: &WorkerProvided) -> u64 {
         let mut tries = self.tries();
-        let tries = tries.entry(what.clone()).or_default();
+        let tries = tries.entry(base_type.clone()).or_default();
         *tries = ImportTries { begun: tries.begun + 1, is_requested: false };
         tries.begun
     }
 
-    pub(crate) fn set_imported(&self, what: &WorkerProvided, artifact: ArtifactId) {
-        self.tries().entry(what.clone()).or_default().is_requested = false;
+    pub(crate) fn set_imported(&self, base_type: &WorkerProvided, artifact: ArtifactId) {
+        self.tries().entry(base_type.clone()).or_default().is_requested = false;
         self.states.send_modify(|states| {
-            states.insert(what.clone(), ImportState::Imported(artifact));
+            states.insert(base_type.clone(), ImportState::Imported(artifact));
         });
     }
 
-    pub(crate) fn set_failed(&self, what: &WorkerProvided, number: u64, why: String) {
+    pub(crate) fn set_failed(&self, base_type: &WorkerProvided, number: u64, why: String) {
         self.states.send_modify(|states| {
-            states.insert(what.clone(), ImportState::Failed(number, why));
+            states.insert(base_type.clone(), ImportState::Failed(number, why));
         });
     }
 }
