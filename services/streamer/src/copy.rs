@@ -3,10 +3,10 @@
 //! ```text
 //! plan ──a replica exists──▶ complete
 //!   │ ◀──after a pause── another transfer makes the replica
-//!   └──this transfer makes it──▶ sources, tickets ──▶ Volumes.Fetch at the worker's gateway
-//!   ──committed──▶ complete
-//!         │                                             └──failed──▶ abandon
-//!         └──small tree──▶ Artifacts.ReadTree, Volumes.WriteArchive at the gateway ──▶ complete
+//!   └──this transfer makes it
+//!         ├──replicas──▶ sources, tickets ──▶ Volumes.Fetch at the gateway ──▶ complete
+//!         ├──small tree──▶ Artifacts.ReadTree ──▶ Volumes.WriteArchive at the gateway ──▶ complete
+//!         └──failed──▶ abandon
 //! ```
 //!
 //! [`crate::api`] starts a task with [`run`] for each copy. The artifact store decides which

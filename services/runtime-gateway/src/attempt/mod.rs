@@ -1,8 +1,8 @@
 //! One attempt at a workload, from its lease to its result.
 //!
 //! ```text
-//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start →
-//! wait → publish → FinishAttempt
+//! prepare (store) → inputs (streamer) → volumes → container
+//!   → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
 //! ```
 //!
 //! [`carry_out`] runs these steps in this order. Every step can be repeated, so a restarted gateway

@@ -10,7 +10,7 @@
 //!
 //! Invariant: the volume counts only after all of it was read back and compared with the requested
 //! manifest ([`transfer::ArchiveReader::compare`]). The gateways have not seen these bytes before.
-//! A volume that is then filled in another way is empty. See
+//! If the copy fails, the volume is emptied before it is filled in another way. See
 //! `docs/decisions/0008-workers-fill-each-others-volumes.md`.
 
 use std::path::Path;
