@@ -137,11 +137,11 @@ fn an_image_that_is_none_is_refused_clearly() {
     }
     let cluster = Cluster::new();
     let cases = [
-        ("none", None, "it has no directory `rootfs`"),
+        ("none", None, "has no directory `rootfs`"),
         ("list", Some("[]"), "`metadata.json` is malformed"),
         ("half", Some(r#"{"env": ["A"#), "`metadata.json` is malformed"),
         ("no-variable", Some(r#"{"env": ["A"]}"#), "\"A\" in `env` is not `K=V`"),
-        ("large", Some(&*" ".repeat((1 << 20) + 1)), "1048576 are the most"),
+        ("large", Some(&*" ".repeat((1 << 20) + 1)), "at most 1048576 are allowed"),
     ];
     for (name, metadata, says) in cases {
         fs::create_dir(cluster.path(name)).expect("directory");

@@ -69,7 +69,7 @@ impl Scene {
 /// One more gateway, which does not attend the worker.
 fn stands_by(suite: &mut Suite, name: &str) {
     suite.attend(name, WORKER, &[]);
-    suite.wait_until_it_says(name, "this one stands by");
+    suite.wait_until_it_says(name, "this gateway stands by");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn a_gateway_that_freezes_is_taken_over_from_and_does_nothing_when_it_wakes_up()
     let before = scene.suite.attended(WORKER, "first");
     scene.suite.signal("first", libc::SIGSTOP);
     let mut suite = scene.goes_on(&before);
-    suite.wait_until_it_says("second", "it is taken over");
+    suite.wait_until_it_says("second", "taking over this worker");
 
     // One runs while the old one wakes up.
     let script = "echo ready; read word; echo \"$word\"";

@@ -1,5 +1,6 @@
-//! Runs `true` in a container of the host runtime, without services around it, and prints the milliseconds of each run: what remains of
-//! `gantry run -- true` when everything but the container is taken away. For `make bench`.
+//! A benchmark of the host runtime without services: it runs `true` in a container.
+//!
+//! It prints the milliseconds of each run. `make bench` compares them with `gantry run -- true`.
 
 use std::io::Write;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! How much a worker takes and has to give: flags of its gateway, or members of its entry in a workers file.
+//! Limits and capacity of a worker, from flags of the gateway or from an entry of a workers file.
 
 use domain::worker::Capacity;
 use rpc::spec::MOST_MEMORY_BYTES;
@@ -6,47 +6,50 @@ use runtime::Disk;
 use serde::{Deserialize, Deserializer};
 use server::settings::{cpu, size};
 
-/// What an operator says of one worker. It goes before what the scheduler has for all workers, and before what the worker itself says that it has.
+/// Limits and capacity that an operator sets for one worker. They take precedence over the
+/// scheduler's defaults and over what the worker reports.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args, Deserialize)]
 #[serde(default)]
 pub struct Amounts {
-    /// Workloads at a time. Default: what the scheduler has for all workers, or else no limit
+    /// Most workloads at a time. Default: the scheduler's default for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_TASKS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "limit")]
     pub max_tasks: Option<u32>,
-    /// Containers at a time, those that are kept after their end included, as they were counted last; what ended since may exceed it. Default: what the scheduler has for all workers, or else no limit
+    /// Most containers at a time, including those that are kept after their end. The limit may be
+    /// exceeded between two counts. Default: the scheduler's default for all workers, or else no
+    /// limit
     #[arg(long, env = "GANTRY_WORKER_MAX_CONTAINERS", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "limit")]
     pub max_containers: Option<u32>,
-    /// Volumes at a time; what was placed since they were counted may exceed it. Default: what the scheduler has for all workers, or else no limit
+    /// Most volumes at a time. The limit may be exceeded between two counts. Default: the
+    /// scheduler's default for all workers, or else no limit
     #[arg(long, env = "GANTRY_WORKER_MAX_VOLUMES", value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
     #[serde(deserialize_with = "limit")]
     pub max_volumes: Option<u32>,
-    /// Processor time that workloads may reserve in all: `4`, `1.5`, `500m`. Default: what this machine has; without limit on a Concourse worker
+    /// Processor time that workloads may reserve in all: `4`, `1.5`, `500m`. Default: all of this
+    /// machine, or no limit on a Concourse worker
     #[arg(long = "cpu", env = "GANTRY_WORKER_CPU", value_name = "CORES", value_parser = cpu)]
     #[serde(rename = "cpu", deserialize_with = "cores")]
     pub cpu_millis: Option<u64>,
-    /// Memory that workloads may reserve in all: `16G`. Default: what this machine has; without limit on a Concourse worker
+    /// Memory that workloads may reserve in all: `16G`. Default: all of this machine, or no limit
+    /// on a Concourse worker
     #[arg(long = "memory", env = "GANTRY_WORKER_MEMORY", value_name = "SIZE", value_parser = memory)]
     #[serde(rename = "memory", deserialize_with = "bytes")]
     pub memory_bytes: Option<u64>,
 }
 
 impl Amounts {
-    /// The same for this machine's worker: without a limit of workloads, it has one if this process may open few files.
+    /// Limits the workloads of this machine if the process may open few files and no limit is set.
     #[must_use]
     pub fn within_open_files(self) -> Self {
         let most = server::inherited::few_open_files().map(workloads_with);
         if let (None, Some(most)) = (self.max_tasks, most) {
-            tracing::warn!(
-                max_tasks = most,
-                "further workloads wait, because the hard limit of open files is low"
-            );
+            tracing::warn!(max_tasks = most, "the hard limit of open files is low: further workloads wait");
         }
         Self { max_tasks: self.max_tasks.or(most), ..self }
     }
 
-    /// What the worker's gateway tells the scheduler. `has` is what the worker says that it has.
+    /// Returns the capacity that the gateway registers. `has` is what the worker reports.
     pub(crate) fn capacity(&self, has: &runtime::Capabilities, disk: Option<Disk>) -> Capacity {
         Capacity {
             max_tasks: self.max_tasks,
@@ -59,22 +62,22 @@ impl Amounts {
     }
 }
 
-/// How many workloads at a time a gateway has room for that may open so many files.
+/// Returns the number of workloads for which a gateway with this many open files has room.
 fn workloads_with(open_files: u64) -> u32 {
-    /// Open files of a gateway without workloads, with its databases and some callers.
+    /// Open files of a gateway without workloads, including its databases and some callers.
     const IDLE: u64 = 100;
-    /// Open files of a workload at most, while it starts: what is read and written, its supervisor, and its callers.
+    /// Most open files of one workload while it starts: its files, its supervisor and its callers.
     const EACH: u64 = 10;
     u32::try_from(open_files.saturating_sub(IDLE) / EACH).unwrap_or(u32::MAX).max(1)
 }
 
 fn memory(text: &str) -> Result<u64, String> {
     size(text).and_then(|bytes| {
-        if bytes > MOST_MEMORY_BYTES { Err("no worker has as much".to_owned()) } else { Ok(bytes) }
+        if bytes > MOST_MEMORY_BYTES { Err("no worker has that much memory".to_owned()) } else { Ok(bytes) }
     })
 }
 
-/// A number, or text as on the command line.
+/// A number, or a text as on the command line.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Amount {
@@ -97,7 +100,7 @@ fn amount<'de, D: Deserializer<'de>>(
 fn limit<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
     match Option::deserialize(deserializer)? {
         Some(0) => {
-            Err(serde::de::Error::custom("a limit must be at least 1; without it the scheduler's holds"))
+            Err(serde::de::Error::custom("must be at least 1; leave it out to use the scheduler's default"))
         }
         limit => Ok(limit),
     }
@@ -120,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_amounts_as_the_command_line_has_them() -> Result<(), serde_json::Error> {
+    fn amounts_are_parsed_from_a_file() -> Result<(), serde_json::Error> {
         let all = Amounts {
             max_tasks: Some(1),
             max_containers: Some(2),
@@ -152,12 +155,12 @@ mod tests {
     }
 
     #[test]
-    fn few_open_files_bound_workloads() {
+    fn few_open_files_limit_workloads() {
         assert_eq!([0, 100, 300, 1100].map(workloads_with), [1, 1, 20, 100]);
     }
 
     #[test]
-    fn a_limit_of_nothing_is_refused_wherever_it_is_said() {
+    fn limit_of_zero_is_rejected() {
         #[derive(Debug, clap::Parser)]
         struct Flags {
             #[command(flatten)]
@@ -168,15 +171,15 @@ mod tests {
             ("--max-containers", "max_containers"),
             ("--max-volumes", "max_volumes"),
         ] {
-            let said = <Flags as clap::Parser>::try_parse_from(["gateway", flag, "0"]);
-            assert!(said.is_err(), "{said:?}");
+            let parsed = <Flags as clap::Parser>::try_parse_from(["gateway", flag, "0"]);
+            assert!(parsed.is_err(), "{parsed:?}");
             let refused = read(&format!(r#"{{"{member}":0}}"#)).expect_err("refused");
             assert!(refused.to_string().contains("must be at least 1"), "{refused}");
         }
     }
 
     #[test]
-    fn what_the_operator_says_goes_before_what_the_worker_has() {
+    fn operator_settings_override_reported_capacity() {
         let has = runtime::Capabilities {
             image_kinds: Vec::new(),
             features: Vec::new(),
@@ -185,13 +188,13 @@ mod tests {
             cpu_millis: Some(4000),
             memory_bytes: None,
         };
-        let said = Amounts { max_volumes: Some(3), ..Amounts::default() }.capacity(&has, None);
-        let wanted = Capacity { max_volumes: Some(3), cpu_millis: Some(4000), ..Capacity::default() };
-        assert_eq!(said, wanted);
+        let parsed = Amounts { max_volumes: Some(3), ..Amounts::default() }.capacity(&has, None);
+        let expected = Capacity { max_volumes: Some(3), cpu_millis: Some(4000), ..Capacity::default() };
+        assert_eq!(parsed, expected);
         let amounts = Amounts { cpu_millis: Some(500), memory_bytes: Some(1), ..Amounts::default() };
-        let said = amounts.capacity(&has, Some(Disk { total_bytes: 7, free_bytes: 5 }));
-        let wanted =
+        let parsed = amounts.capacity(&has, Some(Disk { total_bytes: 7, free_bytes: 5 }));
+        let expected =
             Capacity { cpu_millis: Some(500), memory_bytes: Some(1), disk_bytes: 7, ..Capacity::default() };
-        assert_eq!(said, wanted);
+        assert_eq!(parsed, expected);
     }
 }

@@ -12,54 +12,56 @@ use crate::Amounts;
 pub struct Config {
     /// The worker's name, unique in the cluster.
     pub worker_name: String,
-    /// Such as `linux`.
+    /// Platform of the worker, such as `linux`.
     pub platform: String,
-    /// Its tags: with some, it takes only workloads with tags.
+    /// Tags of the worker. A worker with tags takes only workloads with tags.
     pub tags: Vec<String>,
-    /// The only team that may use it. `None`: every team.
+    /// Only team that may use the worker. `None`: every team.
     pub team: Option<String>,
-    /// How much it takes, and has to give.
+    /// Limits and capacity of the worker.
     pub amounts: Amounts,
-    /// Whether the worker is gone for good once it is lost.
+    /// Whether the worker is pruned once it is lost.
     pub ephemeral: bool,
-    /// Where callers reach this gateway: `unix:///path` or `http://host:port`.
+    /// Address of this gateway for callers: `unix:///path` or `http://host:port`.
     pub endpoint: String,
-    /// Where the scheduler listens.
+    /// Addresses of the scheduler.
     pub scheduler: String,
-    /// Where the artifact store listens.
+    /// Addresses of the artifact store.
     pub artifact_store: String,
-    /// Where the streamer listens, which brings inputs that are on other workers.
+    /// Addresses of the streamer, which copies inputs to the worker.
     pub streamer: String,
-    /// The token of the cluster, which its services ask of each other over TCP. `None`: none.
+    /// Cluster token for calls over TCP. `None`: calls carry no token.
     pub token: Option<String>,
-    /// Where manifests of volumes are kept, so that they need not be made again, and what was found to be damaged. It may be lost.
+    /// Directory of the manifests of volumes and of the list of damaged volumes. Both can be
+    /// recreated, so the directory may be lost.
     pub manifest_dir: PathBuf,
-    /// How often everything that the worker holds is reported.
+    /// Interval between two reports of all containers and volumes.
     pub report_interval: Duration,
-    /// How many containers are destroyed at a time. Volumes go one after the other, or as many at once as their worker destroys by one call,
-    /// children before their parents.
+    /// Most containers that are destroyed at a time. Volumes are destroyed in batches of the size
+    /// that the worker takes in one call, children before parents.
     pub destroy_concurrency: usize,
-    /// Terms and pauses, which tests shorten.
+    /// Timeouts and intervals, which tests shorten.
     pub intervals: Intervals,
-    /// Whether what is marked or unknown is left where it is, so that it can be looked at. The worker only fills up.
+    /// Whether the gateway destroys nothing, so that an operator can inspect what is marked. The
+    /// disk fills up meanwhile.
     pub hold_destruction: bool,
 }
 
-/// Terms and pauses of a gateway that no operator sets.
+/// Timeouts and intervals of a gateway that no operator sets.
 #[derive(Debug, Clone, Copy)]
 pub struct Intervals {
-    /// Time that another worker may take at least to send a volume here; more for a large one. By default as
-    /// long as Concourse gives it.
+    /// Shortest timeout of a transfer by another worker. A large volume gets more. The default is
+    /// that of Concourse.
     pub peer_transfer: Duration,
-    /// Time after which no worker connects any more that was asked to send a volume: it gives up connecting
-    /// after half of it.
+    /// Time after which a worker that was asked to send a volume no longer connects. That worker
+    /// gives up connecting after half of this time.
     pub peer_quiet: Duration,
     /// Pause between two tries to empty a volume.
     pub clear_retry: Duration,
-    /// Time that a process which may wait for a caller waits while none is attached. The command line gives up
-    /// as late.
+    /// Time that a process waits for a caller while none is attached. The command line gives up
+    /// after the same time.
     pub caller_term: Duration,
-    /// Pause between two reports to the artifact store that a caller is attached to a process.
+    /// Interval between two reports to the artifact store that a caller is attached.
     pub touch: Duration,
 }
 
@@ -76,7 +78,7 @@ impl Default for Intervals {
 }
 
 impl Config {
-    /// The defaults for a worker that every team may use.
+    /// Returns the default settings of a worker that every team may use.
     #[must_use]
     pub fn for_worker(
         name: &str,

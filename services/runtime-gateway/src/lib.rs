@@ -1,13 +1,21 @@
-//! The runtime gateway: containers, volumes and processes of the workers it attends.
+//! The runtime gateway: it makes containers, volumes and processes on the workers that it attends.
 //!
-//! It speaks for a worker to the scheduler ([`sync::scheduler_stream`]), carries out what it is told ([`attempt`]), moves bytes in and out of the
-//! worker's volumes ([`transfer`]), lets callers attach to processes, and destroys what the artifact store has marked ([`sync::inventory_sync`]), and makes
-//! artifacts of what the worker brings along ([`sync::base_type_import`]). It
-//! holds nothing durable that its worker does not hold itself: a gateway that starts again carries on every step, for each of them may be
-//! repeated.
+//! The modules, callers before what they call:
 //!
-//! [`garden`] is the runtime for a Concourse worker, [`host`] for this machine. Every binary that may open it checks for its supervisor first:
-//! see [`host::supervise_if_asked`].
+//! - [`attend`] opens the runtime of a worker and adds the worker to the gateway.
+//! - [`api`] serves `Containers` and `Volumes`. [`proxy`] forwards these calls to another gateway.
+//! - [`sync`] keeps the worker in step with the scheduler and the artifact store. It starts
+//!   attempts, sweeps, reports, and imports worker-provided images.
+//! - [`attempt`] runs one attempt, from its inputs to its result.
+//! - [`transfer`] moves bytes in and out of volumes.
+//! - [`worker`] holds the session and the attempts of one worker.
+//! - [`clients`] calls the other services.
+//! - [`runtimes`] has the runtimes: [`host`] for this machine, [`garden`] for a Concourse worker.
+//!
+//! Invariant: the gateway keeps no durable state outside its worker. Each step can be repeated, so
+//! a restarted gateway continues where the last one stopped.
+//!
+//! Each binary that may open [`host`] must first call [`host::supervise_if_asked`].
 
 mod api;
 mod attempt;
@@ -44,29 +52,30 @@ pub use proxy::{serve_proxy, start_proxy};
 pub use runtimes::{garden, host};
 pub use worker_set::WorkerSet;
 
-/// The domain of the errors that this service answers.
+/// The domain of the errors that this service returns.
 pub(crate) const SERVICE: &str = "gantry.runtime";
 
-/// Makes a directory that only its owner enters, whatever the umask; one that is there and ours is closed to others.
+/// Creates a directory with mode 0700 regardless of the umask. An existing directory of this user is
+/// closed to other users.
 ///
-/// What is in it may be as open as containers make it.
+/// Files in the directory may have any mode that containers give them.
 pub fn make_private_directory(path: &Path) -> std::io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
     std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    let found = std::fs::metadata(path)?;
-    if found.mode() & 0o077 != 0 && found.uid() == rustix::process::geteuid().as_raw() {
+    let metadata = std::fs::metadata(path)?;
+    if metadata.mode() & 0o077 != 0 && metadata.uid() == rustix::process::geteuid().as_raw() {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700))?;
     }
     Ok(())
 }
 
-/// A gateway that attends no worker yet. Its services are added to `host`.
+/// Opens a gateway without workers, and adds its services to `host`.
 ///
 /// # Errors
 ///
 /// The address of the scheduler is malformed.
 pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<WorkerSet> {
-    let gateway = WorkerSet::of(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
+    let gateway = WorkerSet::new(Vec::new(), scheduler, token, host.tasks(), host.stopping())?;
     let containers = api::containers(gateway.clone());
     host.add_ticketed_service(TicketAuth::new(containers, gateway.clone()), &[PROXY_TICKET_HEADER]);
     let volumes = api::volumes(gateway.clone());
@@ -78,16 +87,16 @@ pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Re
         features: Vec::new(),
         limits: Vec::new(),
     });
-    // Whoever has not been let in speaks for no worker, and answers nothing but that.
-    let asked = gateway.clone();
+    // A gateway without a session can only reject calls, so it is not ready.
+    let checked = gateway.clone();
     host.add_check("scheduler", move || {
-        let workers = asked.workers();
+        let workers = checked.workers();
         let ready = if workers.iter().any(|attended| attended.worker.session.current().is_some()) {
             Ok(())
         } else if workers.is_empty() {
             Err("this gateway attends no worker yet".to_owned())
         } else {
-            Err("it has not let this gateway in".to_owned())
+            Err("the scheduler has not given this gateway a session yet".to_owned())
         };
         std::future::ready(ready)
     });
@@ -95,17 +104,17 @@ pub fn open(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Re
     Ok(gateway)
 }
 
-/// Adds a gateway to `host` that attends each of these workers, of which there is at least one.
+/// Adds to `host` a gateway that attends each of these workers.
 ///
 /// # Errors
 ///
-/// There is no worker, one cannot say who it is, or an address is malformed.
+/// There is no worker, a worker cannot return its marker, or an address is malformed.
 pub async fn start(
     workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
     host: &mut Host,
 ) -> anyhow::Result<WorkerSet> {
     let mut workers = workers.into_iter().peekable();
-    let (first, _) = workers.peek().context("a gateway attends at least one worker")?;
+    let (first, _) = workers.peek().context("a gateway needs at least one worker")?;
     let gateway = open(&first.scheduler, first.token.as_deref(), host)?;
     for (config, runtime) in workers {
         gateway.attend(config, runtime).await?;
@@ -113,7 +122,9 @@ pub async fn start(
     Ok(gateway)
 }
 
-/// Serves on `listener` until `shutdown` resolves. Processes go on: their supervisors keep them. Callers over TCP present `token`.
+/// Serves on `listener` until `shutdown` resolves. Callers over TCP must present `token`.
+///
+/// Processes outlive the gateway, because their supervisors keep them.
 pub async fn serve(
     workers: impl IntoIterator<Item = (Config, Arc<dyn Runtime>)>,
     token: Option<String>,

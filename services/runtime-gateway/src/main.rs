@@ -1,4 +1,5 @@
-//! The runtime gateway as a process of its own: it attends this machine, or Concourse workers, or is a proxy.
+//! The runtime gateway as a separate process, for this machine, for Concourse workers, or as a
+//! proxy.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -12,26 +13,30 @@ use runtime_gateway::{Amounts, Config};
 use server::settings::term;
 use server::{Host, ListenArgs, Starting};
 
-/// The runtime gateway of Gantry: attends this machine as a worker, or Concourse workers, or lets callers in as a proxy.
+/// The runtime gateway of Gantry: attends this machine or Concourse workers, or serves as a proxy.
 ///
-/// Several may be given the same state directory on one machine: one attends it, the others stand by, and one of them takes over when that
-/// one dies or freezes. One that was taken over from ends, with an error. Gateways of one Concourse worker stand by for each other in the
-/// same way, each with a state directory of its own.
+/// Several gateways on one machine may share a state directory. One of them attends the worker, the
+/// others stand by. When that gateway dies or freezes, a standby takes over. The replaced gateway
+/// exits with an error. Gateways of one Concourse worker stand by for each other in the same way,
+/// each with its own state directory.
 #[derive(Debug, Parser)]
 #[command(name = "runtime-gateway", version)]
 struct Arguments {
     #[command(flatten)]
     listen: ListenArgs,
-    /// Attend no worker: pass calls of containers and volumes on to the gateway that attends the worker. Needs --scheduler only
+    /// Forward calls of containers and volumes to the gateway that attends the worker, and attend
+    /// no worker. Needs only --scheduler
     #[arg(long, env = "GANTRY_GATEWAY_PROXY", value_parser = clap::builder::BoolishValueParser::new())]
     proxy: bool,
-    /// Where callers reach this gateway, if not at the address that it listens on: http://host:port or unix:///path
+    /// Address of this gateway for callers, if not the one that it listens on: http://host:port or
+    /// unix:///path
     #[arg(long, env = "GANTRY_ENDPOINT", value_name = "ADDRESS", value_parser = rpc::client::addresses)]
     endpoint: Option<String>,
-    /// Where the scheduler listens: http://host:port or unix:///path, of each replica, with commas between them
+    /// Addresses of the scheduler's replicas, separated by commas: http://host:port or unix:///path
     #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// Where the artifact store listens: http://host:port or unix:///path, of each replica, with commas between them
+    /// Addresses of the artifact store's replicas, separated by commas: http://host:port or
+    /// unix:///path
     #[arg(
         long,
         env = "GANTRY_ARTIFACT_STORE",
@@ -40,7 +45,7 @@ struct Arguments {
         required_unless_present = "proxy"
     )]
     artifact_store: Option<String>,
-    /// Where the streamer listens: http://host:port or unix:///path, of each replica, with commas between them
+    /// Addresses of the streamer's replicas, separated by commas: http://host:port or unix:///path
     #[arg(
         long,
         env = "GANTRY_STREAMER",
@@ -51,35 +56,36 @@ struct Arguments {
     streamer: Option<String>,
     #[command(flatten)]
     concourse: GardenArgs,
-    /// The worker's name, unique in the cluster. Default: the host name of this machine when it first had this state directory
+    /// Name of the worker, unique in the cluster. Default: the host name at the first start with
+    /// this state directory
     #[arg(long, env = "GANTRY_WORKER_NAME", value_name = "NAME")]
     name: Option<String>,
-    /// The platform of a Concourse worker. This machine's is `linux`
+    /// Platform of a Concourse worker. The platform of this machine is always `linux`
     #[arg(long, env = "GANTRY_WORKER_PLATFORM", value_name = "NAME", default_value = "linux")]
     platform: String,
-    /// A tag of the worker, may be repeated. With some, it takes only workloads with tags
+    /// Tag of the worker, may be repeated. A worker with tags takes only workloads with tags
     #[arg(long = "tag", env = "GANTRY_WORKER_TAGS", value_name = "TAG", value_delimiter = ',')]
     tags: Vec<String>,
-    /// The only team that may use the worker. Default: every team
+    /// Only team that may use the worker. Default: every team
     #[arg(long, env = "GANTRY_WORKER_TEAM", value_name = "TEAM")]
     team: Option<String>,
     #[command(flatten)]
     amounts: Amounts,
     #[command(flatten)]
     policy: Policy,
-    /// The worker is gone for good once it is lost: the cluster forgets it then, with all that it holds
+    /// Prune the worker, with everything on it, once it is lost
     #[arg(long, env = "GANTRY_WORKER_EPHEMERAL", value_parser = clap::builder::BoolishValueParser::new())]
     ephemeral: bool,
-    /// Where volumes and containers are kept
+    /// Directory of volumes and containers
     #[arg(long, env = "GANTRY_STATE_DIR", value_name = "DIR", default_value = "/var/lib/gantry")]
     state_dir: PathBuf,
-    /// Where sockets of supervisors are
+    /// Directory of the supervisors' sockets
     #[arg(long, env = "GANTRY_RUNTIME_DIR", value_name = "DIR", default_value = "/run/gantry")]
     runtime_dir: PathBuf,
-    /// How often everything that the worker holds is reported, give or take a fifth
+    /// Interval between two reports of all containers and volumes, varied by a fifth
     #[arg(long, env = "GANTRY_REPORT_INTERVAL", value_name = "DURATION", default_value = "60s", value_parser = term)]
     report_interval: Duration,
-    /// How many containers are destroyed at a time
+    /// Number of containers that are destroyed at a time
     #[arg(
         long,
         env = "GANTRY_DESTROY_CONCURRENCY",
@@ -88,21 +94,22 @@ struct Arguments {
         value_parser = clap::value_parser!(u16).range(1..=1000)
     )]
     destroy_concurrency: u16,
-    /// Report what the worker holds and destroy nothing of it, so that what should go can be looked at. The disk only fills up
+    /// Destroy nothing, so that an operator can inspect what is marked. Reports continue, and the
+    /// disk fills up
     #[arg(long, env = "GANTRY_HOLD_DESTRUCTION", value_parser = clap::builder::BoolishValueParser::new())]
     hold_destruction: bool,
 }
 
 fn main() -> ExitCode {
-    // Before any thread exists: a container is made by a process that has only one.
+    // Must run before any thread exists: only a process with one thread can make a container.
     if let Some(code) = runtime_gateway::host::supervise_if_asked(std::env::args_os()) {
         return code;
     }
-    // A compose file has a place for the worker that there may be.
+    // A compose file may pass empty values when it has no Concourse worker.
     let is_empty = |name| std::env::var_os(name).is_some_and(|value| value.is_empty());
     if std::env::args_os().len() == 1 && is_empty("GANTRY_GARDEN") && is_empty("GANTRY_BAGGAGECLAIM") {
         eprintln!(
-            "runtime-gateway: GANTRY_GARDEN and GANTRY_BAGGAGECLAIM name no worker: there is nothing to attend"
+            "runtime-gateway: GANTRY_GARDEN and GANTRY_BAGGAGECLAIM are empty: there is no worker to attend"
         );
         return ExitCode::SUCCESS;
     }
@@ -128,13 +135,13 @@ impl server::Program for Arguments {
     }
 
     async fn start(mut self, starting: Starting, host: &mut Host) -> anyhow::Result<()> {
-        // A list that is empty in the environment has one empty tag.
+        // An empty list in the environment parses as one empty tag.
         self.tags.retain(|tag| !tag.is_empty());
         if self.proxy {
             return runtime_gateway::start_proxy(&self.scheduler, starting.token.as_deref(), host);
         }
         runtime_gateway::make_private_directory(&self.state_dir)
-            .with_context(|| format!("cannot make the directory {}", self.state_dir.display()))?;
+            .with_context(|| format!("cannot create the state directory {}", self.state_dir.display()))?;
         let common = Config {
             worker_name: String::new(),
             platform: self.platform.clone(),
@@ -164,14 +171,15 @@ impl server::Program for Arguments {
             let amounts = common.amounts.clone().within_open_files();
             let config = Config { worker_name: name, platform: "linux".to_owned(), amounts, ..common };
             host.spawn_vital(async move {
-                // Not drained when it fails: what another gateway has taken over is left alone at once.
+                // A failure here ends the process without draining, because another gateway may
+                // already use the state directory.
                 runtime_gateway::attend_this_machine(&gateway, config, machine)
                     .await
                     .map(|never| match never {})
             });
             return Ok(());
         }
-        let given = GardenWorker {
+        let defaults = GardenWorker {
             name: self.name.unwrap_or_default(),
             platform: self.platform,
             tags: self.tags,
@@ -179,7 +187,7 @@ impl server::Program for Arguments {
             amounts: self.amounts,
             ..GardenWorker::default()
         };
-        for worker in self.concourse.workers(given)? {
+        for worker in self.concourse.workers(defaults)? {
             let (config, garden) = worker.config(&common, &self.state_dir);
             host.spawn(runtime_gateway::attend_concourse_worker(gateway.clone(), config, garden));
         }
@@ -192,7 +200,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_is_known_to_the_other_programs() {
+    fn every_setting_is_listed() {
         assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
     }
 }

@@ -1,37 +1,43 @@
-//! What operators see of a gateway.
+//! Metrics of a gateway.
 
 use crate::clients::scheduler_messages::AttemptPhase;
 use crate::worker::Worker;
 use crate::worker::usage::Usage;
 use crate::worker_set::WorkerSet;
 
-/// Sets the gauges whenever somebody reads them, and says what is counted elsewhere.
+/// Describes all metrics, and sets the gauges whenever they are read.
 pub(crate) fn add(workers: WorkerSet, host: &server::Host) {
-    metrics::describe_gauge!("gantry_gateway_attempts", "Attempts under way, by worker.");
+    metrics::describe_gauge!("gantry_gateway_attempts", "Attempts that have not ended, by worker.");
     metrics::describe_gauge!("gantry_gateway_processes", "Attempts whose process runs, by worker.");
     metrics::describe_gauge!(
         "gantry_gateway_attends",
-        "1: the gateway speaks for the worker. 0: it has not been let in."
+        "1 if the gateway has a session for the worker, otherwise 0."
     );
     metrics::describe_gauge!(
         "gantry_gateway_containers",
-        "Containers on the worker, when they were last listed."
+        "Containers on the worker at the last listing, plus those created since."
     );
-    metrics::describe_gauge!("gantry_gateway_volumes", "Volumes on the worker, when they were last listed.");
-    metrics::describe_counter!("gantry_gateway_destroyed_total", "What was destroyed, by kind.");
+    metrics::describe_gauge!(
+        "gantry_gateway_volumes",
+        "Volumes on the worker at the last listing, plus those created since."
+    );
+    metrics::describe_counter!(
+        "gantry_gateway_destroyed_total",
+        "Destroyed containers and volumes, by kind."
+    );
     metrics::describe_counter!(
         "gantry_gateway_transferred_bytes_total",
-        "Content of volumes that came in or went out."
+        "Bytes of volumes that were transferred, by direction."
     );
     metrics::describe_counter!(
         "gantry_gateway_peer_transfers_total",
-        "Volumes that another worker was asked to send straight to this one, by outcome."
+        "Volumes that another worker was asked to send directly to this worker, by outcome."
     );
     metrics::describe_counter!(
         "gantry_gateway_imports_total",
-        "What the worker brings along and was to be imported, by outcome."
+        "Imports of worker-provided images and certificates, by outcome."
     );
-    // What has not happened yet is 0, and not missing.
+    // Counters exist from the start, so that a metric without events reads 0.
     for kind in ["container", "volume"] {
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => kind).absolute(0);
     }
@@ -54,8 +60,9 @@ fn set(worker: &Worker) {
     let name = worker.config.worker_name.clone();
     let (attempts, processes) = {
         let attempts = worker.attempts.lock();
-        let count =
-            |wanted: fn(AttemptPhase) -> bool| attempts.values().filter(|it| wanted(it.phase)).count();
+        let count = |matches_phase: fn(AttemptPhase) -> bool| {
+            attempts.values().filter(|it| matches_phase(it.phase)).count()
+        };
         (count(|phase| phase != AttemptPhase::Ended), count(|phase| phase == AttemptPhase::Running))
     };
     metrics::gauge!("gantry_gateway_attempts", "worker" => name.clone()).set(attempts as f64);

@@ -1,7 +1,8 @@
-//! The workers that a gateway attends, and the worker that a call is for.
+//! The workers that a gateway attends, and the lookup of the worker of a call.
 //!
-//! All of them share one `Containers` and one `Volumes`. A gateway never forwards a call for another worker, because
-//! it stands beside untrusted code: the caller is told which gateway to call, as the scheduler knows it.
+//! All workers of a gateway share one `Containers` and one `Volumes` service. A gateway never
+//! forwards a call for another worker, because it runs beside untrusted code. The caller receives
+//! the address of the other gateway instead, as the scheduler knows it.
 
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
@@ -26,10 +27,11 @@ use crate::worker::Worker;
 use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 
-/// How long a call waits for a worker that this gateway has not been let in for yet: it may be the one that is meant.
-const STARTING: Duration = Duration::from_secs(5);
-/// How long the scheduler may take to say where to go.
-const ASK: Duration = Duration::from_secs(5);
+/// Longest wait of a call for a worker without a session. That worker may be the one that the call
+/// names.
+const SESSION_WAIT: Duration = Duration::from_secs(5);
+/// Longest wait for the scheduler's answer about the gateway of a worker.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A worker that this gateway attends, with the features that calls and loops use.
 pub(crate) struct AttendedWorker {
@@ -41,7 +43,7 @@ pub(crate) struct AttendedWorker {
 }
 
 impl AttendedWorker {
-    /// `boot` is the life of the machine.
+    /// Opens the features of `worker`. `boot` is the boot id of the machine.
     ///
     /// # Errors
     ///
@@ -61,15 +63,15 @@ impl AttendedWorker {
     }
 }
 
-/// The only worker that a call may be for, because its ticket names that one.
+/// The only worker that a call may use, because its ticket names that worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OnlyFor(pub(crate) WorkerId);
 
-/// A call or a transfer is not admitted.
+/// The reason why a call or a transfer is not admitted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdmitError {
-    /// The ticket is forged, expired, or for something else.
-    #[error("the ticket is not good for this")]
+    /// The ticket is forged, expired, or for another operation.
+    #[error("the ticket is invalid or expired")]
     Ticket,
     /// The scheduler's keys are not available.
     #[error("cannot verify the ticket")]
@@ -77,8 +79,8 @@ pub(crate) enum AdmitError {
     /// The ticket is for another worker.
     #[error(transparent)]
     NotAttended(#[from] NotAttended),
-    /// The gateway runs the most transfers that it may.
-    #[error("this gateway has as many transfers under way as it takes")]
+    /// The gateway already runs the most transfers that it admits.
+    #[error("this gateway runs too many transfers; try again later")]
     TooManyTransfers,
 }
 
@@ -91,7 +93,7 @@ impl From<rpc::token::VerifyError> for AdmitError {
     }
 }
 
-/// A gateway: it attends the workers that were given to it. Clones share them.
+/// A gateway with the workers that it attends. Clones share them.
 #[derive(Clone)]
 pub struct WorkerSet(Arc<Inner>, Option<OnlyFor>);
 
@@ -101,28 +103,31 @@ struct Inner {
     scheduler: SchedulerClient,
     tasks: TaskTracker,
     stopping: CancellationToken,
-    /// Permits of transfers that read volumes here, and of those that write. They are separate because a write may wait for a read elsewhere.
+    /// Permits of transfers that read volumes. Reads and writes have separate permits, because a
+    /// write may wait for a read on another gateway.
     reads: Arc<Semaphore>,
     writes: Arc<Semaphore>,
 }
 
-/// Most transfers of each direction at a time. Each transfer takes a blocking thread, and a quarter of the threads stays free.
+/// Most transfers of each direction at a time. Each transfer occupies a blocking thread, and a
+/// quarter of the threads stays free.
 const TRANSFERS: usize = 192;
 
 /// Longest time that a transfer waits for a permit.
 const PERMIT_WAIT: Duration = Duration::from_secs(30);
 
-/// A call is for a worker that this gateway does not attend.
+/// The error of a call for a worker that this gateway does not attend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("this gateway does not attend worker {worker}")]
 pub(crate) struct NotAttended {
     pub(crate) worker: WorkerId,
-    /// The gateway that attends it. `None`: none does, or the scheduler does not say.
+    /// The gateway that attends the worker. `None`: no gateway does, or the scheduler does not
+    /// answer.
     pub(crate) endpoint: Option<String>,
 }
 
 impl WorkerSet {
-    pub(crate) fn of(
+    pub(crate) fn new(
         workers: Vec<Arc<AttendedWorker>>,
         scheduler: &str,
         token: Option<&str>,
@@ -144,16 +149,16 @@ impl WorkerSet {
         ))
     }
 
-    /// Attends the worker behind `runtime`, too, from now on.
+    /// Attends the worker of `runtime` from now on.
     ///
     /// # Errors
     ///
-    /// The worker cannot say who it is, or an address in `config` is malformed.
+    /// The worker cannot return its marker, or an address in `config` is malformed.
     pub async fn attend(&self, config: Config, runtime: Arc<dyn Runtime>) -> anyhow::Result<()> {
         self.attend_as(GatewayInstance::new(), config, runtime).await
     }
 
-    /// The same, as an instance that may have a session already.
+    /// Attends the worker of `runtime` as an instance that may already have a session.
     pub(crate) async fn attend_as(
         &self,
         instance: GatewayInstance,
@@ -171,14 +176,14 @@ impl WorkerSet {
         let attended = AttendedWorker::open(worker, boot)?;
         self.0.workers.write().unwrap_or_else(PoisonError::into_inner).push(attended.clone());
         let AttendedWorker { transfers, imports, attempts, .. } = &*attended;
-        self.0.tasks.spawn(scheduler_stream::forever(attempts.clone(), instance));
+        self.0.tasks.spawn(scheduler_stream::synchronize_forever(attempts.clone(), instance));
         self.0.tasks.spawn(inventory_sync::sweep_forever(transfers.clone()));
         self.0.tasks.spawn(inventory_sync::report_forever(transfers.clone()));
         self.0.tasks.spawn(base_type_import::import_forever(transfers.clone(), imports.clone()));
         Ok(())
     }
 
-    /// Resolves when this gateway has been told to stop.
+    /// Resolves when this gateway must stop.
     pub(crate) async fn stopped(&self) {
         self.0.stopping.cancelled().await;
     }
@@ -191,7 +196,8 @@ impl WorkerSet {
         &self.0.stopping
     }
 
-    /// This gateway, for a call that may be for one worker only if a ticket let it in.
+    /// Returns this gateway for one call. If a ticket admitted the call, only the worker of the
+    /// ticket can be used.
     pub(crate) fn for_call(&self, extensions: &http::Extensions) -> Self {
         Self(self.0.clone(), extensions.get::<OnlyFor>().copied().or(self.1))
     }
@@ -200,13 +206,13 @@ impl WorkerSet {
         self.0.workers.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The only worker that is attended here. `None`: there is none, or there are several.
+    /// The only worker of this gateway. `None`: there is none, or there are several.
     pub(crate) fn only_worker(&self) -> Option<Arc<AttendedWorker>> {
         let mut workers = self.workers();
         workers.pop().filter(|_| workers.is_empty())
     }
 
-    /// The worker with this id, if this gateway speaks for it.
+    /// Returns the worker with this id, if this gateway has a session for it.
     pub(crate) async fn worker(&self, id: WorkerId) -> Result<Arc<AttendedWorker>, NotAttended> {
         if self.1.is_some_and(|OnlyFor(only)| only != id) {
             return Err(NotAttended { worker: id, endpoint: None });
@@ -220,24 +226,24 @@ impl WorkerSet {
         if let Some(worker) = find() {
             return Ok(worker.clone());
         }
-        // Who they are is not known before they have been let in.
-        let let_in =
+        // The id of a worker is unknown before its first session.
+        let sessions =
             futures::future::join_all(workers.iter().map(|attended| attended.worker.session.opened()));
-        // Whether that was enough shows in what is found now.
-        tokio::time::timeout(STARTING, let_in).await.ok();
+        // After a timeout the second search simply fails.
+        tokio::time::timeout(SESSION_WAIT, sessions).await.ok();
         match find() {
             Some(worker) => Ok(worker.clone()),
-            None => Err(NotAttended { worker: id, endpoint: self.elsewhere(id).await }),
+            None => Err(NotAttended { worker: id, endpoint: self.other_gateway(id).await }),
         }
     }
 
-    /// Where the scheduler says that a worker is attended, if not here.
-    async fn elsewhere(&self, worker: WorkerId) -> Option<String> {
-        let asked = self.0.scheduler.gateway_of(worker);
-        let endpoint = match tokio::time::timeout(ASK, asked).await {
+    /// Returns the address of the other gateway that attends a worker, as the scheduler knows it.
+    async fn other_gateway(&self, worker: WorkerId) -> Option<String> {
+        let lookup = self.0.scheduler.gateway_of(worker);
+        let endpoint = match tokio::time::timeout(LOOKUP_TIMEOUT, lookup).await {
             Ok(Ok(endpoint)) => endpoint?,
             Ok(Err(error)) => {
-                tracing::debug!(worker.id = %worker, %error, "the scheduler does not say who attends a worker");
+                tracing::debug!(worker.id = %worker, %error, "cannot look up the gateway of a worker");
                 return None;
             }
             Err(_) => return None,
@@ -246,18 +252,18 @@ impl WorkerSet {
         Some(endpoint).filter(|endpoint| !ours && !endpoint.is_empty())
     }
 
-    /// Verifies a ticket for `operation`, and answers the worker that it names.
+    /// Verifies a ticket for `operation`, and returns the worker that it names.
     pub(crate) async fn admit(
         &self,
         ticket: &str,
         operation: TicketOperation,
     ) -> Result<(Arc<AttendedWorker>, TicketClaims), AdmitError> {
-        let claims = self.permitted(ticket, operation).await?;
+        let claims = self.verify_ticket(ticket, operation).await?;
         let worker = self.worker(claims.worker).await?;
         Ok((worker, claims))
     }
 
-    /// Waits for the permit of a transfer, which ends when it is dropped.
+    /// Waits for the permit of a transfer, which is held until it is dropped.
     ///
     /// Errors: [`AdmitError::TooManyTransfers`].
     pub(crate) async fn acquire_transfer(
@@ -272,8 +278,8 @@ impl WorkerSet {
         permit.ok().and_then(Result::ok).ok_or(AdmitError::TooManyTransfers)
     }
 
-    /// Verifies a ticket for `operation`, whoever attends the worker that it names.
-    pub(crate) async fn permitted(
+    /// Verifies a ticket for `operation` on any worker.
+    pub(crate) async fn verify_ticket(
         &self,
         ticket: &str,
         operation: TicketOperation,
@@ -285,13 +291,14 @@ impl WorkerSet {
         Ok(claims)
     }
 
-    /// Verifies the ticket of a proxy, and answers the worker that it names.
+    /// Verifies a proxy ticket, and returns the worker that it names.
     pub(crate) async fn admit_proxy(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
         let claims: ProxyClaims = self.0.keys.verify(ticket).await?;
         if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }
     }
 
-    /// Verifies that a ticket is one for any transfer, and answers the worker that it names. For which transfer it is good [`Self::admit`] says.
+    /// Verifies that a ticket is for some transfer, and returns the worker that it names.
+    /// [`Self::admit`] verifies the operation.
     pub(crate) async fn admit_transfer(&self, ticket: &str) -> Result<WorkerId, AdmitError> {
         let claims: TicketClaims = self.0.keys.verify(ticket).await?;
         if claims.expires_at < Timestamp::now() { Err(AdmitError::Ticket) } else { Ok(claims.worker) }

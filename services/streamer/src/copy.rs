@@ -1,17 +1,21 @@
-//! Copies from worker to worker: the bytes of a sealed artifact come to a worker that needs them.
+//! The copy of a sealed artifact to a worker.
 //!
 //! ```text
-//! plan ──the bytes are there──▶ complete
-//!   │ ◀──after a pause── another transfer makes it
-//!   └──ours──▶ sources, tickets ──▶ Volumes.Fetch at the worker's gateway ──committed──▶ complete
-//!         │                              └──anything else──▶ abandon
-//!         └──made from a small tree──▶ Artifacts.ReadTree, Volumes.WriteArchive there ──▶ complete
+//! plan ──a replica exists──▶ complete
+//!   │ ◀──after a pause── another transfer makes the replica
+//!   └──this transfer makes it
+//!         ├──replicas──▶ sources, tickets ──▶ Volumes.Fetch at the gateway ──▶ complete
+//!         ├──small tree──▶ Artifacts.ReadTree ──▶ Volumes.WriteArchive at the gateway ──▶ complete
+//!         └──failed──▶ abandon
 //! ```
 //!
-//! What the store has itself always comes from there, so that the copy depends on no other worker. The artifact store decides which
-//! transfer makes a copy; this streamer renews the claim while it does. Invariant: nothing counts before the gateway of the worker has
-//! told the store that the volume has the bytes that the artifact was sealed with. Whatever ends a copy before that abandons it: by a call
-//! here, or, if this process dies, when the claim expires.
+//! [`crate::api`] starts a task with [`run`] for each copy. The artifact store decides which
+//! transfer makes a replica, and this task renews the claim meanwhile. A small tree always comes
+//! from the store, so that the copy depends on no other worker.
+//!
+//! Invariant: a copy counts only after the worker's gateway has reported to the store that the
+//! volume has the sealed bytes. A copy that ends earlier is abandoned by a call, or, if this
+//! process dies, when the claim expires.
 
 use std::time::{Duration, Instant};
 
@@ -30,12 +34,12 @@ use crate::peers::{Location, Operation, PeerError, Peers, Plan, PlanOutcome, Tic
 use crate::rate::Rate;
 use crate::sources;
 
-/// Shortest and longest pause before it is asked again whether another transfer has ended.
+/// Shortest and longest pause before the next query about another transfer.
 const PLAN_PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 /// Most bytes of an archive in one message.
 const ARCHIVE_PIECE: usize = 1 << 20;
 
-/// Makes a copy, and publishes how it ends.
+/// Makes a copy, and publishes its result.
 pub(crate) async fn run(mut peers: Peers, mut task: CopyTask, stopping: CancellationToken) {
     let (mut intent, mut calls) = (task.intent.clone(), peers.clone());
     let copied = tokio::select! {
@@ -49,14 +53,14 @@ pub(crate) async fn run(mut peers: Peers, mut task: CopyTask, stopping: Cancella
             worker.id = %task.request.worker,
             transfer.id = %task.transfer,
             error = domain::error_chain(error),
-            "a copy failed or was stopped"
+            "cannot copy an artifact"
         );
         peers.abandon(&task.request.team, task.transfer).await;
     }
     task.end(copied);
 }
 
-/// Resolves when the copy is to stop.
+/// Resolves when the copy must stop.
 async fn stopped(intent: &mut tokio::sync::watch::Receiver<Intent>) -> CopyError {
     match intent.wait_for(|intent| *intent != Intent::Continue).await.as_deref() {
         Ok(Intent::Cancel) => CopyError::Cancelled,
@@ -91,7 +95,7 @@ async fn copy(peers: &mut Peers, task: &mut CopyTask) -> Result<CompleteCopy, Co
     }
 }
 
-/// Fills the volume of a plan, from wherever the bytes are.
+/// Fills the volume of a plan, from the store or from other workers.
 async fn fill(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<CompleteCopy, CopyError> {
     let (team, artifact) = (&task.request.team, task.request.artifact);
     let location = peers.locate(team, artifact).await?.ok_or(CopyError::NotFound(artifact))?;
@@ -102,7 +106,7 @@ async fn fill(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<Complet
     fetch(peers, task, plan, &sources).await
 }
 
-/// The gateway of the volume that is filled, and the ticket for it.
+/// Returns the gateway of the volume that is filled, and the ticket for it.
 async fn open_destination(
     peers: &mut Peers,
     task: &CopyTask,
@@ -117,7 +121,7 @@ async fn open_destination(
     Ok((VolumesClient::new(gateway), ticket))
 }
 
-/// Has the worker unpack the small tree that the store has.
+/// Sends the small tree of the store to the worker, which unpacks it.
 async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<CompleteCopy, CopyError> {
     let tree = peers.read_tree(&task.request.team, task.request.artifact).await?;
     let tree = tree.ok_or(CopyError::NoReplica(task.request.artifact))?;
@@ -140,7 +144,7 @@ async fn unpack(peers: &mut Peers, task: &CopyTask, plan: &Plan) -> Result<Compl
     Ok(CompleteCopy { volume: plan.volume()?, progress: Some(Progress { done: total, ..progress }) })
 }
 
-/// Renews the claim of a copy for as long as it is polled. Answers when the claim is lost.
+/// Renews the claim of a copy while it is polled. Returns when the claim is lost.
 async fn renew_claim(mut peers: Peers, task: &CopyTask, mut term: Duration) -> PeerError {
     let (team, transfer) = (task.request.team.clone(), task.transfer);
     loop {
@@ -155,13 +159,13 @@ async fn renew_claim(mut peers: Peers, task: &CopyTask, mut term: Duration) -> P
     }
 }
 
-/// A replica elsewhere, with the ticket to read it.
+/// A replica on another worker, with the ticket to read it.
 struct Source {
     worker: WorkerId,
     fetch: gateway::FetchSource,
 }
 
-/// The replicas that can be read now, the best first.
+/// Returns the replicas that can be read now, best first.
 async fn open_sources(
     peers: &mut Peers,
     task: &CopyTask,
@@ -188,7 +192,7 @@ async fn open_sources(
     }
 }
 
-/// Has the gateway of the worker fetch the bytes from the gateways of the sources.
+/// Requests the worker's gateway to fetch the bytes from the gateways of the sources.
 async fn fetch(
     peers: &mut Peers,
     task: &CopyTask,
@@ -226,5 +230,5 @@ async fn fetch(
             None => break,
         }
     }
-    Err(CopyError::Cut(task.request.worker))
+    Err(CopyError::Truncated(task.request.worker))
 }

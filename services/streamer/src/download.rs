@@ -1,6 +1,6 @@
-//! Downloads: where a caller can read the bytes of an artifact.
+//! Downloads: the lookup of a gateway from which a caller can read an artifact.
 //!
-//! What the artifact store has itself, and no worker that can be read, is copied to a worker first.
+//! A small tree without a readable replica is first copied to a worker.
 
 use bytes::Bytes;
 use domain::ArtifactId;
@@ -8,16 +8,16 @@ use domain::ArtifactId;
 use crate::in_flight::{CompleteCopy, CopyError, CopyRequest, CopyState, Waiter};
 use crate::peers::{Operation, PeerError, Peers, Ticket};
 
-/// No way to the bytes.
+/// The reason why an artifact cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DownloadError {
-    /// The team has no such artifact, or its bytes are not final.
-    #[error("no sealed artifact {0} in this team")]
+    /// The team has no such artifact, or it is not sealed.
+    #[error("team has no sealed artifact {0}")]
     NotFound(ArtifactId),
-    /// Every replica is gone.
-    #[error("no replica of artifact {0} is left")]
+    /// All replicas are lost.
+    #[error("artifact {0} has no replica left")]
     NoReplica(ArtifactId),
-    /// What the store has could not be copied to a worker.
+    /// The small tree cannot be copied to a worker.
     #[error(transparent)]
     Copy(#[from] CopyError),
     /// A call to another service failed.
@@ -25,38 +25,40 @@ pub(crate) enum DownloadError {
     Peer(#[from] PeerError),
 }
 
-/// What a caller wants to read.
+/// The artifact that a caller wants to read.
 #[derive(Debug, Clone)]
 pub(crate) struct DownloadRequest {
     pub(crate) team: String,
     pub(crate) artifact: ArtifactId,
-    /// Gateways that were answered before and did not work.
+    /// Gateways from earlier answers that did not work.
     pub(crate) avoid: Vec<String>,
 }
 
-/// Where the bytes can be read.
+/// The gateway and the ticket to read an artifact.
 #[derive(Debug, Clone)]
-pub(crate) struct Readable {
+pub(crate) struct DownloadLocation {
     pub(crate) ticket: Ticket,
     pub(crate) digest: Bytes,
     pub(crate) size_bytes: u64,
 }
 
-/// A ticket for the first replica whose worker is in contact, and whose gateway is not to be avoided, if there is one. `copy` begins a copy.
+/// Returns a ticket for the first replica whose worker is in contact. Gateways in `avoid` are used
+/// only if there is no other replica. `copy` starts a copy.
 ///
-/// A worker that is gone counts as in contact for a while: a caller that cannot read there must be able to read elsewhere meanwhile.
+/// The scheduler counts a dead worker as in contact for a while. With `avoid`, a caller can read
+/// from another worker meanwhile.
 pub(crate) async fn locate(
     peers: &mut Peers,
     request: DownloadRequest,
     copy: impl FnOnce(CopyRequest) -> Waiter,
-) -> Result<Readable, DownloadError> {
+) -> Result<DownloadLocation, DownloadError> {
     let DownloadRequest { team, artifact, avoid } = request;
     let location = peers.locate(&team, artifact).await?.ok_or(DownloadError::NotFound(artifact))?;
     if !location.is_sealed {
         return Err(DownloadError::NotFound(artifact));
     }
     let (digest, size_bytes) = (location.digest, location.size_bytes);
-    let readable = |ticket| Readable { ticket, digest: digest.clone(), size_bytes };
+    let readable = |ticket| DownloadLocation { ticket, digest: digest.clone(), size_bytes };
 
     let (mut unreadable, mut avoided) = (None, None);
     for replica in location.replicas {
@@ -71,11 +73,11 @@ pub(crate) async fn locate(
         true => copy_from_store(peers, &team, artifact, copy).await,
         false => Err(unreadable.map_or(DownloadError::NoReplica(artifact), DownloadError::Peer)),
     };
-    // A gateway that did not work may work now.
+    // An avoided gateway may work again.
     copied.or_else(|error| avoided.ok_or(error)).map(readable)
 }
 
-/// Copies what the store has to a worker, and answers a ticket to read it there.
+/// Copies a small tree to a worker, and returns a ticket to read it there.
 async fn copy_from_store(
     peers: &mut Peers,
     team: &str,
@@ -88,9 +90,9 @@ async fn copy_from_store(
     Ok(peers.issue_ticket(team, lease.worker, copied?.volume, Operation::Read).await?)
 }
 
-/// How a copy ends.
+/// Waits for the result of a copy.
 async fn end_of(mut waiter: Waiter) -> Result<CompleteCopy, CopyError> {
-    // A task that does not publish its end has died.
+    // A task that is dropped without a result has died.
     match waiter.states.wait_for(|state| matches!(state, CopyState::Ended(_))).await.as_deref() {
         Ok(CopyState::Ended(result)) => result.clone(),
         Ok(CopyState::Running(_)) | Err(_) => Err(CopyError::Abandoned),

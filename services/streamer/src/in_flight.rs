@@ -1,8 +1,11 @@
-//! Copies in flight on this streamer: who waits for each, and how far it is.
+//! The copies in flight on this streamer, with their callers and their progress.
 //!
-//! A copy is made by a task of its own. It ends when all is copied, or when the last caller that waits for it leaves. A later caller starts
-//! another one, which learns from the artifact store whether the old one goes on or has ended. Invariant: a copy that somebody waits for
-//! is in the table, and one that nobody waits for is stopped.
+//! Each copy has a task. It ends when everything is copied, or when the last caller leaves. A later
+//! caller starts another copy. That one learns from the artifact store whether the earlier one
+//! still runs.
+//!
+//! Invariant: a copy with callers is in the table, and a copy without callers is stopped.
+//! [`Waiter`] enforces it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,7 +15,7 @@ use tokio::sync::watch;
 
 use crate::peers::PeerError;
 
-/// What is copied, for whom, and where to.
+/// The artifact, the team and the destination of a copy.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct CopyRequest {
     pub(crate) team: String,
@@ -20,22 +23,22 @@ pub(crate) struct CopyRequest {
     pub(crate) worker: WorkerId,
 }
 
-/// Which way bytes go.
+/// The route of the bytes of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Route {
     #[default]
     Unknown,
     /// From one gateway to the other.
     Peer,
-    /// From one worker to the other, past their gateways.
+    /// Directly from one worker to the other.
     Workers,
-    /// From the artifact store, by way of this streamer.
+    /// From the artifact store through this streamer.
     Store,
-    /// Another streamer knows.
+    /// Unknown, because another streamer makes the copy.
     Elsewhere,
 }
 
-/// How far a copy is, in bytes of content.
+/// The progress of a copy, in bytes of content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Progress {
     pub(crate) done: u64,
@@ -46,57 +49,57 @@ pub(crate) struct Progress {
     pub(crate) from: Option<WorkerId>,
 }
 
-/// A copy, as those who wait for it see it.
+/// The state of a copy, for its callers.
 #[derive(Debug, Clone)]
 pub(crate) enum CopyState {
     Running(Progress),
     Ended(Result<CompleteCopy, CopyError>),
 }
 
-/// A copy whose bytes are there.
+/// A copy that is complete.
 #[derive(Debug, Clone)]
 pub(crate) struct CompleteCopy {
     pub(crate) volume: VolumeHandle,
-    /// How far the copy was. `None`: nothing had to be copied.
+    /// The last progress. `None`: nothing had to be copied.
     pub(crate) progress: Option<Progress>,
 }
 
-/// The bytes cannot be brought there. Everybody who waits gets the same error.
+/// The reason why a copy failed. All callers receive the same error.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum CopyError {
-    /// The team has no such artifact, or its bytes are not final.
-    #[error("no sealed artifact {0} in this team")]
+    /// The team has no such artifact, or it is not sealed.
+    #[error("team has no sealed artifact {0}")]
     NotFound(ArtifactId),
-    /// Every replica is gone.
-    #[error("no replica of artifact {0} is left")]
+    /// All replicas are lost.
+    #[error("artifact {0} has no replica left")]
     NoReplica(ArtifactId),
     /// A call to another service failed.
     #[error(transparent)]
     Peer(#[from] PeerError),
-    /// The gateway of the worker ended the call without an answer.
-    #[error("the gateway of worker {0} broke off")]
-    Cut(WorkerId),
-    /// The worker has written something else than it was sent.
-    #[error("worker {0} has unpacked something else than it was sent")]
+    /// The gateway of the worker ended the call without a result.
+    #[error("cannot copy the artifact: the gateway of worker {0} ended the call too early; try again")]
+    Truncated(WorkerId),
+    /// The worker unpacked a tree with another digest.
+    #[error("cannot copy the artifact: worker {0} unpacked another tree; try again")]
     OtherBytes(WorkerId),
-    /// A caller cancelled it.
+    /// A caller cancelled the copy.
     #[error("the transfer was cancelled")]
     Cancelled,
-    /// Nobody waits for it.
-    #[error("nobody waits for the transfer any more")]
+    /// All callers have left.
+    #[error("the transfer was abandoned by its callers")]
     Abandoned,
-    /// This process stops.
+    /// This process is stopping.
     #[error("the streamer is stopping")]
     Stopping,
 }
 
-/// Whether a copy is to go on.
+/// Whether a copy continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Intent {
     Continue,
-    /// Nobody waits for it any more.
+    /// All callers have left.
     Abandon,
-    /// A caller cancelled it.
+    /// A caller cancelled the copy.
     Cancel,
 }
 
@@ -112,7 +115,7 @@ struct Entry {
     states: watch::Receiver<CopyState>,
 }
 
-/// A copy, as its task has it.
+/// The task's side of a copy.
 pub(crate) struct CopyTask {
     pub(crate) request: CopyRequest,
     pub(crate) transfer: TransferId,
@@ -121,7 +124,7 @@ pub(crate) struct CopyTask {
     in_flight: InFlight,
 }
 
-/// A copy, for lists.
+/// The description of a copy in a list.
 #[derive(Debug, Clone)]
 pub(crate) struct CopyInfo {
     pub(crate) request: CopyRequest,
@@ -131,7 +134,7 @@ pub(crate) struct CopyInfo {
 }
 
 impl InFlight {
-    /// Waits for the copy of `request`, which `start` begins if none is in flight.
+    /// Joins the copy of `request`. If none is in flight, `start` starts one.
     pub(crate) fn join(&self, request: CopyRequest, start: impl FnOnce(CopyTask)) -> Waiter {
         let mut entries = self.entries();
         if let Some(entry) = entries.get_mut(&request) {
@@ -156,7 +159,7 @@ impl InFlight {
         Waiter { in_flight: self.clone(), transfer, request, states }
     }
 
-    /// All of them, the oldest first.
+    /// Returns all copies, oldest first.
     pub(crate) fn list(&self) -> Vec<CopyInfo> {
         let entries = self.entries();
         let listed = entries.iter().filter_map(|(request, entry)| match &*entry.states.borrow() {
@@ -173,7 +176,7 @@ impl InFlight {
         listed
     }
 
-    /// How many copies are read from each worker.
+    /// Returns the number of copies that are read from each worker.
     pub(crate) fn readers(&self) -> HashMap<WorkerId, usize> {
         let mut readers = HashMap::new();
         for from in self.list().iter().filter_map(|listed| listed.progress.from) {
@@ -202,24 +205,24 @@ impl InFlight {
 }
 
 impl CopyTask {
-    /// Publishes how far it is.
+    /// Publishes the progress.
     pub(crate) fn publish(&self, progress: Progress) {
         self.states.send_replace(CopyState::Running(progress));
     }
 
-    /// How many copies are read from each worker.
+    /// Returns the number of copies that are read from each worker.
     pub(crate) fn readers(&self) -> HashMap<WorkerId, usize> {
         self.in_flight.readers()
     }
 
-    /// Publishes how it ended. A later caller starts another copy.
+    /// Publishes the result. A later caller starts another copy.
     pub(crate) fn end(self, result: Result<CompleteCopy, CopyError>) {
         self.in_flight.remove(&self.request, self.transfer);
         self.states.send_replace(CopyState::Ended(result));
     }
 }
 
-/// A caller that waits for a copy, until it is dropped.
+/// A caller of a copy, until it is dropped.
 pub(crate) struct Waiter {
     in_flight: InFlight,
     transfer: TransferId,

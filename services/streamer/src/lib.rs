@@ -1,11 +1,17 @@
-//! The streamer: volumes from worker to worker, in and out.
+//! The streamer: it plans and watches transfers of artifacts.
 //!
-//! It plans transfers and watches them. Bytes take one hop, between the caller and a worker's gateway, or between two gateways, under
-//! tickets that the scheduler signs. The streamer stores nothing: what it planned stands in the artifact store, under a claim that expires
-//! unless it is renewed.
+//! Bytes take one hop under a ticket of the scheduler: between a caller and a worker's gateway, or
+//! between two gateways. The streamer stores nothing. A planned transfer is a row in the artifact
+//! store, with a claim that expires unless it is renewed.
 //!
-//! Chapters, each using those above it: [`config`]; [`peers`], the calls to the other services; [`in_flight`], [`sources`] and [`rate`]
-//! (no calls); [`copy`], [`upload`] and [`download`]; [`api`], which alone has types of the contract and makes a `Status`.
+//! The modules, each above those that it uses:
+//!
+//! - [`api`] serves `Streamer`. Only it knows protobuf types and `Status`.
+//! - [`upload`], [`download`] and [`copy`] run the transfers.
+//! - [`in_flight`] has the table of copies, [`sources`] ranks replicas, and [`rate`] measures
+//!   throughput.
+//! - [`peers`] calls the scheduler and the artifact store.
+//! - [`config`] has the settings.
 
 mod config;
 
@@ -40,7 +46,7 @@ pub fn start(config: &Config, host: &mut Host) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Serves on `listener` until `shutdown` resolves, then lets transfers in flight end.
+/// Serves on `listener` until `shutdown` resolves, then waits for transfers in flight.
 pub async fn serve(
     config: Config,
     listener: Listener,

@@ -1,4 +1,4 @@
-//! The streamer as a process of its own.
+//! The streamer as a separate process.
 
 use std::process::ExitCode;
 
@@ -6,7 +6,7 @@ use clap::Parser;
 use server::{Host, ListenArgs, Starting};
 use streamer::Config;
 
-/// The streamer of Gantry: volumes in and out.
+/// The streamer of Gantry: plans uploads, downloads and copies of artifacts.
 #[derive(Debug, Parser)]
 #[command(name = "streamer", version)]
 struct Arguments {
@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_is_known_to_the_other_programs() {
+    fn every_setting_is_listed() {
         assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
     }
 }

@@ -1,7 +1,7 @@
-//! The calls that the streamer makes to the scheduler and to the artifact store.
+//! The calls to the scheduler and to the artifact store.
 //!
-//! Terms, tickets and replicas come out of here as types of ours. A call that is refused only because a cluster was just started is
-//! repeated for a moment.
+//! Their results are types of this crate. Right after the start of a cluster, some calls are
+//! rejected because no worker has registered yet. These calls are repeated for a moment.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,13 +23,13 @@ use tonic::{Response, Status};
 use crate::config::Config;
 use crate::sources::Replica;
 
-/// How long calls are repeated that fail because a cluster was just started.
+/// Time for which calls are repeated right after the start of a cluster.
 pub(crate) const START_PATIENCE: Duration = Duration::from_secs(3);
 /// Pause between two such calls.
 pub(crate) const RETRY_PAUSE: Duration = Duration::from_millis(20);
-/// Shortest term between two renewals.
+/// Shortest term of a claim or a lease that is accepted.
 const MIN_TERM: Duration = Duration::from_secs(1);
-/// Term of a peer that names none.
+/// Term if another service returns none.
 const DEFAULT_TERM: Duration = Duration::from_secs(60);
 
 /// The services that the streamer calls. Clones share connections.
@@ -39,18 +39,18 @@ pub(crate) struct Peers {
     replicas: ReplicasClient<Peer>,
     placements: PlacementsClient<Peer>,
     workers: WorkersClient<Peer>,
-    /// The scheduler's keys.
+    /// The public keys of the scheduler.
     pub(crate) keys: Arc<Keys>,
 }
 
-/// A call to a peer failed.
+/// The error of a call to another service.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum PeerError {
-    /// The peer refused.
+    /// The service rejected the call.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// The peer's answer breaks the contract.
-    #[error("a peer answered a malformed {0}")]
+    /// The answer violates the protocol.
+    #[error("cannot parse the answer of a service: malformed {0}")]
     Malformed(&'static str),
 }
 
@@ -60,7 +60,7 @@ impl From<Status> for PeerError {
     }
 }
 
-/// The right to a worker for a transfer.
+/// The lease of a worker for a transfer.
 #[derive(Debug, Clone)]
 pub(crate) struct Lease {
     pub(crate) token: String,
@@ -69,68 +69,68 @@ pub(crate) struct Lease {
     pub(crate) term: Duration,
 }
 
-/// What is done with a volume under a ticket.
+/// The operation that a ticket permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Operation {
     Read,
     Write,
 }
 
-/// The right to read or write one volume at the gateway of its worker.
+/// The permission to read or write one volume at the gateway of its worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Ticket {
     pub(crate) ticket: String,
     pub(crate) gateway_endpoint: String,
 }
 
-/// A replica that is planned, or there already.
+/// A replica that is planned, or already exists.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) outcome: PlanOutcome,
     volume: Option<VolumeHandle>,
-    /// What the artifact was sealed with. Empty: it is not sealed.
+    /// The digest of the sealed artifact. Empty: it is not sealed.
     pub(crate) digest: Bytes,
     pub(crate) size_bytes: u64,
     pub(crate) term: Duration,
 }
 
-/// Who makes a replica.
+/// The transfer that makes a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlanOutcome {
-    /// This transfer.
+    /// This transfer makes it.
     Ours,
-    /// Another transfer, which has not ended.
+    /// Another transfer makes it.
     BeingMade,
-    /// Nobody: it is there.
+    /// The replica already exists.
     Complete,
 }
 
-/// Where the bytes of an artifact are.
+/// The places that have the bytes of an artifact.
 #[derive(Debug, Clone)]
 pub(crate) struct Location {
     pub(crate) is_sealed: bool,
-    /// Whether the artifact store has the bytes itself.
+    /// Whether the artifact store has the bytes in its database.
     pub(crate) is_in_store: bool,
     pub(crate) digest: Bytes,
     pub(crate) size_bytes: u64,
     pub(crate) replicas: Vec<Replica>,
 }
 
-/// An artifact that has the wanted bytes.
+/// An artifact that already has the bytes of an upload.
 #[derive(Debug, Clone)]
-pub(crate) struct Adopted {
+pub(crate) struct KnownArtifact {
     pub(crate) artifact_id: String,
-    /// Whether the artifact store has the bytes itself.
+    /// Whether the artifact store has the bytes in its database.
     pub(crate) is_in_store: bool,
-    /// The workers that should have them.
+    /// Workers with a replica, as the store knows them.
     pub(crate) workers: Vec<String>,
 }
 
-/// Whether a worker can be reached.
+/// Whether a worker is in contact with the scheduler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Contact {
     Present,
-    /// The scheduler expects it since it was started.
+    /// The scheduler started after the last contact, and gives the worker its TTL to return.
     Awaited,
     Silent,
 }
@@ -170,7 +170,7 @@ impl Peers {
         })
     }
 
-    /// Answers the term within which the lease must be renewed again.
+    /// Renews a lease, and returns its new term.
     pub(crate) async fn renew_lease(&mut self, lease_token: &str) -> Result<Duration, PeerError> {
         let renew = scheduler::RenewRequest { lease_token: lease_token.to_owned() };
         Ok(term(self.placements.renew(renew).await?.into_inner().term))
@@ -179,7 +179,7 @@ impl Peers {
     /// Releases the worker of a transfer. If that fails, the lease expires.
     pub(crate) async fn release_lease(&mut self, lease_token: String) {
         if let Err(status) = self.placements.release(scheduler::ReleaseRequest { lease_token }).await {
-            tracing::debug!(error = %Refusal::from(status), "cannot release the lease of a transfer; it expires");
+            tracing::debug!(error = %Refusal::from(status), "cannot release the lease of a transfer: it will expire");
         }
     }
 
@@ -204,17 +204,17 @@ impl Peers {
         Ok(Ticket { ticket: issued.ticket, gateway_endpoint: issued.gateway_endpoint })
     }
 
-    /// Whether a worker is in contact with the scheduler.
+    /// Returns whether a worker is in contact with the scheduler.
     pub(crate) async fn contact(&mut self, worker: &str) -> Result<Contact, PeerError> {
         let request = scheduler::GetWorkerRequest { worker: worker.to_owned() };
-        let found = match self.workers.get_worker(request).await.map_err(Refusal::from) {
+        let worker_state = match self.workers.get_worker(request).await.map_err(Refusal::from) {
             Ok(answer) => answer.into_inner().worker.unwrap_or_default(),
             Err(refusal) if refusal.is(Reason::WorkerNotFound) => return Ok(Contact::Silent),
             Err(refusal) => return Err(refusal.into()),
         };
-        Ok(match found.awaited {
+        Ok(match worker_state.awaited {
             true => Contact::Awaited,
-            false if found.state() == scheduler::WorkerState::Running => Contact::Present,
+            false if worker_state.state() == scheduler::WorkerState::Running => Contact::Present,
             false => Contact::Silent,
         })
     }
@@ -267,7 +267,7 @@ impl Peers {
         Ok(Plan { outcome, volume, digest: planned.digest, size_bytes, term })
     }
 
-    /// Keeps the claim of a transfer. Answers the term within which that must be done again.
+    /// Renews the claim of a transfer, and returns its new term.
     pub(crate) async fn renew_claim(
         &mut self,
         team: &str,
@@ -277,12 +277,12 @@ impl Peers {
         Ok(term(self.replicas.progress(progress).await?.into_inner().term))
     }
 
-    /// Deletes what a transfer has written. If that fails, its claim expires.
+    /// Abandons a transfer, so that its volume is deleted. If that fails, its claim expires.
     pub(crate) async fn abandon(&mut self, team: &str, transfer: TransferId) {
         let abandon =
             store::AbandonUploadRequest { transfer_id: transfer.to_string(), team: team.to_owned() };
         if let Err(status) = self.replicas.abandon_upload(abandon).await {
-            tracing::debug!(error = %Refusal::from(status), "cannot abandon a transfer; its claim expires");
+            tracing::debug!(error = %Refusal::from(status), "cannot abandon a transfer: its claim will expire");
         }
     }
 
@@ -302,14 +302,15 @@ impl Peers {
         Ok(())
     }
 
-    /// An artifact of the team that has these bytes, now with an owner. `None`: there is none on other workers than those in `without`.
+    /// Finds an artifact of the team with these bytes, and adds an owner. `None`: there is none on
+    /// workers outside of `without`.
     pub(crate) async fn adopt(
         &mut self,
         team: &str,
         digest: Digest,
         build: Option<BuildId>,
         without: &[String],
-    ) -> Result<Option<Adopted>, PeerError> {
+    ) -> Result<Option<KnownArtifact>, PeerError> {
         let request = store::AdoptByDigestRequest {
             team: team.to_owned(),
             digest: digest.as_bytes().to_vec().into(),
@@ -317,14 +318,14 @@ impl Peers {
             without_worker_ids: without.to_vec(),
         };
         let answer = self.artifacts.adopt_by_digest(request).await?.into_inner();
-        Ok(answer.artifact.map(|artifact| Adopted {
+        Ok(answer.artifact.map(|artifact| KnownArtifact {
             artifact_id: artifact.artifact_id,
             is_in_store: artifact.in_store,
             workers: artifact.replicas.into_iter().map(|replica| replica.worker_id).collect(),
         }))
     }
 
-    /// Where the bytes of an artifact are. `None`: the team has no such artifact.
+    /// Returns the places of an artifact's bytes. `None`: the team has no such artifact.
     pub(crate) async fn locate(
         &mut self,
         team: &str,
@@ -341,7 +342,7 @@ impl Peers {
         }))
     }
 
-    /// The small tree that the store has. `None`: it has none.
+    /// Reads a small tree from the store. `None`: the artifact has none.
     pub(crate) async fn read_tree(
         &mut self,
         team: &str,
@@ -354,14 +355,14 @@ impl Peers {
 }
 
 impl Plan {
-    /// The volume of the replica.
+    /// Returns the volume of the replica.
     pub(crate) fn volume(&self) -> Result<VolumeHandle, PeerError> {
         self.volume.ok_or(PeerError::Malformed("volume handle"))
     }
 }
 
 impl PeerError {
-    /// Whether a replica cannot be read now, so that another one must do. The store may have lost it since it was located.
+    /// Whether another replica must be used. The store may have lost this one since it was located.
     pub(crate) fn is_unreadable_replica(&self) -> bool {
         let reasons = [Reason::WorkerUnreachable, Reason::WorkerNotFound, Reason::TransferNotPlanned];
         matches!(self, Self::Refused(refusal) if reasons.into_iter().any(|reason| refusal.is(reason)))
@@ -385,14 +386,14 @@ fn build_id(build: Option<BuildId>) -> String {
     build.map(|build| build.to_string()).unwrap_or_default()
 }
 
-/// The term that a peer answered; never so short that renewing would keep it busy.
+/// Returns the term of an answer, with a minimum that bounds the rate of renewals.
 fn term(answered: Option<impl TryInto<Duration>>) -> Duration {
     let term = answered.and_then(|term| term.try_into().ok()).unwrap_or(DEFAULT_TERM);
     term.max(MIN_TERM)
 }
 
-/// Repeats `call` for a moment while it is refused only because a cluster was just started: no worker is registered yet, or the store does
-/// not know it.
+/// Repeats `call` for a moment while no worker is registered, or while the store does not know the
+/// worker.
 async fn retry_at_start<T, F>(call: impl Fn() -> F) -> Result<T, PeerError>
 where
     F: Future<Output = Result<Response<T>, Status>>,

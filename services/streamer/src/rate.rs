@@ -1,22 +1,22 @@
-//! How fast the bytes of a copy come.
+//! The transfer rate of a copy.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The time over which a rate is measured.
+/// Time over which a rate is measured.
 const WINDOW: Duration = Duration::from_secs(5);
 
-/// The rate of a copy over the last few seconds.
+/// The transfer rate of a copy over the last seconds.
 #[derive(Debug, Default)]
 pub(crate) struct Rate(VecDeque<(Instant, u64)>);
 
 impl Rate {
-    /// Bytes per second, now that `bytes` have come.
+    /// Returns the rate in bytes per second, after `bytes` were transferred in all.
     pub(crate) fn at(&mut self, now: Instant, bytes: u64) -> u64 {
         while self.0.len() > 1 && self.0.front().is_some_and(|(then, _)| now.duration_since(*then) > WINDOW) {
             self.0.pop_front();
         }
-        // A few samples per second are enough.
+        // A few samples per second are sufficient.
         if self.0.back().is_none_or(|(last, _)| now.duration_since(*last) >= WINDOW / 50) {
             self.0.push_back((now, bytes));
         }

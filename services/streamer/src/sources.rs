@@ -1,10 +1,10 @@
-//! Which replicas a copy is read from, the best first.
+//! The ranking of replicas as sources of a copy.
 
 use std::collections::HashMap;
 
 use domain::{VolumeHandle, WorkerId};
 
-/// Most sources that are tried for one copy.
+/// Most sources of one copy.
 const MAX_SOURCES: usize = 100;
 
 /// A replica that may be read.
@@ -12,11 +12,11 @@ const MAX_SOURCES: usize = 100;
 pub(crate) struct Replica {
     pub(crate) worker: WorkerId,
     pub(crate) volume: VolumeHandle,
-    /// Whether its bytes were hashed since they were written.
+    /// Whether its bytes were hashed after they were written.
     pub(crate) is_verified: bool,
 }
 
-/// The replicas on other workers than `destination`: verified ones first, and among them those from which the fewest copies are read.
+/// Returns the replicas on other workers, verified ones first, then those with the fewest copies.
 pub(crate) fn rank(
     mut replicas: Vec<Replica>,
     destination: WorkerId,

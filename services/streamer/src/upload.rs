@@ -1,14 +1,17 @@
-//! Uploads: a caller's directory becomes an artifact.
+//! Uploads: a caller's tree becomes an artifact.
 //!
 //! ```text
-//! open ──a worker in contact has these bytes of the team──▶ uploaded     (a caller without a digest sends them)
+//! open ──a worker in contact has these bytes──▶ uploaded
 //!   └──place, create, plan, ticket──▶ write ──commit──▶ seal ──▶ uploaded
-//!                                        └──anything else──▶ abandon
+//!                                        └──failed──▶ abandon
 //! ```
 //!
-//! Invariant: nothing partial becomes visible. An artifact is sealed only after the caller's commit, and only with bytes that the worker's
-//! gateway reported complete under the same digest; the artifact store checks. Whatever ends an upload before that abandons it: by a call
-//! here, or, if this process dies, when the claim expires.
+//! [`crate::api`] runs each upload in a task. A caller without a digest always sends the bytes.
+//!
+//! Invariant: a partial upload never becomes visible. An artifact is sealed only after the caller's
+//! commit. The artifact store checks that the gateway has reported the volume complete with the
+//! same digest. An upload that ends earlier is abandoned by a call, or, if this process dies, when
+//! the claim expires.
 
 use std::time::{Duration, Instant};
 
@@ -17,49 +20,50 @@ use tokio::sync::mpsc;
 
 use crate::peers::{Contact, Lease, Operation, PeerError, Peers, RETRY_PAUSE, START_PATIENCE, Ticket};
 
-/// Most workers that should have the bytes and are silent; after that, the caller sends them.
+/// Most silent workers with a replica before the caller must send the bytes.
 const MAX_SILENT_WORKERS: usize = 100;
 
-/// What a caller wants to upload.
+/// The artifact that a caller uploads.
 #[derive(Debug, Clone)]
 pub(crate) struct UploadRequest {
     pub(crate) team: String,
     pub(crate) artifact: ArtifactId,
-    /// `None`: not known yet.
+    /// Digest of the tree. `None`: not known yet.
     pub(crate) digest: Option<Digest>,
     pub(crate) build: Option<BuildId>,
     pub(crate) label: String,
 }
 
-/// What a caller learns during an upload.
+/// An event of an upload, for its caller.
 #[derive(Debug, Clone)]
 pub(crate) enum UploadEvent {
-    /// Write the bytes there.
+    /// The caller must write the bytes to this gateway.
     Write { ticket: Ticket, worker_name: String },
-    /// This artifact has them.
+    /// The bytes are in this artifact.
     Uploaded { artifact_id: String },
 }
 
-/// An upload failed.
+/// The reason why an upload failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UploadError {
     /// A call to another service failed.
     #[error(transparent)]
     Peer(#[from] PeerError),
-    /// The artifact has its bytes already.
-    #[error("artifact {0} has its bytes already")]
+    /// The artifact is already sealed.
+    #[error("artifact {0} is already uploaded")]
     Exists(ArtifactId),
-    /// The caller listens no more.
-    #[error("the caller is gone")]
+    /// The caller is gone.
+    #[error("cannot complete the upload: the caller is gone")]
     CallerGone,
 }
 
-/// Where the caller of an upload hears of it.
+/// The channel to the caller of an upload.
 pub(crate) type Caller<E> = mpsc::Sender<Result<UploadEvent, E>>;
 
-/// Makes an artifact of what a caller writes.
+/// Makes an artifact of the bytes that a caller writes.
 ///
-/// `commit` resolves when the caller has written everything, and has the digest of it. An error of it abandons the upload.
+/// `commit` resolves to the digest when the caller has written all bytes. If it fails, the upload
+/// is abandoned.
 pub(crate) async fn run<E: From<UploadError>>(
     peers: &mut Peers,
     request: UploadRequest,
@@ -96,11 +100,12 @@ async fn tell<E: From<UploadError>>(caller: &Caller<E>, event: UploadEvent) -> R
     caller.send(Ok(event)).await.map_err(|_| UploadError::CallerGone.into())
 }
 
-/// The artifact of this team that has the bytes already, on a worker in contact; now with the owner of the request. `None`: the caller has
-/// to send them.
+/// Finds an artifact of the team that already has the bytes, and adds the owner of the request.
+/// `None`: the caller must send the bytes.
 ///
-/// The store knows where the bytes should be, the scheduler knows which workers are in contact. What only a silent worker has cannot be
-/// used before that worker returns. A worker that the scheduler awaits since it was started is given a moment.
+/// The artifact store knows the replicas, and the scheduler knows which workers are in contact. A
+/// replica on a silent worker cannot be used. A worker that the scheduler still awaits after its
+/// own start gets some time.
 async fn adopt(peers: &mut Peers, request: &UploadRequest) -> Result<Option<String>, PeerError> {
     let Some(digest) = request.digest else { return Ok(None) };
     let deadline = Instant::now() + START_PATIENCE;
@@ -121,7 +126,7 @@ async fn adopt(peers: &mut Peers, request: &UploadRequest) -> Result<Option<Stri
     }
 }
 
-/// Whether one of `workers` is in contact. Those that are awaited may come until `deadline`.
+/// Whether one of `workers` is in contact. Waits until `deadline` for awaited workers.
 async fn is_any_in_contact(
     peers: &mut Peers,
     workers: &[String],
@@ -143,18 +148,19 @@ async fn is_any_in_contact(
     }
 }
 
-/// An upload that its caller may fill.
+/// An upload that its caller may write.
 struct Upload {
     request: UploadRequest,
     transfer: TransferId,
     lease: Lease,
     ticket: Ticket,
-    /// The claim and the lease must be renewed within this.
+    /// Term of the claim and of the lease.
     term: Duration,
 }
 
 impl Upload {
-    /// Finds a worker, makes the artifact and plans its first replica. What was done is undone if a later step fails.
+    /// Leases a worker, makes the artifact and plans its first replica. If a step fails, the
+    /// earlier ones are undone.
     async fn plan(peers: &mut Peers, request: UploadRequest) -> Result<Self, UploadError> {
         let (lease, transfer) = (peers.place(&request.team).await?, TransferId::new());
         match plan_on(peers, &request, transfer, &lease).await {
@@ -167,7 +173,7 @@ impl Upload {
         }
     }
 
-    /// Renews the upload until the caller has committed it.
+    /// Renews the upload until the caller commits it.
     async fn renew_until<E: From<UploadError>>(
         &mut self,
         peers: &mut Peers,
@@ -186,21 +192,22 @@ impl Upload {
         }
     }
 
-    /// Renews the claim and the lease. Refused: the upload was ended by others.
+    /// Renews the claim and the lease. A permanent error means that the upload was ended elsewhere.
     async fn renew(&mut self, peers: &mut Peers) -> Result<(), PeerError> {
         let claim = peers.renew_claim(&self.request.team, self.transfer).await?;
         self.term = claim.min(peers.renew_lease(&self.lease.token).await?);
         Ok(())
     }
 
-    /// Deletes what arrived, and releases the worker.
+    /// Deletes the partial volume, and releases the worker.
     async fn abandon(self, peers: &mut Peers) {
         peers.abandon(&self.request.team, self.transfer).await;
         peers.release_lease(self.lease.token).await;
     }
 }
 
-/// Plans the first replica of a new artifact. Answers the ticket to write it, and the term of the upload.
+/// Plans the first replica of a new artifact. Returns the ticket to write it, and the term of the
+/// upload.
 async fn plan_on(
     peers: &mut Peers,
     request: &UploadRequest,

@@ -41,7 +41,7 @@ impl Scene {
         attend(&mut suite, &pair, "first");
         suite.attended(WORKER, "first");
         attend(&mut suite, &pair, "second");
-        suite.wait_until_it_says("second", "this one stands by");
+        suite.wait_until_it_says("second", "this gateway stands by");
         make_image(&suite.path("image"));
         let image = format!("artifact:{}", suite.upload(&suite.path("image")));
         let out = format!("out={}", suite.path("result").display());
@@ -107,7 +107,7 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
         scene.ends_well();
         // Another with the state directory of the first stands by itself, and takes over what it knew before.
         attend(&mut scene.suite, &scene.pair, "third");
-        scene.suite.wait_until_it_says("third", "this one stands by");
+        scene.suite.wait_until_it_says("third", "this gateway stands by");
         scene.runs_another();
     }
 }

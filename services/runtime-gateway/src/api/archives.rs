@@ -1,7 +1,7 @@
-//! Calls that carry archives.
+//! The calls that transfer a volume as an archive.
 
 use rpc::pb::runtime::read_archive_response::Message as ReadAnswer;
-use rpc::pb::runtime::write_archive_request::Message as Said;
+use rpc::pb::runtime::write_archive_request::Message as WriteMessage;
 
 use domain::worker::TicketOperation;
 use rpc::invalid_field;
@@ -10,25 +10,25 @@ use tokio::sync::mpsc;
 use tonic::{Status, Streaming};
 
 use super::volumes::{UPLOAD_PAUSE, next_message, send};
-use super::{ANSWERS, Answers};
+use super::{ANSWER_QUEUE, Answers};
 use crate::transfer::archives::{self, ArchiveUpload};
 use crate::worker_set::WorkerSet;
 
 pub(super) async fn write(
     gateway: WorkerSet,
-    mut said: Streaming<pb::WriteArchiveRequest>,
+    mut requests: Streaming<pb::WriteArchiveRequest>,
 ) -> Result<pb::WriteArchiveResponse, Status> {
-    let Said::Open(open) = next(&mut said).await? else {
+    let WriteMessage::Open(open) = next(&mut requests).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let mut unpacking = ArchiveUpload::begin(&attended.transfers, ticket);
     loop {
-        match next(&mut said).await? {
-            Said::Data(data) => unpacking.data(data).await?,
-            Said::Commit(_) => break,
-            Said::Open(_) => return Err(invalid_field("message", "`open` was said before")),
+        match next(&mut requests).await? {
+            WriteMessage::Data(data) => unpacking.data(data).await?,
+            WriteMessage::Commit(_) => break,
+            WriteMessage::Open(_) => return Err(invalid_field("message", "`open` must be sent only once")),
         }
     }
     let manifest = unpacking.commit().await?;
@@ -36,8 +36,8 @@ pub(super) async fn write(
     Ok(pb::WriteArchiveResponse { digest, size_bytes: manifest.size_bytes() })
 }
 
-async fn next(said: &mut Streaming<pb::WriteArchiveRequest>) -> Result<Said, Status> {
-    rpc::required("message", next_message(said, UPLOAD_PAUSE).await?.message)
+async fn next(requests: &mut Streaming<pb::WriteArchiveRequest>) -> Result<WriteMessage, Status> {
+    rpc::required("message", next_message(requests, UPLOAD_PAUSE).await?.message)
 }
 
 pub(super) async fn read(
@@ -48,7 +48,7 @@ pub(super) async fn read(
     let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Read).await?;
     let answer = |message| send(&answers, pb::ReadArchiveResponse { message: Some(message) });
-    let (pieces, mut ready) = mpsc::channel(ANSWERS);
+    let (pieces, mut ready) = mpsc::channel(ANSWER_QUEUE);
     let packing = async {
         archives::pack(&attended.transfers, &ticket, &request.path, pieces).await.map_err(Status::from)
     };

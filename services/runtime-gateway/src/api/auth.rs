@@ -1,4 +1,6 @@
-//! Authentication of calls by a ticket, of a proxy or of a transfer, before anything else of the call is looked at.
+//! Authentication of calls by a proxy ticket or a transfer ticket.
+//!
+//! Invariant: the ticket is verified before any other part of the call is read.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -13,7 +15,7 @@ use tower_service::Service;
 
 use crate::worker_set::{OnlyFor, WorkerSet};
 
-/// A service of which no call with a ticket is answered unless the ticket is good.
+/// A service that answers a call with a ticket only if the ticket is valid.
 #[derive(Clone)]
 pub(crate) struct TicketAuth<S> {
     inner: S,

@@ -1,4 +1,4 @@
-//! Errors of this crate as callers see them: the only code of the gateway that chooses their reasons.
+//! Conversion of errors to `Status`. No other module of the gateway chooses an error reason.
 
 use domain::error_chain;
 use rpc::{Reason, Refusal, invalid_field};
@@ -10,7 +10,8 @@ use crate::SERVICE;
 use crate::transfer::error::{ReadVolumeError, WriteVolumeError};
 use crate::worker_set::{AdmitError, NotAttended};
 
-/// The caller's stream ended before it was done: an aborted call looks just like a clean end.
+/// The error of a stream that ended too early. An aborted call looks like a clean end, so the end
+/// must be explicit.
 pub(super) fn truncated() -> Status {
     Reason::TransferTruncated.status(SERVICE, "the stream ended before the transfer was complete")
 }
@@ -20,7 +21,7 @@ impl From<AdmitError> for Status {
         let reason = match &error {
             AdmitError::Ticket => Reason::InvalidToken,
             AdmitError::Keys(refusal) => return rpc::unavailable(SERVICE, "verify a ticket", refusal),
-            AdmitError::NotAttended(elsewhere) => return elsewhere.clone().into(),
+            AdmitError::NotAttended(error) => return error.clone().into(),
             AdmitError::TooManyTransfers => Reason::Unavailable,
         };
         reason.status(SERVICE, error_chain(&error))
@@ -86,7 +87,7 @@ impl From<WriteVolumeError> for Status {
     }
 }
 
-/// The reason of an archive that cannot be read. `None`: it ended too early.
+/// Returns the reason for an archive that cannot be read. `None`: it ended too early.
 fn archive_reason(error: &ArchiveError) -> Option<Reason> {
     match error {
         ArchiveError::Source(_) => None,
@@ -104,7 +105,7 @@ fn pack_reason(error: &ArchiveWriteError) -> Reason {
     }
 }
 
-/// A worker's failure, as callers see it.
+/// Converts an error of the runtime.
 pub(super) fn status(error: RuntimeError) -> Status {
     let reason = match &error {
         RuntimeError::VolumeNotFound(_) => Reason::VolumeNotFound,
@@ -112,12 +113,12 @@ pub(super) fn status(error: RuntimeError) -> Status {
         RuntimeError::OffsetOutOfRange { .. } => Reason::OffsetOutOfRange,
         RuntimeError::DiskFull(_) => Reason::DiskFull,
         RuntimeError::Unsupported(_) => Reason::Unsupported,
-        // Asked again, who has taken over is found.
+        // A repeated call finds the new gateway.
         RuntimeError::TakenOver(_) => Reason::Unavailable,
         RuntimeError::NoPeers(_) => Reason::NoPeers,
         RuntimeError::Peer(_) => Reason::PeerFailed,
         _ => {
-            tracing::warn!(error = error_chain(&error), "the worker failed");
+            tracing::warn!(error = error_chain(&error), "cannot serve a call: the worker failed");
             Reason::WorkerFailed
         }
     };

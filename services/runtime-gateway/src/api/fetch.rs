@@ -1,4 +1,4 @@
-//! The calls that fetch a volume.
+//! The calls that copy a volume from another worker.
 
 use rpc::client::Outgoing;
 use rpc::pb::runtime::fetch_response::Message as Answer;
@@ -22,10 +22,10 @@ use crate::transfer::error::ReadVolumeError;
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::worker_set::{AdmitError, WorkerSet};
 
-/// How many sources a call may name.
-const MOST_SOURCES: usize = 100;
-/// Time that the gateway of a destination has to say where its worker is reached.
-const CONFIRM: Duration = Duration::from_secs(5);
+/// Most sources of one call.
+const MAX_SOURCES: usize = 100;
+/// Timeout of the query for the destination's peer address.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) async fn fetch(
     gateway: WorkerSet,
@@ -33,20 +33,20 @@ pub(super) async fn fetch(
     answers: Answers<pb::FetchResponse>,
 ) -> Result<(), Status> {
     let digest = rpc::parse_digest("digest", &request.digest)?;
-    if !(1..=MOST_SOURCES).contains(&request.sources.len()) {
-        return Err(invalid_field("sources", format!("must be 1 to {MOST_SOURCES}")));
+    if !(1..=MAX_SOURCES).contains(&request.sources.len()) {
+        return Err(invalid_field("sources", format!("must be 1 to {MAX_SOURCES}")));
     }
     let (attended, ticket) = gateway.admit(&request.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
     let mut sources = Vec::with_capacity(request.sources.len());
-    for (place, source) in request.sources.into_iter().enumerate() {
+    for (index, source) in request.sources.into_iter().enumerate() {
         let pb::FetchSource { gateway_endpoint, ticket } = source;
-        sources.push(permitted_source(&gateway, place, gateway_endpoint, ticket).await?);
+        sources.push(verify_source(&gateway, index, gateway_endpoint, ticket).await?);
     }
     let to = Destination { ticket, signed: request.ticket };
 
-    // Progress is for people: when the caller does not read it, it is left out.
-    let tell = |Progress { done, total, saved, source, by_peer }| {
+    // Progress is only informative, so it is dropped if the caller does not read it.
+    let report = |Progress { done, total, saved, source, by_peer }| {
         let progress = pb::FetchProgress {
             bytes_done: done,
             bytes_total: total,
@@ -56,31 +56,31 @@ pub(super) async fn fetch(
         };
         answers.try_send(Ok(pb::FetchResponse { message: Some(Answer::Progress(progress)) })).ok();
     };
-    let manifest = pull::fetch(&attended.transfers, to, digest, sources, tell).await?;
+    let manifest = pull::fetch(&attended.transfers, to, digest, sources, report).await?;
     let digest = manifest.tree_digest().as_bytes().to_vec().into();
     let committed = pb::Committed { digest, size_bytes: manifest.size_bytes() };
     send(&answers, pb::FetchResponse { message: Some(Answer::Committed(committed)) }).await
 }
 
-/// The source that `ticket` permits to read, at the gateway that the scheduler named when it signed the ticket.
-/// `named` is the address that the caller named.
-async fn permitted_source(
+/// Returns the source that `ticket` permits to read. Its address is the one that the scheduler
+/// signed into the ticket. It must equal `named`, the address that the caller sent.
+async fn verify_source(
     gateway: &WorkerSet,
-    place: usize,
+    index: usize,
     named: String,
     ticket: String,
 ) -> Result<Source, Status> {
-    match gateway.permitted(&ticket, TicketOperation::Read).await {
+    match gateway.verify_ticket(&ticket, TicketOperation::Read).await {
         Ok(claims) if !claims.endpoint.is_empty() && claims.endpoint == named => {
             Ok(Source { endpoint: Some(named), ticket })
         }
         Ok(_) => Err(invalid_field(
             "sources.gateway_endpoint",
             format!(
-                "the gateway of source {place} does not listen at {named:?}: use the address that came with its ticket"
+                "the gateway of source {index} is not at {named:?}; use the address that came with its ticket"
             ),
         )),
-        // Another source may do.
+        // Another source may work.
         Err(AdmitError::Ticket) => Ok(Source { endpoint: None, ticket }),
         Err(error) => Err(error.into()),
     }
@@ -91,39 +91,45 @@ pub(super) async fn stream_to_peer(
     request: pb::StreamToPeerRequest,
 ) -> Result<pb::StreamToPeerResponse, Status> {
     let (attended, from) = gateway.admit(&request.ticket, TicketOperation::Read).await?;
-    // Nobody sends to a volume by which nobody let them.
-    let into = gateway.permitted(&request.destination_ticket, TicketOperation::Write).await?;
+    // Both tickets are required, so a caller can write only to a volume that it may fill.
+    let into = gateway.verify_ticket(&request.destination_ticket, TicketOperation::Write).await?;
     let address = rpc::required("peer_url", Some(request.peer_url).filter(|url| !url.is_empty()))?;
     let to = Inlet { address, volume: into.volume, encoding: request.encoding };
     attended.transfers.manifest(&from).await.map_err(ReadVolumeError::from)?;
     confirm(&to, &into, &request.destination_ticket).await?;
     match attended.worker.runtime.contents(from.volume).await.map_err(status)? {
         Contents::Remote(remote) => remote.send(&to).await.map_err(status)?,
-        Contents::Directory(_) => return Err(status(RuntimeError::NoPeers("it is no Concourse worker"))),
+        Contents::Directory(_) => {
+            return Err(status(RuntimeError::NoPeers("the source is not a Concourse worker")));
+        }
     }
     Ok(pb::StreamToPeerResponse {})
 }
 
-/// Makes sure that `to` is where the gateway of the destination says that its worker is reached. That gateway is asked at the address that the
-/// scheduler signed. So nobody has a worker of this gateway connect to an address of his choice.
+/// Checks that `to` is the peer address of the destination, as its gateway reports it. That gateway
+/// is called at the address that the scheduler signed. So a caller cannot make a worker connect to
+/// an address of its choice.
 async fn confirm(to: &Inlet, into: &TicketClaims, signed: &str) -> Result<(), Status> {
     let unknown = |why: String| {
-        Reason::NoPeers.status(SERVICE, format!("cannot confirm where the other worker is reached: {why}"))
+        Reason::NoPeers.status(SERVICE, format!("cannot confirm the peer address of the other worker: {why}"))
     };
     let outgoing = Outgoing::internal().with_ticket(signed);
     let peer = rpc::client::peer(&into.endpoint, outgoing).map_err(|error| unknown(error.to_string()))?;
     let mut request = Request::new(pb::GetPeerAddressRequest { ticket: signed.to_owned() });
-    request.set_timeout(CONFIRM);
+    request.set_timeout(CONFIRM_TIMEOUT);
     let answer = VolumesClient::new(peer).get_peer_address(request).await;
     let answer = answer.map_err(|status| unknown(Refusal::from(status).to_string()))?.into_inner();
     if answer.peer_url == to.address {
         Ok(())
     } else {
-        Err(invalid_field("peer_url", "is not where the gateway of the other worker says that it is reached"))
+        Err(invalid_field(
+            "peer_url",
+            "differs from the address that the gateway of the other worker reports",
+        ))
     }
 }
 
-/// Answers where workers reach the worker of a volume that is to be filled.
+/// Returns the peer address of the worker whose volume is to be filled.
 pub(super) async fn peer_address(
     gateway: WorkerSet,
     request: pb::GetPeerAddressRequest,
@@ -133,7 +139,7 @@ pub(super) async fn peer_address(
         Contents::Remote(remote) => remote.inlet().await.map_err(status)?,
         Contents::Directory(_) => None,
     };
-    let none = || status(RuntimeError::NoPeers("no worker reaches it"));
+    let none = || status(RuntimeError::NoPeers("the worker has no peer address"));
     Ok(pb::GetPeerAddressResponse { peer_url: inlet.ok_or_else(none)?.address })
 }
 
@@ -141,11 +147,11 @@ impl From<FetchError> for Status {
     fn from(error: FetchError) -> Self {
         let message = error.to_string();
         match error {
-            FetchError::Here(error) => error.into(),
+            FetchError::Local(error) => error.into(),
             FetchError::Sources(errors) => {
                 let about = errors.iter().enumerate();
                 let about =
-                    about.map(|(place, error)| (format!("source_{place}"), error.reason().to_owned()));
+                    about.map(|(index, error)| (format!("source_{index}"), error.reason().to_owned()));
                 Reason::SourceFailed.status_about(SERVICE, message, about)
             }
         }

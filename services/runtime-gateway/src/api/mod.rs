@@ -1,4 +1,6 @@
-//! The calls that gateways serve: parse, call, answer.
+//! The services `Containers` and `Volumes`.
+//!
+//! Each handler parses the request, calls a function of another module, and converts the result.
 
 mod archives;
 mod attach;
@@ -29,8 +31,8 @@ use crate::SERVICE;
 use crate::worker_set::{AttendedWorker, WorkerSet};
 use errors::status;
 
-/// Messages that wait for a caller.
-const ANSWERS: usize = 4;
+/// Most messages that wait for a caller.
+const ANSWER_QUEUE: usize = 4;
 
 type Answers<T> = mpsc::Sender<Result<T, Status>>;
 
@@ -47,7 +49,7 @@ pub(crate) struct Handler {
 }
 
 impl Handler {
-    /// Runs a call in a task of its own, which answers through a bounded channel.
+    /// Runs a call in a separate task, which answers through a bounded channel.
     fn answer<T, F>(
         &self,
         extensions: &http::Extensions,
@@ -57,7 +59,7 @@ impl Handler {
         T: Send + 'static,
         F: Future<Output = Result<(), Status>> + Send + 'static,
     {
-        let (answers, stream) = mpsc::channel(ANSWERS);
+        let (answers, stream) = mpsc::channel(ANSWER_QUEUE);
         let call = call(self.gateway.for_call(extensions), answers.clone());
         let stopping = self.gateway.stopping().clone();
         let task = async move {
@@ -67,7 +69,7 @@ impl Handler {
                 () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
             };
             if let Err(status) = result {
-                // Failing to answer means that nobody listens any more.
+                // If sending fails, the caller is gone.
                 answers.send(Err(status)).await.ok();
             }
         };
@@ -84,9 +86,9 @@ impl Containers for Handler {
         &self,
         request: Request<Streaming<pb::AttachRequest>>,
     ) -> Result<Response<Self::AttachStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
+        let (_, extensions, requests) = request.into_parts();
         let caller = extensions.get::<Caller>().cloned();
-        Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, said, answers)))
+        Ok(self.answer(&extensions, |gateway, answers| attach::attach(gateway, caller, requests, answers)))
     }
 
     async fn get_attendance(
@@ -102,24 +104,24 @@ impl Containers for Handler {
         if worker.runtime.team(process).await.map_err(status)? != team {
             return Err(status(RuntimeError::ProcessNotFound(process)));
         }
-        let standing = attendance.of(process);
-        let unattended = standing.and_then(|standing| standing.unattended());
+        let state = attendance.state(process);
+        let unattended = state.and_then(|state| state.unattended());
         Ok(Response::new(pb::GetAttendanceResponse {
-            attached: standing.map_or(0, |standing| standing.attached),
+            attached: state.map_or(0, |state| state.attached),
             unattended_since: unattended.map(|(since, _)| rpc::timestamp(since)),
             left_at: unattended.map(|(_, left_at)| rpc::timestamp(left_at)),
-            is_left: standing.is_some_and(|standing| standing.is_left),
+            is_left: state.is_some_and(|state| state.is_abandoned),
         }))
     }
 }
 
-/// The worker that a call names. It need not name the only one.
+/// Returns the worker that a call names. A gateway with one worker does not need the name.
 async fn worker_of(gateway: &WorkerSet, field: &str, id: &str) -> Result<Arc<AttendedWorker>, Status> {
     match parse_optional_id(field, id)? {
         Some(worker) => Ok(gateway.worker(worker).await?),
-        None => gateway
-            .only_worker()
-            .ok_or_else(|| invalid_field(field, "is required: this gateway does not attend just one worker")),
+        None => gateway.only_worker().ok_or_else(|| {
+            invalid_field(field, "is required: this gateway does not attend exactly one worker")
+        }),
     }
 }
 
@@ -161,16 +163,16 @@ impl Volumes for Handler {
         &self,
         request: Request<Streaming<pb::WriteRequest>>,
     ) -> Result<Response<Self::WriteStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, said, answers)))
+        let (_, extensions, requests) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::write(gateway, requests, answers)))
     }
 
     async fn read(
         &self,
         request: Request<Streaming<pb::ReadRequest>>,
     ) -> Result<Response<Self::ReadStream>, Status> {
-        let (_, extensions, said) = request.into_parts();
-        Ok(self.answer(&extensions, |gateway, answers| volumes::read(gateway, said, answers)))
+        let (_, extensions, requests) = request.into_parts();
+        Ok(self.answer(&extensions, |gateway, answers| volumes::read(gateway, requests, answers)))
     }
 
     type ReadArchiveStream = ReceiverStream<Result<pb::ReadArchiveResponse, Status>>;
@@ -180,10 +182,10 @@ impl Volumes for Handler {
         request: Request<Streaming<pb::WriteArchiveRequest>>,
     ) -> Result<Response<pb::WriteArchiveResponse>, Status> {
         let stopping = self.gateway.stopping().clone();
-        let (_, extensions, said) = request.into_parts();
+        let (_, extensions, requests) = request.into_parts();
         let gateway = self.gateway.for_call(&extensions);
         tokio::select! {
-            written = archives::write(gateway, said) => written.map(Response::new),
+            written = archives::write(gateway, requests) => written.map(Response::new),
             () = stopping.cancelled() => Err(Reason::Unavailable.status(SERVICE, "the gateway is stopping")),
         }
     }

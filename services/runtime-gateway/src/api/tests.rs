@@ -1,4 +1,4 @@
-//! Calls of the gateway, over gRPC.
+//! Tests of the services over gRPC.
 
 use rpc::pb::runtime::containers_client::ContainersClient;
 
@@ -6,64 +6,65 @@ use std::time::Duration;
 
 use futures::StreamExt;
 use rpc::Refusal;
-use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Heard;
-use rpc::pb::runtime::write_request::Message as WriteSaid;
+use rpc::pb::runtime::attach_request::Message as AttachMessage;
+use rpc::pb::runtime::attach_response::Message as AttachAnswer;
+use rpc::pb::runtime::write_request::Message as WriteMessage;
 use transfer::{Limits, Manifest};
 
 use super::attach::{STDIN_MESSAGE_BYTES, touch};
 use super::volumes::{DOWNLOAD_PAUSE, UPLOAD_PAUSE, receive_manifest, send};
 use super::*;
-use crate::test_support::served::Served;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, gateway_of, within};
+use crate::test_support::served::TestServer;
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, UNREACHABLE, gateway_of, within};
 use testing::conformance::{self, RuntimeExt, container, programs};
 use testing::fake::FakeWorker;
 
-/// What the first answer to this `resume` is.
+/// Returns the first answer to a `resume` message.
 async fn attached(
     containers: &ContainersClient<rpc::Peer>,
     team: &str,
     process: AttemptId,
-) -> Result<Option<Heard>, Status> {
+) -> Result<Option<AttachAnswer>, Status> {
     let resume =
         pb::Resume { team: team.to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
-    let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
+    let requests = tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
     let mut containers = containers.clone();
     let answer = async {
-        let mut heard = containers.attach(said).await?.into_inner();
-        Ok(heard.message().await?.and_then(|response| response.message))
+        let mut answers = containers.attach(requests).await?.into_inner();
+        Ok(answers.message().await?.and_then(|response| response.message))
     };
     within("an answer", answer).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nobody_attaches_to_a_process_of_another_team_or_learns_that_there_is_one() {
+async fn process_of_another_team_looks_nonexistent() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let runtime = machine.runtime();
     let container = runtime.made(container()).await;
     let process = runtime.started(container, conformance::process(&programs::sleep())).await;
-    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[worker], NOBODY)))).await;
+    let gateway =
+        TestServer::start(|host| host.add_service(containers(gateway_of(&[worker], UNREACHABLE)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
 
     let own = attached(&client, "main", process).await;
-    assert!(matches!(own, Ok(Some(Heard::Started(_)))), "{own:?}");
+    assert!(matches!(own, Ok(Some(AttachAnswer::Started(_)))), "{own:?}");
     let refusal = async |team: &str, process| {
         let refused = Refusal::from(attached(&client, team, process).await.expect_err("it is refused"));
         assert!(refused.is(Reason::ProcessNotFound), "{refused}");
         refused.to_string().replace(&process.to_string(), "…")
     };
     let other = refusal("other", process).await;
-    assert_eq!(other, refusal("other", AttemptId::new()).await, "both sound alike");
+    assert_eq!(other, refusal("other", AttemptId::new()).await, "the errors do not differ");
 
     drop(client);
     gateway.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn process_is_left_after_term_of_caller() {
+async fn process_is_abandoned_after_term_of_caller() {
     const TERM: Duration = Duration::from_millis(100);
     let machine = FakeWorker::near();
     let worker = machine.with_caller_term(TERM);
@@ -73,10 +74,11 @@ async fn process_is_left_after_term_of_caller() {
         stdin: domain::workload::Stdin::Attached,
         ..conformance::process(&programs::cat())
     };
-    let manner = (spec.stdin, spec.output);
+    let modes = (spec.stdin, spec.output);
     let process = runtime.started(container, spec).await;
     let attended = worker.clone();
-    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[attended], NOBODY)))).await;
+    let gateway =
+        TestServer::start(|host| host.add_service(containers(gateway_of(&[attended], UNREACHABLE)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
     let attach = async |observes| {
@@ -86,15 +88,16 @@ async fn process_is_left_after_term_of_caller() {
             observes,
             ..pb::Resume::default()
         };
-        let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
-        let mut heard = client.clone().attach(said).await.expect("attached").into_inner();
-        assert!(matches!(heard.message().await, Ok(Some(_))));
-        heard
+        let requests =
+            tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
+        let mut answers = client.clone().attach(requests).await.expect("attached").into_inner();
+        assert!(matches!(answers.message().await, Ok(Some(_))));
+        answers
     };
-    // After a restart of the gateway callers are back before attempts are taken up.
+    // After a restart of the gateway, callers attach before attempts are resumed.
     let (caller, observer) = (attach(false).await, attach(true).await);
     let attended = async {
-        let standing = async || {
+        let attendance = async || {
             let request = pb::GetAttendanceRequest {
                 team: "main".to_owned(),
                 process_id: process.to_string(),
@@ -103,12 +106,12 @@ async fn process_is_left_after_term_of_caller() {
             client.clone().get_attendance(request).await.expect("answered").into_inner()
         };
         tokio::time::sleep(TERM * 3).await;
-        let before = standing().await;
+        let before = attendance().await;
         assert!((before.attached, before.is_left) == (1, false) && before.left_at.is_none(), "{before:?}");
         drop(caller);
-        // The end of its input ends the process.
+        // The process exits when its input ends.
         runtime.ended(process).await;
-        let after = standing().await;
+        let after = attendance().await;
         assert!(
             (after.attached, after.is_left) == (0, true) && after.unattended_since.is_some(),
             "{after:?}"
@@ -116,7 +119,7 @@ async fn process_is_left_after_term_of_caller() {
         drop(observer);
     };
     tokio::select! {
-        never = crate::worker::attached_callers::mind(&worker.attendance, worker.runtime.as_ref(), process, manner) => match never {},
+        never = crate::worker::attached_callers::enforce_term(&worker.attendance, worker.runtime.as_ref(), process, modes) => match never {},
         () = attended => {}
     }
     drop(client);
@@ -124,15 +127,16 @@ async fn process_is_left_after_term_of_caller() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
+async fn unread_input_is_bounded_in_bytes() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let runtime = machine.runtime();
-    let gateway = Served::start(|host| host.add_service(containers(gateway_of(&[worker], NOBODY)))).await;
+    let gateway =
+        TestServer::start(|host| host.add_service(containers(gateway_of(&[worker], UNREACHABLE)))).await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let client = ContainersClient::new(peer);
     for (messages, bytes, why) in
-        [(1, STDIN_MESSAGE_BYTES + 1, "at most 1 MiB"), (100, STDIN_MESSAGE_BYTES, "further ahead")]
+        [(1, STDIN_MESSAGE_BYTES + 1, "at most 1 MiB"), (100, STDIN_MESSAGE_BYTES, "too far ahead")]
     {
         let container = runtime.made(container()).await;
         let spec = runtime::ProcessSpec {
@@ -144,14 +148,15 @@ async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
             pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
         let input = (0..messages).map(move |n| {
             let (offset, data) = (n * bytes as u64, vec![0; bytes].into());
-            Say::Stdin(pb::StdinData { offset, data })
+            AttachMessage::Stdin(pb::StdinData { offset, data })
         });
-        let said = std::iter::once(Say::Resume(resume)).chain(input);
-        let said = tokio_stream::iter(said.map(|said| pb::AttachRequest { message: Some(said) }));
-        let mut heard = client.clone().attach(said).await.expect("attached").into_inner();
+        let requests = std::iter::once(AttachMessage::Resume(resume)).chain(input);
+        let requests =
+            tokio_stream::iter(requests.map(|message| pb::AttachRequest { message: Some(message) }));
+        let mut answers = client.clone().attach(requests).await.expect("attached").into_inner();
         let refused = async {
             loop {
-                if let Err(status) = heard.message().await {
+                if let Err(status) = answers.message().await {
                     return Refusal::from(status);
                 }
             }
@@ -163,33 +168,34 @@ async fn input_that_a_process_does_not_read_is_bounded_in_bytes() {
     gateway.end().await;
 }
 
-/// The process whose container the store is told that somebody uses. The answer is no.
+/// Returns the process of the next touch, which the store rejects.
 async fn touched(store: &mut Store) -> String {
-    let Asked::Touch(touched, answer) = store.asked().await else { panic!("something else") };
+    let StoreCall::Touch(touched, answer) = store.next_call().await else { panic!("an unexpected call") };
     assert_eq!(touched.session_credential, "credential");
-    answer.send(Err(Reason::ContainerNotFound.status("gantry.test", "no"))).expect("it waits");
+    answer.send(Err(Reason::ContainerNotFound.status("gantry.test", "no"))).expect("the gateway waits");
     touched.attempt_id
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_store_hears_now_and_again_that_somebody_is_attached() {
+async fn attached_caller_is_reported_at_intervals() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     let runtime = machine.runtime();
     let container = runtime.made(container()).await;
     let process = runtime.started(container, conformance::process(&programs::sleep())).await;
-    let gateway =
-        Served::start(|host| host.add_service(containers(gateway_of(std::slice::from_ref(&worker), NOBODY))))
-            .await;
+    let gateway = TestServer::start(|host| {
+        host.add_service(containers(gateway_of(std::slice::from_ref(&worker), UNREACHABLE)))
+    })
+    .await;
     let peer = rpc::client::peer(&gateway.endpoint, rpc::client::Outgoing::internal()).expect("an address");
     let resume =
         pb::Resume { team: "main".to_owned(), process_id: process.to_string(), ..pb::Resume::default() };
-    let said = tokio_stream::iter([pb::AttachRequest { message: Some(Say::Resume(resume)) }]);
-    let heard = ContainersClient::new(peer).attach(said).await.expect("attached").into_inner();
+    let requests = tokio_stream::iter([pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }]);
+    let answers = ContainersClient::new(peer).attach(requests).await.expect("attached").into_inner();
     assert_eq!(touched(&mut store).await, process.to_string());
-    drop(heard);
+    drop(answers);
 
     let again = async {
         for _ in 0..3 {
@@ -205,36 +211,36 @@ async fn the_store_hears_now_and_again_that_somebody_is_attached() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_a_process_that_goes_on_the_store_does_not_hear_at_once() {
+async fn running_process_is_not_reported_at_once() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     let runtime = machine.runtime();
-    let going_on = runtime.made(container()).await;
-    let going_on = runtime.started(going_on, conformance::process(&programs::sleep())).await;
-    let over = runtime.made(container()).await;
-    let over = runtime.started(over, conformance::process(&programs::exit(0))).await;
-    runtime.ended(over).await;
+    let running = runtime.made(container()).await;
+    let running = runtime.started(running, conformance::process(&programs::sleep())).await;
+    let exited = runtime.made(container()).await;
+    let exited = runtime.started(exited, conformance::process(&programs::exit(0))).await;
+    runtime.ended(exited).await;
 
     tokio::select! {
         biased;
-        never = touch(&worker, going_on, Duration::from_hours(1)) => match never {},
-        never = touch(&worker, over, Duration::from_millis(1)) => match never {},
+        never = touch(&worker, running, Duration::from_hours(1)) => match never {},
+        never = touch(&worker, exited, Duration::from_millis(1)) => match never {},
         () = async {
             for _ in 0..3 {
-                assert_eq!(touched(&mut store).await, over.to_string(), "the one that goes on is not told of");
+                assert_eq!(touched(&mut store).await, exited.to_string(), "the running process is not reported");
             }
         } => {}
     }
     tokio::select! {
-        never = touch(&worker, going_on, Duration::from_millis(1)) => match never {},
-        told = touched(&mut store) => assert_eq!(told, going_on.to_string(), "it is told of a while later"),
+        never = touch(&worker, running, Duration::from_millis(1)) => match never {},
+        touched_process = touched(&mut store) => assert_eq!(touched_process, running.to_string(), "the running process is reported later"),
     }
     store.end().await;
 }
 
-// The clock stands still, and moves on at once when everything waits for it.
+// The paused clock advances when all tasks wait for it.
 #[tokio::test(start_paused = true)]
 async fn upload_ends_when_its_caller_pauses() {
     let root = transfer::Entry {
@@ -248,37 +254,42 @@ async fn upload_ends_when_its_caller_pauses() {
         kind: transfer::EntryKind::Directory,
     };
     let manifest = Manifest::new(vec![root], Limits::default()).expect("it is valid");
-    let manifest_part = |part| pb::WriteRequest { message: Some(WriteSaid::Manifest(part)) };
+    let manifest_part = |part| pb::WriteRequest { message: Some(WriteMessage::Manifest(part)) };
     let parts: Vec<_> = rpc::tree::manifest_parts(&manifest).map(manifest_part).collect();
     let silence = futures::stream::pending::<Result<pb::WriteRequest, Status>>();
-    let mut said = futures::stream::iter(parts.into_iter().map(Ok)).chain(silence);
+    let mut requests = futures::stream::iter(parts.into_iter().map(Ok)).chain(silence);
     let began = tokio::time::Instant::now();
-    let ended = Refusal::from(receive_manifest(&mut said).await.expect_err("it ends"));
+    let ended = Refusal::from(receive_manifest(&mut requests).await.expect_err("it ends"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("15 minutes"), "{ended}");
     assert!(began.elapsed() >= UPLOAD_PAUSE);
 }
 
 #[tokio::test(start_paused = true)]
 async fn download_ends_when_its_caller_pauses() {
-    let (answers, _taken) = mpsc::channel(1);
+    let (answers, _receiver) = mpsc::channel(1);
     let began = tokio::time::Instant::now();
-    send(&answers, ()).await.expect("there is room for one");
-    let ended = Refusal::from(send(&answers, ()).await.expect_err("nobody takes the first"));
+    send(&answers, ()).await.expect("the channel has room");
+    let ended = Refusal::from(send(&answers, ()).await.expect_err("the first message is not read"));
     assert!(ended.is(Reason::TransferTruncated) && ended.message.contains("took nothing"), "{ended}");
     assert!(began.elapsed() >= DOWNLOAD_PAUSE);
 }
 
 #[tokio::test(start_paused = true)]
 async fn transfers_beyond_the_limit_are_refused() {
-    let gateway = gateway_of(&[], NOBODY);
+    let gateway = gateway_of(&[], UNREACHABLE);
     let mut permits = Vec::new();
     while let Ok(permit) = gateway.acquire_transfer(TicketOperation::Read).await {
         permits.push(permit);
     }
     assert!(permits.len() >= 100, "{}", permits.len());
-    let refused = gateway.acquire_transfer(TicketOperation::Read).await.expect_err("all have one");
+    let refused = gateway.acquire_transfer(TicketOperation::Read).await.expect_err("all permits are taken");
     assert!(Refusal::from(Status::from(refused)).is(Reason::Unavailable));
-    drop(gateway.acquire_transfer(TicketOperation::Write).await.expect("the other direction has its own"));
+    drop(
+        gateway
+            .acquire_transfer(TicketOperation::Write)
+            .await
+            .expect("the other direction has its own permits"),
+    );
     permits.pop();
-    drop(gateway.acquire_transfer(TicketOperation::Read).await.expect("there is one again"));
+    drop(gateway.acquire_transfer(TicketOperation::Read).await.expect("a permit was returned"));
 }

@@ -9,9 +9,9 @@ use domain::Digest;
 use domain::worker::{TicketClaims, TicketOperation};
 use futures::{Stream, StreamExt};
 use rpc::pb::runtime as pb;
-use rpc::pb::runtime::read_request::Message as ReadSaid;
+use rpc::pb::runtime::read_request::Message as ReadMessage;
 use rpc::pb::runtime::read_response::Message as ReadAnswer;
-use rpc::pb::runtime::write_request::Message as WriteSaid;
+use rpc::pb::runtime::write_request::Message as WriteMessage;
 use rpc::pb::runtime::write_response::Message as WriteAnswer;
 use rpc::{Reason, invalid_field};
 use tokio::sync::mpsc;
@@ -19,30 +19,34 @@ use tonic::{Status, Streaming};
 use transfer::{Limits, Manifest, ManifestBuilder, OrdinalRanges};
 
 use super::errors::truncated;
-use super::{ANSWERS, Answers};
+use super::{ANSWER_QUEUE, Answers};
 use crate::SERVICE;
 use crate::transfer::error::ReadVolumeError;
 use crate::transfer::write::VolumeWriter;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::worker_set::WorkerSet;
 
-/// Longest pause of a caller between two messages of an upload. An upload that makes no progress keeps its reservations, such as memory for its
-/// manifest, no longer than that. The pause is long because a caller may compute the bytes that it sends.
+/// Longest pause of a caller between two messages of an upload. An upload without progress keeps
+/// its reservations no longer than that. The pause is long because a caller may compute the bytes
+/// that it sends.
 pub(super) const UPLOAD_PAUSE: Duration = Duration::from_secs(15 * 60);
 
-/// Longest pause of a caller of a download, and of a source. Each may have to scan a large volume before it goes on.
+/// Longest pause of the caller or the source of a download. Each may first have to scan a large
+/// volume.
 pub(super) const DOWNLOAD_PAUSE: Duration = Duration::from_secs(60 * 60);
 
-/// Receives the caller's next message within `pause`. Errors: `TRANSFER_TRUNCATED`.
+/// Receives the next message of the caller within `pause`.
+///
+/// Errors: `TRANSFER_TRUNCATED`.
 pub(super) async fn next_message<T>(
-    said: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
+    requests: &mut (impl Stream<Item = Result<T, Status>> + Unpin),
     pause: Duration,
 ) -> Result<T, Status> {
-    let next = tokio::time::timeout(pause, said.next()).await.map_err(|_| paused("sent", pause))?;
+    let next = tokio::time::timeout(pause, requests.next()).await.map_err(|_| paused("sent", pause))?;
     next.ok_or_else(truncated)?
 }
 
-/// A transfer made no progress, for its caller `did` nothing.
+/// The error of a transfer whose caller made no progress.
 fn paused(did: &str, pause: Duration) -> Status {
     let minutes = pause.as_secs() / 60;
     Reason::TransferTruncated.status(SERVICE, format!("the caller {did} nothing for {minutes} minutes"))
@@ -55,19 +59,19 @@ pub(super) async fn send<T>(answers: &Answers<T>, answer: T) -> Result<(), Statu
 
 pub(super) async fn write(
     gateway: WorkerSet,
-    mut said: Streaming<pb::WriteRequest>,
+    mut requests: Streaming<pb::WriteRequest>,
     answers: Answers<pb::WriteResponse>,
 ) -> Result<(), Status> {
     let answer = async |message| {
         let sent = send(&answers, pb::WriteResponse { message: Some(message) });
         tokio::time::timeout(UPLOAD_PAUSE, sent).await.map_err(|_| paused("took", UPLOAD_PAUSE))?
     };
-    let WriteSaid::Open(open) = next(&mut said).await? else {
+    let WriteMessage::Open(open) = next(&mut requests).await? else {
         return Err(invalid_field("message", "the first message must be `open`"));
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Write).await?;
     let _permit = gateway.acquire_transfer(TicketOperation::Write).await?;
-    let manifest = receive_manifest(&mut said).await?;
+    let manifest = receive_manifest(&mut requests).await?;
 
     let mut filling = VolumeWriter::begin(&attended.transfers, ticket, Arc::new(manifest)).await?;
     for runs in rpc::tree::runs(&filling.missing) {
@@ -77,20 +81,20 @@ pub(super) async fn write(
 
     let mut bytes = 0;
     loop {
-        match next(&mut said).await? {
-            WriteSaid::Chunk(chunk) => {
+        match next(&mut requests).await? {
+            WriteMessage::Chunk(chunk) => {
                 let extents: Vec<_> =
                     chunk.extents.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
                 if extents.iter().all(|(_, data)| data.is_empty()) {
-                    return Err(invalid_field("chunk", "a chunk has content"));
+                    return Err(invalid_field("chunk", "must have content"));
                 }
                 bytes += extents.iter().map(|(_, data)| length(data)).sum::<u64>();
                 filling.put(&attended.transfers, extents).await?;
-                // Progress is for people: when the caller does not read it, it is left out.
+                // Progress is only informative, so it is dropped if the caller does not read it.
                 let progress = WriteAnswer::Progress(pb::WriteProgress { bytes });
                 answers.try_send(Ok(pb::WriteResponse { message: Some(progress) })).ok();
             }
-            WriteSaid::Commit(_) => break,
+            WriteMessage::Commit(_) => break,
             _ => return Err(invalid_field("message", "only `chunk` and `commit` may follow the manifest")),
         }
     }
@@ -100,27 +104,29 @@ pub(super) async fn write(
 }
 
 pub(super) async fn next(
-    said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
-) -> Result<WriteSaid, Status> {
-    rpc::required("message", next_message(said, UPLOAD_PAUSE).await?.message)
+    requests: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
+) -> Result<WriteMessage, Status> {
+    rpc::required("message", next_message(requests, UPLOAD_PAUSE).await?.message)
 }
 
 pub(super) async fn receive_manifest(
-    said: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
+    requests: &mut (impl Stream<Item = Result<pb::WriteRequest, Status>> + Unpin),
 ) -> Result<Manifest, Status> {
     let mut builder = ManifestBuilder::new(Limits::of_process());
     let invalid = |error| rpc::tree::invalid_manifest(SERVICE, &error);
     let end = loop {
-        match next(said).await? {
-            WriteSaid::Manifest(part) => rpc::tree::push_part(&mut builder, &part).map_err(invalid)?,
-            WriteSaid::ManifestEnd(end) => break end,
-            _ => return Err(invalid_field("message", "the manifest must come first, and whole")),
+        match next(requests).await? {
+            WriteMessage::Manifest(part) => rpc::tree::push_part(&mut builder, &part).map_err(invalid)?,
+            WriteMessage::ManifestEnd(end) => break end,
+            _ => return Err(invalid_field("message", "the whole manifest must come first")),
         }
     };
     let manifest = builder.finish().map_err(invalid)?;
-    let said = Digest::try_from(end.digest.as_ref());
-    if said != Ok(manifest.tree_digest()) {
-        return Err(Reason::DigestMismatch.status(SERVICE, "the manifest has another digest than was said"));
+    let expected = Digest::try_from(end.digest.as_ref());
+    if expected != Ok(manifest.tree_digest()) {
+        return Err(
+            Reason::DigestMismatch.status(SERVICE, "the manifest does not have the digest in `manifest_end`")
+        );
     }
     Ok(manifest)
 }
@@ -131,12 +137,12 @@ fn length(data: &Bytes) -> u64 {
 
 pub(super) async fn read(
     gateway: WorkerSet,
-    mut said: Streaming<pb::ReadRequest>,
+    mut requests: Streaming<pb::ReadRequest>,
     answers: Answers<pb::ReadResponse>,
 ) -> Result<(), Status> {
     let answer = |message| send(&answers, pb::ReadResponse { message: Some(message) });
-    let open = match next_message(&mut said, DOWNLOAD_PAUSE).await?.message {
-        Some(ReadSaid::Open(open)) => open,
+    let open = match next_message(&mut requests, DOWNLOAD_PAUSE).await?.message {
+        Some(ReadMessage::Open(open)) => open,
         _ => return Err(invalid_field("message", "the first message must be `open`")),
     };
     let (attended, ticket) = gateway.admit(&open.ticket, TicketOperation::Read).await?;
@@ -147,24 +153,24 @@ pub(super) async fn read(
     }
     answer(ReadAnswer::ManifestEnd(rpc::tree::manifest_end(&manifest))).await?;
 
-    let mut wanted = OrdinalRanges::new();
+    let mut extents_requested = OrdinalRanges::new();
     loop {
-        match next_message(&mut said, DOWNLOAD_PAUSE).await?.message {
-            Some(ReadSaid::Want(runs)) => rpc::tree::push_runs(&mut wanted, &runs)
+        match next_message(&mut requests, DOWNLOAD_PAUSE).await?.message {
+            Some(ReadMessage::Want(runs)) => rpc::tree::push_runs(&mut extents_requested, &runs)
                 .map_err(|error| invalid_field("want.runs", error.to_string()))?,
-            Some(ReadSaid::WantEnd(_)) => break,
-            Some(ReadSaid::Open(_)) | None => {
+            Some(ReadMessage::WantEnd(_)) => break,
+            Some(ReadMessage::Open(_)) | None => {
                 return Err(invalid_field("message", "must be `want` or `want_end`"));
             }
         }
     }
-    if wanted.last().is_some_and(|last| last >= manifest.extent_count()) {
+    if extents_requested.last().is_some_and(|last| last >= manifest.extent_count()) {
         return Err(invalid_field("want.runs", "names an extent that the manifest does not have"));
     }
 
-    let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWERS);
+    let (batches, mut ready) = mpsc::channel::<Vec<transfer::ExtentData>>(ANSWER_QUEUE);
     let reading = async {
-        volume_read::read(&attended.transfers, ticket.volume, manifest, wanted, batches)
+        volume_read::read(&attended.transfers, ticket.volume, manifest, extents_requested, batches)
             .await
             .map_err(Status::from)
     };
@@ -186,9 +192,9 @@ pub(super) async fn read_file(
     path: PathBuf,
     answers: Answers<pb::ReadFileResponse>,
 ) -> Result<(), Status> {
-    // Nothing is read that may not have survived a crash of the machine.
+    // The manifest is checked first, so that bytes damaged by a machine crash are never read.
     let manifest = transfers.manifest(&ticket).await.map_err(ReadVolumeError::from)?;
-    let (chunks, mut ready) = mpsc::channel(ANSWERS);
+    let (chunks, mut ready) = mpsc::channel(ANSWER_QUEUE);
     let reading = async {
         volume_read::read_file(&transfers, ticket.volume, manifest, path, chunks).await.map_err(Status::from)
     };

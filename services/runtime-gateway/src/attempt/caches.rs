@@ -1,12 +1,14 @@
-//! The task caches of an attempt, as its process left them.
+//! Publishing the task caches of an attempt.
 //!
-//! A cache that was changed becomes a volume of its own. A cache that started empty is that volume itself; a child
-//! of the version before is copied, so that nothing has to be kept for it. A cache that cannot be kept whole does
-//! not fail the workload: it stays as it was before, and a note says so to the caller.
+//! A changed cache becomes a candidate with its own volume. If the cache started empty, that is the
+//! mounted volume. If it started with a version, the volume is a copy of the mounted child, so that
+//! no older version must be kept. A cache that cannot be published does not fail the workload. It
+//! stays at its last version, and a note tells the caller.
 //!
-//! A tree counts as unchanged if only the time of its root differs, because each child has a root of its own.
-//! Archives of a worker have no parts of seconds and no extended attributes, so these are not compared there. A
-//! tree that is taken for a changed one is published in vain, which does no harm.
+//! A tree counts as unchanged if only the modification time of its root differs, because each child
+//! has its own root. Archives from a Concourse worker have no fractions of seconds and no extended
+//! attributes, so these are not compared there. An unchanged tree that is published wastes space
+//! but does no harm.
 
 use domain::workload::{CacheMount, PublishedCache};
 use domain::{CacheId, VolumeHandle, error_chain};
@@ -15,38 +17,38 @@ use transfer::{Entry, Manifest};
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::inputs::{self, Prepared};
+use super::inputs::{self, AttemptHandles};
 use super::spec_plan::{Plan, PlannedCache, PlannedVolume};
 use crate::clients::scheduler_messages::AttemptTask;
 use crate::clients::store::VolumePurpose;
-use crate::transfer::completion::complete;
+use crate::transfer::completion::report_complete;
 use crate::transfer::manifests::ScanResult;
 use crate::worker::Worker;
 
-/// What became of the caches of an attempt.
+/// The published caches of an attempt.
 #[derive(Default)]
 pub(super) struct CacheResult {
     pub(super) published: Vec<PublishedCache>,
-    /// What of them is not kept, for people.
+    /// Notes for the caller about caches that were not published completely.
     pub(super) notes: Vec<String>,
 }
 
-/// Makes candidates of this attempt of those caches that were changed.
+/// Publishes the changed caches as candidates of this attempt.
 pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
 ) -> Result<CacheResult, AttemptError> {
-    let mut left = CacheResult::default();
+    let mut result = CacheResult::default();
     for cache in &plan.caches {
         let mount = task.spec.caches.iter().find(|mount| mount.cache == cache.cache);
         let name = mount.map_or_else(|| format!("cache {}", cache.cache), CacheMount::name);
         match publish_one(context, task, cache, prepared).await {
             Ok(None) => {}
-            Ok(Some((candidate, left_out))) => {
-                left.published.push(candidate);
-                left.notes.extend(left_out.map(|what| format!("{name}: left out: {what}")));
+            Ok(Some((candidate, omitted))) => {
+                result.published.push(candidate);
+                result.notes.extend(omitted.map(|entries| format!("{name}: left out: {entries}")));
             }
             Err(stopped) if stopped.is_superseded() => return Err(stopped),
             Err(stopped) => {
@@ -55,77 +57,82 @@ pub(super) async fn publish(
                     workload.id = %task.workload,
                     cache.id = %cache.cache,
                     error,
-                    "what was left in a task cache is not kept"
+                    "cannot publish a task cache: it stays at its last version"
                 );
-                left.notes.push(format!("{name} stays as it was before this run: {error}"));
+                result.notes.push(format!("{name} stays as it was before this run: {error}"));
             }
         }
     }
-    Ok(left)
+    Ok(result)
 }
 
-/// The candidate, and what was left out of it. `None`: the cache holds what it held.
+/// Publishes one cache. Returns the candidate, and a note about omitted entries. `None`: the cache
+/// is unchanged.
 async fn publish_one(
     context: &AttemptContext,
     task: &AttemptTask,
     planned: &PlannedCache,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
 ) -> Result<Option<(PublishedCache, Option<String>)>, AttemptError> {
     let PlannedCache { cache, artifact, volume } = *planned;
     let AttemptContext { worker, transfers, .. } = context;
     let (mounted, parent) = prepared.volumes[volume];
     let (runtime, team) = (worker.runtime.as_ref(), &*task.spec.team);
-    let found = transfers.manifests.scan_all(runtime, mounted, team).await?;
-    let (volume, ScanResult { manifest, left_out }) = match parent {
-        // Nothing but its root.
-        None if found.manifest.entries().len() <= 1 => return Ok(None),
-        None => (mounted, found),
+    let scanned = transfers.manifests.scan_all(runtime, mounted, team).await?;
+    let (volume, ScanResult { manifest, omitted }) = match parent {
+        // The cache is still empty.
+        None if scanned.manifest.entries().len() <= 1 => return Ok(None),
+        None => (mounted, scanned),
         Some((parent, digest)) => {
             let before = super::make::verify(transfers, parent, team, digest).await?;
             let exact = matches!(runtime.contents(mounted).await?, Contents::Directory(_));
-            if is_same(&before, &found.manifest, exact) {
+            if is_same(&before, &scanned.manifest, exact) {
                 return Ok(None);
             }
-            let copy = handle_of_copy(worker, task, planned).await?;
+            let copy = request_copy_volume(worker, task, planned).await?;
             runtime.create_volume(copy, VolumeSource::Copy { original: mounted }).await?;
-            // What is published is what was read of it, and not of what it was copied from.
+            // The copy itself is scanned, because the original may have changed meanwhile.
             (copy, transfers.manifests.scan_all(runtime, copy, team).await?)
         }
     };
-    complete(transfers, volume, &manifest).await?;
-    Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, left_out)))
+    report_complete(transfers, volume, &manifest).await?;
+    Ok(Some((PublishedCache { cache, artifact, digest: manifest.tree_digest() }, omitted)))
 }
 
-/// The volume for a copy of what was left in a cache. The same each time that it is asked for.
-async fn handle_of_copy(
+/// Returns the volume for a copy of a cache. Each call for the same cache returns the same volume.
+async fn request_copy_volume(
     worker: &Worker,
     task: &AttemptTask,
     planned: &PlannedCache,
 ) -> Result<VolumeHandle, AttemptError> {
     let copy = PlannedVolume {
         becomes: Some(planned.artifact),
-        ..PlannedVolume::new(name_of_copy(planned.cache), VolumePurpose::Output)
+        ..PlannedVolume::new(copy_name(planned.cache), VolumePurpose::Output)
     };
-    let (prepared, _) = inputs::ask(worker, task, &[copy], &[]).await?;
+    let (prepared, _) = inputs::request_volumes(worker, task, &[copy], &[]).await?;
     let handle = prepared.volumes.first().map(|(handle, _)| *handle);
-    handle.ok_or_else(|| AttemptError::Nonsense("the artifact store answered no volume".to_owned()))
+    handle.ok_or_else(|| {
+        AttemptError::InvalidAnswer(
+            "cannot prepare a volume: the answer of the artifact store is empty".to_owned(),
+        )
+    })
 }
 
-/// Whether nothing was changed in a child of the volume with the tree `before`.
-fn is_same(before: &Manifest, found: &Manifest, exact: bool) -> bool {
-    let (before, found) = (before.entries(), found.entries());
-    let same = |(before, found): (&Entry, &Entry)| {
-        let what = |entry: &Entry| (entry.mode, entry.uid, entry.gid);
+/// Whether a child of the volume with the tree `before` is unchanged.
+fn is_same(before: &Manifest, scanned: &Manifest, exact: bool) -> bool {
+    let (before, scanned) = (before.entries(), scanned.entries());
+    let same = |(before, scanned): (&Entry, &Entry)| {
+        let metadata = |entry: &Entry| (entry.mode, entry.uid, entry.gid);
         let is_root = before.path.is_empty();
-        (&before.path, what(before), &before.kind) == (&found.path, what(found), &found.kind)
-            && (is_root || before.mtime_seconds == found.mtime_seconds)
-            && (is_root || !exact || before.mtime_nanos == found.mtime_nanos)
-            && (!exact || before.xattrs == found.xattrs)
+        (&before.path, metadata(before), &before.kind) == (&scanned.path, metadata(scanned), &scanned.kind)
+            && (is_root || before.mtime_seconds == scanned.mtime_seconds)
+            && (is_root || !exact || before.mtime_nanos == scanned.mtime_nanos)
+            && (!exact || before.xattrs == scanned.xattrs)
     };
-    before.len() == found.len() && before.iter().zip(found).all(same)
+    before.len() == scanned.len() && before.iter().zip(scanned).all(same)
 }
 
-fn name_of_copy(cache: CacheId) -> String {
+fn copy_name(cache: CacheId) -> String {
     format!("cache/{cache}/copy")
 }
 
@@ -153,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_is_the_same_whatever_the_time_of_its_root() {
+    fn root_time_is_ignored_when_comparing_trees() {
         let before = tree(1, |_| {});
         for exact in [true, false] {
             assert!(is_same(&before, &tree(2, |_| {}), exact));
@@ -167,7 +174,7 @@ mod tests {
                 assert!(!is_same(&before, &tree(1, change), exact));
             }
         }
-        // Archives do not say.
+        // Archives contain no fractions of seconds.
         let finer = tree(1, |file| file.mtime_nanos = 1);
         assert!(!is_same(&before, &finer, true) && is_same(&before, &finer, false));
         let root = Manifest::new(before.entries()[..1].to_vec(), Limits::default()).expect("valid");

@@ -8,13 +8,13 @@ use crate::worker::Worker;
 use crate::worker::attached_callers::Attendance;
 use crate::worker::base_types::BaseTypeImports;
 
-/// The worker, and the features that attempts on it use.
+/// The worker, and the features that its attempts use.
 pub(crate) struct AttemptContext {
     pub(crate) worker: Arc<Worker>,
     pub(crate) transfers: Arc<Transfers>,
-    /// Whether callers are attached to processes that may wait for one.
+    /// Callers that are attached to processes.
     pub(crate) attendance: Arc<Attendance>,
     pub(crate) imports: Arc<BaseTypeImports>,
-    /// Metadata of the images that were used here.
+    /// Metadata of images that were used on the worker.
     pub(crate) images: ImageDefaults,
 }

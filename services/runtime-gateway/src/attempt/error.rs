@@ -1,4 +1,4 @@
-//! Why an attempt went no further, and the failure that callers see for it.
+//! Errors of attempts, and the failures that callers see.
 
 use domain::workload::{Failure, FailureReason};
 use domain::{ArtifactId, VolumeHandle, error_chain};
@@ -8,42 +8,43 @@ use runtime::RuntimeError;
 use crate::util::retry::is_superseded;
 use crate::worker::attempts::StopRequest;
 
-/// Why an attempt went no further.
+/// The reason why an attempt cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum AttemptError {
-    /// The worker could not do it.
+    /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    /// The scheduler or the artifact store said no.
+    /// The scheduler or the artifact store rejected a call.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// It was asked to stop before its process was started.
+    /// The scheduler requested a stop before the process was started.
     #[error("stopped before the process was started")]
-    Wished(StopRequest),
-    /// The bytes of an input did not survive a crash of the machine, or are not those that the artifact store says.
-    #[error("the volume {0} does not hold what it should any more")]
+    StopRequested(StopRequest),
+    /// The bytes of an input were damaged by a machine crash, or differ from those in the artifact
+    /// store.
+    #[error("volume {0} is damaged: its contents differ from its manifest")]
     InputDamaged(VolumeHandle),
-    /// An input cannot be brought to this worker.
-    #[error("input {0:?} (artifact {1}) cannot be brought to this worker")]
+    /// An input cannot be copied to this worker.
+    #[error("cannot copy input {0:?} (artifact {1}) to this worker")]
     InputMissing(String, ArtifactId, #[source] Refusal),
-    /// A peer's answer makes no sense.
+    /// Another service gave an invalid answer.
     #[error("{0}")]
-    Nonsense(String),
-    /// Another gateway may have been let in since this one was heard last.
-    #[error("this gateway was not heard for too long")]
-    NotAlone,
-    /// This gateway is stopping. The process goes on.
+    InvalidAnswer(String),
+    /// Another gateway may have a newer session.
+    #[error("cannot start the process: the scheduler may have given the session to another gateway")]
+    NotExclusive,
+    /// This gateway is stopping. The process continues.
     #[error("the gateway is stopping")]
     GatewayStopping,
 }
 
 impl AttemptError {
-    /// The same of a process that was not started: the workload waits if no file can be opened just now.
+    /// Converts an error from before the start. If no file can be opened, the workload waits
+    /// instead of failing.
     pub(super) fn before_start(self) -> Self {
         match self {
             Self::Worker(error) if error.is_out_of_files() => {
-                let why =
-                    "its gateway has as many open files as it may have; raise its hard limit of open files";
+                let why = "the gateway has too many open files; raise its hard limit of open files";
                 tracing::warn!(error = error_chain(&error), "cannot start a workload: too many open files");
                 Self::Worker(RuntimeError::Full(why.to_owned()))
             }
@@ -51,7 +52,7 @@ impl AttemptError {
         }
     }
 
-    /// Whether it is another gateway's now that speaks for the worker.
+    /// Whether another gateway speaks for the worker now.
     pub(super) fn is_superseded(&self) -> bool {
         match self {
             Self::Refused(refusal) => is_superseded(refusal),
@@ -64,8 +65,12 @@ impl AttemptError {
 pub(super) fn failure(stopped: &AttemptError) -> Failure {
     match stopped {
         AttemptError::Worker(error) => error.failure(),
-        AttemptError::Refused(refusal) => Failure { reason: refused(refusal), message: refusal.to_string() },
-        AttemptError::Wished(wish) => Failure { reason: wish.reason, message: stopped.to_string() },
+        AttemptError::Refused(refusal) => {
+            Failure { reason: refusal_reason(refusal), message: refusal.to_string() }
+        }
+        AttemptError::StopRequested(request) => {
+            Failure { reason: request.reason, message: stopped.to_string() }
+        }
         AttemptError::InputMissing(_, _, refusal) => {
             let reason = if refusal.is(Reason::DiskFull) {
                 FailureReason::DiskFull
@@ -77,21 +82,21 @@ pub(super) fn failure(stopped: &AttemptError) -> Failure {
         AttemptError::InputDamaged(_) => {
             Failure { reason: FailureReason::InputDamaged, message: stopped.to_string() }
         }
-        AttemptError::Nonsense(_) | AttemptError::NotAlone | AttemptError::GatewayStopping => {
+        AttemptError::InvalidAnswer(_) | AttemptError::NotExclusive | AttemptError::GatewayStopping => {
             Failure { reason: FailureReason::WorkerFailed, message: stopped.to_string() }
         }
     }
 }
 
-/// What a refusal of scheduler or store means for an attempt whose process was not started.
-fn refused(refusal: &Refusal) -> FailureReason {
+/// Returns the failure reason for a rejected call of an attempt whose process was not started.
+fn refusal_reason(refusal: &Refusal) -> FailureReason {
     let reason = Reason::ALL.iter().find(|reason| refusal.is(**reason));
     match reason {
         Some(Reason::InputUnavailable) => FailureReason::InputUnavailable,
         Some(Reason::DiskFull) => FailureReason::DiskFull,
-        // It is over for them, and nothing of it was started.
+        // The attempt has already ended, and no process was started.
         Some(Reason::LeaseLost | Reason::AttemptEnded) => FailureReason::StoppedBeforeStart,
-        // What they say is in the message.
+        // The message contains the reason.
         _ => FailureReason::WorkerFailed,
     }
 }

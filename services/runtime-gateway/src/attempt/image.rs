@@ -1,4 +1,6 @@
-//! Images that are artifacts: the directory `rootfs`, and beside it `metadata.json`, which says how processes of it run by default.
+//! Images that are artifacts: the directory `rootfs`, and the file `metadata.json` beside it.
+//!
+//! The metadata has the default environment and user of the image's processes.
 
 use std::collections::{HashSet, VecDeque};
 use std::path::PathBuf;
@@ -15,34 +17,34 @@ use crate::transfer::error::ReadVolumeError;
 use crate::transfer::{Transfers, read as volume_read};
 use crate::util::keyed_locks::lock;
 
-/// The root file system.
+/// Directory of the root file system.
 const ROOT: &[u8] = b"rootfs";
 const METADATA: &str = "metadata.json";
 /// Most bytes of metadata.
-const MAX_METADATA: u64 = 1 << 20;
+const MAX_METADATA_BYTES: u64 = 1 << 20;
 
-/// What processes of an image get unless their spec says otherwise.
+/// Default settings of an image for its processes. A workload spec takes precedence.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Defaults {
+pub(crate) struct ProcessDefaults {
     pub(crate) environment: Vec<EnvironmentVariable>,
     pub(crate) user: Option<String>,
 }
 
-/// What images say, by the digest of their tree: an image of this digest says nothing else anywhere.
+/// Default settings of images, cached by the digest of the tree.
 #[derive(Debug, Default)]
-pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, Defaults)>>);
+pub(crate) struct ImageDefaults(Mutex<VecDeque<(Digest, ProcessDefaults)>>);
 
-/// How many images are remembered.
-const MOST_IMAGES: usize = 64;
+/// Most images in the cache.
+const MAX_IMAGES: usize = 64;
 
 impl ImageDefaults {
-    /// The defaults of the image in `volume`, which has the tree of `manifest`.
-    pub(crate) async fn of(
+    /// Returns the default settings of the image in `volume`, which has the tree of `manifest`.
+    pub(crate) async fn load(
         &self,
         transfers: &Transfers,
         volume: VolumeHandle,
         manifest: Arc<Manifest>,
-    ) -> Result<Defaults, RuntimeError> {
+    ) -> Result<ProcessDefaults, RuntimeError> {
         let digest = manifest.tree_digest();
         if let Some(defaults) = self.get(digest) {
             return Ok(defaults);
@@ -52,15 +54,15 @@ impl ImageDefaults {
         Ok(defaults)
     }
 
-    fn get(&self, digest: Digest) -> Option<Defaults> {
-        lock(&self.0).iter().find(|(known, _)| *known == digest).map(|(_, defaults)| defaults.clone())
+    fn get(&self, digest: Digest) -> Option<ProcessDefaults> {
+        lock(&self.0).iter().find(|(cached, _)| *cached == digest).map(|(_, defaults)| defaults.clone())
     }
 
-    fn insert(&self, digest: Digest, defaults: Defaults) {
-        let mut known = lock(&self.0);
-        known.retain(|(other, _)| *other != digest);
-        known.push_front((digest, defaults));
-        known.truncate(MOST_IMAGES);
+    fn insert(&self, digest: Digest, defaults: ProcessDefaults) {
+        let mut cached = lock(&self.0);
+        cached.retain(|(other, _)| *other != digest);
+        cached.push_front((digest, defaults));
+        cached.truncate(MAX_IMAGES);
     }
 }
 
@@ -68,21 +70,23 @@ async fn read(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: Arc<Manifest>,
-) -> Result<Defaults, RuntimeError> {
+) -> Result<ProcessDefaults, RuntimeError> {
     let kind = |path| manifest.find(path).map(|index| &manifest.entries()[index].kind);
-    let invalid = |what: String| Err(RuntimeError::InvalidImage(what));
+    let invalid = |cause: String| Err(RuntimeError::InvalidImage(cause));
     match kind(ROOT) {
         Some(EntryKind::Directory) => {}
-        Some(_) => return invalid("`rootfs` is no directory".to_owned()),
-        None => return invalid("it has no directory `rootfs`".to_owned()),
+        Some(_) => return invalid("`rootfs` is not a directory".to_owned()),
+        None => return invalid("the image has no directory `rootfs`".to_owned()),
     }
     match kind(METADATA.as_bytes()) {
-        None => return Ok(Defaults::default()),
-        Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA => {}
+        None => return Ok(ProcessDefaults::default()),
+        Some(EntryKind::File { size_bytes, .. }) if *size_bytes <= MAX_METADATA_BYTES => {}
         Some(EntryKind::File { size_bytes, .. }) => {
-            return invalid(format!("`{METADATA}` has {size_bytes} bytes, {MAX_METADATA} are the most"));
+            return invalid(format!(
+                "`{METADATA}` has {size_bytes} bytes, but at most {MAX_METADATA_BYTES} are allowed"
+            ));
         }
-        Some(_) => return invalid(format!("`{METADATA}` is no regular file")),
+        Some(_) => return invalid(format!("`{METADATA}` is not a regular file")),
     }
     let (chunks, mut ready) = mpsc::channel(1);
     let reading =
@@ -98,7 +102,7 @@ async fn read(
     read.map_err(|error| match error {
         ReadVolumeError::Worker(error) => error,
         error => {
-            RuntimeError::Other(format!("cannot read `{METADATA}` of an image: {}", error_chain(&error)))
+            RuntimeError::Other(format!("cannot read `{METADATA}` of the image: {}", error_chain(&error)))
         }
     })?;
     parse(&text)
@@ -110,12 +114,12 @@ struct Metadata {
     user: Option<String>,
 }
 
-fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
-    let invalid = |what: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {what}"));
+fn parse(text: &[u8]) -> Result<ProcessDefaults, RuntimeError> {
+    let invalid = |cause: String| RuntimeError::InvalidImage(format!("`{METADATA}` is malformed: {cause}"));
     let metadata: Metadata = serde_json::from_slice(text).map_err(|error| invalid(error.to_string()))?;
     let mut environment: Vec<EnvironmentVariable> = Vec::new();
     let mut named = HashSet::new();
-    // The last one of a name counts.
+    // If a name occurs repeatedly, the last value counts.
     for variable in metadata.env.unwrap_or_default().into_iter().rev() {
         let split = variable.split_once('=').filter(|(name, _)| !name.is_empty() && !variable.contains('\0'));
         let (name, value) = split.ok_or_else(|| invalid(format!("{variable:?} in `env` is not `K=V`")))?;
@@ -124,7 +128,7 @@ fn parse(text: &[u8]) -> Result<Defaults, RuntimeError> {
         }
     }
     environment.reverse();
-    Ok(Defaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
+    Ok(ProcessDefaults { environment, user: metadata.user.filter(|user| !user.is_empty()) })
 }
 
 #[cfg(test)]
@@ -132,17 +136,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_of_the_largest_size_takes_linear_time() {
+    fn largest_metadata_takes_linear_time() {
         let variables: Vec<_> = (0..60_000).map(|number| format!("\"{number}=\"")).collect();
         let text = format!("{{\"env\":[{}]}}", variables.join(","));
-        assert!(text.len() as u64 <= MAX_METADATA);
+        assert!(text.len() as u64 <= MAX_METADATA_BYTES);
         let began = std::time::Instant::now();
         assert_eq!(parse(text.as_bytes()).expect("understood").environment.len(), variables.len());
         assert!(began.elapsed() < std::time::Duration::from_secs(5), "{:?}", began.elapsed());
     }
 
     #[test]
-    fn hostile_metadata_is_refused_or_no_larger_than_its_text() {
+    fn hostile_metadata_is_rejected_or_bounded() {
         testing::hostile::each(5000, |draws| {
             let mut names = HashSet::new();
             let mut variable = |at: usize| {
@@ -156,7 +160,7 @@ mod tests {
             let environment = variables
                 .into_iter()
                 .map(|(name, value)| EnvironmentVariable { name: name.into(), value: value.into() });
-            let expected = Defaults { environment: environment.collect(), user };
+            let expected = ProcessDefaults { environment: environment.collect(), user };
             assert_eq!(parse(&valid).expect("it is valid"), expected);
 
             let text = draws.changed(&valid);
@@ -169,15 +173,19 @@ mod tests {
     }
 
     #[test]
-    fn metadata_is_understood_or_refused() {
+    fn metadata_is_parsed_or_rejected() {
         let variable =
             |name: &str, value: &str| EnvironmentVariable { name: name.into(), value: value.into() };
         let text = br#"{"env": ["A=1", "B=x=y", "A=2", "C="], "user": "ann", "other": [1]}"#;
         let expected = vec![variable("B", "x=y"), variable("A", "2"), variable("C", "")];
         let parsed = parse(text).expect("it makes sense");
-        assert_eq!(parsed, Defaults { environment: expected, user: Some("ann".to_owned()) });
+        assert_eq!(parsed, ProcessDefaults { environment: expected, user: Some("ann".to_owned()) });
         for nothing in ["{}", r#"{"env": null, "user": ""}"#, r#"{"env": []}"#] {
-            assert_eq!(parse(nothing.as_bytes()).expect("it makes sense"), Defaults::default(), "{nothing}");
+            assert_eq!(
+                parse(nothing.as_bytes()).expect("it makes sense"),
+                ProcessDefaults::default(),
+                "{nothing}"
+            );
         }
         for malformed in
             ["", "[]", "{", r#"{"env": "A=1"}"#, r#"{"env": ["A"]}"#, r#"{"env": ["=1"]}"#, r#"{"user": 7}"#]

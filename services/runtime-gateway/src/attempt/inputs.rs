@@ -1,4 +1,5 @@
-//! The inputs of an attempt: rows in the artifact store, and copies of artifacts that are not on the worker.
+//! The inputs of an attempt: their rows in the artifact store, and copies of those that are not on
+//! the worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
@@ -20,177 +21,195 @@ use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
 
-/// For how long inputs are asked for again whose sources fail, or are out of contact: gateways are restarted.
-const SOURCES_RETURN: Duration = Duration::from_secs(120);
-/// The same for caches, without which it goes as well.
-const CACHES_RETURN: Duration = Duration::from_secs(15);
-/// What a runtime can do whose outputs need not be mounts.
-const REPLACEABLE: &str = "replaceable-outputs";
-/// How often inputs are brought that are gone again before they are used.
-const ROUNDS: usize = 8;
+/// Time for which failing sources of an input are tried again, because gateways may restart.
+const SOURCE_RETRY_TIME: Duration = Duration::from_secs(120);
+/// Time for which failing sources of a cache are tried again. It is shorter, because a cache may
+/// start empty.
+const CACHE_RETRY_TIME: Duration = Duration::from_secs(15);
+/// Feature of a runtime whose outputs need not be mounts.
+const REPLACEABLE_OUTPUTS: &str = "replaceable-outputs";
+/// Most rounds of copying inputs. Another round is necessary if a copied input is lost before it is
+/// used.
+const MAX_ROUNDS: usize = 8;
 
-/// The handles of what an attempt needs.
-pub(super) struct Prepared {
+/// The handles of the container and the volumes of an attempt.
+pub(super) struct AttemptHandles {
     pub(super) container: ContainerHandle,
-    /// In the order of the plan: the volume, and its parent with what that must hold.
+    /// Volumes in the order of the plan, each with its parent and the digest of the parent's tree.
     pub(super) volumes: Vec<(VolumeHandle, Option<(VolumeHandle, Digest)>)>,
-    /// How many bytes were brought to the worker for it.
+    /// Bytes that were copied to the worker.
     pub(super) bytes_in: u64,
 }
 
-/// Bytes that are not on the worker.
-pub(super) struct Missing {
+/// An artifact that is not on the worker.
+pub(super) struct MissingArtifact {
     artifact: ArtifactId,
-    /// What the spec calls it.
+    /// Name of the input in the spec.
     name: String,
-    /// Whether it is but the version of a cache.
+    /// Whether only a cache starts with this artifact.
     is_cache: bool,
 }
 
-/// What an attempt needs, and the handles of all that, once its inputs are on the worker. Caches that cannot be brought there start empty.
+/// Returns the plan of an attempt and its handles, once all inputs are on the worker. Caches that
+/// cannot be copied start empty.
 pub(super) async fn prepare(
     context: &AttemptContext,
     task: &AttemptTask,
-) -> Result<(Plan, Prepared), AttemptError> {
+) -> Result<(Plan, AttemptHandles), AttemptError> {
     let AttemptContext { worker, imports, .. } = context;
-    let replaceable = worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE);
+    let replaceable =
+        worker.runtime.capabilities().features.iter().any(|feature| feature == REPLACEABLE_OUTPUTS);
     let mut unreachable = BTreeSet::new();
     let mut bytes_in = 0_u64;
-    for _ in 0..ROUNDS {
-        let given_up: Vec<_> = unreachable.iter().copied().collect();
+    for _ in 0..MAX_ROUNDS {
+        let unreachable_caches: Vec<_> = unreachable.iter().copied().collect();
         let provided = base_types(worker, imports, task).await?;
         let plan = Plan::new(&task.spec, task.workload, replaceable, &provided);
-        let (prepared, missing) = match ask(worker, task, &plan.volumes, &given_up).await {
-            Ok(answer) => answer,
-            // Something else was put in the place of what the worker brings along.
-            Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
-                continue;
-            }
-            Err(stopped) => return Err(stopped),
-        };
+        let (prepared, missing) =
+            match request_volumes(worker, task, &plan.volumes, &unreachable_caches).await {
+                Ok(answer) => answer,
+                // The worker-provided image or the certificates have changed since the import.
+                Err(AttemptError::Refused(refusal)) if is_about_base_type(imports, &provided, &refusal) => {
+                    continue;
+                }
+                Err(stopped) => return Err(stopped),
+            };
         if missing.is_empty() {
-            return Ok((plan, Prepared { bytes_in, ..prepared }));
+            return Ok((plan, AttemptHandles { bytes_in, ..prepared }));
         }
-        // What the worker brings along it has itself, and nobody else.
+        // A worker-provided artifact is only on this worker, so it must be imported again instead
+        // of copied.
         let (lost, missing): (Vec<_>, Vec<_>) =
             missing.into_iter().partition(|missing| is_base_type(imports, &provided, missing.artifact));
         if lost.is_empty() {
-            let (given_up, bytes) = bring(worker, task, missing).await?;
-            unreachable.extend(given_up);
+            let (unreachable_caches, bytes) = copy_missing(worker, task, missing).await?;
+            unreachable.extend(unreachable_caches);
             bytes_in = bytes_in.saturating_add(bytes);
         }
     }
-    Err(AttemptError::Nonsense("the artifact store says again and again that an input is missing".to_owned()))
+    Err(AttemptError::InvalidAnswer(
+        "cannot prepare the inputs: the artifact store reports a missing input again after each copy"
+            .to_owned(),
+    ))
 }
 
-/// Whether the store refuses something that was imported, and that has to be looked at again.
+/// Whether the store rejected a worker-provided artifact, which must be checked again.
 fn is_about_base_type(imports: &BaseTypeImports, provided: &WorkerImports, refusal: &Refusal) -> bool {
     let artifact = refusal.about.get("artifact_id").and_then(|id| id.parse().ok());
     refusal.is(Reason::InputUnavailable)
         && artifact.is_some_and(|artifact| is_base_type(imports, provided, artifact))
 }
 
-/// Whether an artifact, which is not there, is what the worker brought along. It is imported again, unless it was since.
+/// Whether a missing artifact is worker-provided. A new import is requested, unless there was one
+/// since.
 fn is_base_type(imports: &BaseTypeImports, provided: &WorkerImports, artifact: ArtifactId) -> bool {
-    imports.lost(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
+    imports.forget(artifact) || [provided.image, provided.certs].contains(&Some(artifact))
 }
 
-/// What the worker brings along for the container of an attempt, which waits until that is imported, unless it has its container already.
+/// Returns the worker-provided artifacts for the container of an attempt. Waits for their imports,
+/// unless the container already exists.
 async fn base_types(
     worker: &Worker,
     imports: &BaseTypeImports,
     task: &AttemptTask,
 ) -> Result<WorkerImports, AttemptError> {
-    let brings = |what: &WorkerProvided| {
-        worker.runtime.capabilities().worker_provided.iter().any(|known| known.what == *what)
+    let brings = |base_type: &WorkerProvided| {
+        worker.runtime.capabilities().worker_provided.iter().any(|item| item.what == *base_type)
     };
     let image = match &task.spec.image {
         Image::ResourceType(name) => Some(WorkerProvided::ResourceType(name.clone())),
         Image::Host | Image::Artifact(_) => None,
     };
-    if let Some(what) = image.as_ref().filter(|what| !brings(what)) {
-        let message = format!("this worker does not bring along {what:?}");
+    if let Some(base_type) = image.as_ref().filter(|base_type| !brings(base_type)) {
+        let message = format!("this worker does not provide {base_type:?}");
         return Err(RuntimeError::Unsupported(message).into());
     }
     let certs = Some(WorkerProvided::Certs).filter(brings);
-    let known =
-        |what: &Option<WorkerProvided>| what.as_ref().is_none_or(|what| imports.known(what).is_some());
-    let is_there = known(&image) && known(&certs)
+    let is_imported = |base_type: &Option<WorkerProvided>| {
+        base_type.as_ref().is_none_or(|base_type| imports.artifact_of(base_type).is_some())
+    };
+    let is_there = is_imported(&image) && is_imported(&certs)
         || !matches!(worker.runtime.process(task.attempt).await, Err(RuntimeError::ProcessNotFound(_)));
-    let artifact = async |what: Option<WorkerProvided>| match what {
-        Some(what) if is_there => Ok(imports.known(&what)),
-        Some(what) => imports.wanted(&what).await.map(Some),
+    let artifact = async |base_type: Option<WorkerProvided>| match base_type {
+        Some(base_type) if is_there => Ok(imports.artifact_of(&base_type)),
+        Some(base_type) => imports.wait_until_imported(&base_type).await.map(Some),
         None => Ok(None),
     };
     let (image, certs) = tokio::join!(artifact(image), artifact(certs));
     let image = image.map_err(|why| {
-        let message = format!("the image that the worker brings along cannot be imported: {why}");
+        let message = format!("cannot import the worker-provided image: {why}");
         AttemptError::Worker(RuntimeError::Other(message))
     })?;
     let certs = certs.unwrap_or_else(|why| {
-        tracing::warn!(attempt.id = %task.attempt, why, "a container does without the certificates of its worker");
+        tracing::warn!(attempt.id = %task.attempt, why, "cannot import the certificates of the worker: the container starts without them");
         None
     });
     Ok(WorkerImports { image, certs })
 }
 
-/// The handles of `asked`, and the artifacts that are not on the worker. Caches start without those that are `unreachable`.
-pub(super) async fn ask(
+/// Requests handles for the volumes in `planned`. Returns also the artifacts that are not on the
+/// worker. Caches do not start with artifacts in `unreachable`.
+pub(super) async fn request_volumes(
     worker: &Worker,
     task: &AttemptTask,
-    asked: &[PlannedVolume],
+    planned: &[PlannedVolume],
     unreachable: &[ArtifactId],
-) -> Result<(Prepared, Vec<Missing>), AttemptError> {
+) -> Result<(AttemptHandles, Vec<MissingArtifact>), AttemptError> {
     let session = worker.session.opened().await;
     let request = PrepareAttempt {
         workload: task.workload,
         attempt: task.attempt,
         team: task.spec.team.clone(),
-        volumes: asked.iter().map(PlannedVolume::request).collect(),
+        volumes: planned.iter().map(PlannedVolume::request).collect(),
         unreachable: unreachable.to_vec(),
     };
     let store = &worker.clients.store;
     let call = || store.prepare(&session.credential, &request);
     let answer = until_answered("prepare an attempt", call).await?;
 
-    let mut missing: Vec<Missing> = Vec::new();
-    for (volume, asked) in answer.volumes.iter().zip(asked) {
+    let mut missing: Vec<MissingArtifact> = Vec::new();
+    for (volume, planned) in answer.volumes.iter().zip(planned) {
         let Some(artifact) = volume.missing else { continue };
-        let is_cache = asked.from_cache.is_some();
-        match missing.iter_mut().find(|known| known.artifact == artifact) {
-            Some(known) => known.is_cache &= is_cache,
-            None => missing.push(Missing { artifact, name: name(task, artifact, asked), is_cache }),
+        let is_cache = planned.from_cache.is_some();
+        match missing.iter_mut().find(|entry| entry.artifact == artifact) {
+            Some(entry) => entry.is_cache &= is_cache,
+            None => missing.push(MissingArtifact {
+                artifact,
+                name: input_name(task, artifact, planned),
+                is_cache,
+            }),
         }
     }
     let volumes = answer.volumes.into_iter().map(|volume| (volume.handle, volume.parent));
-    let prepared = Prepared { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
+    let prepared = AttemptHandles { container: answer.container, volumes: volumes.collect(), bytes_in: 0 };
     Ok((prepared, missing))
 }
 
-/// Brings artifacts to the worker, side by side, and says how far that is. Answers the versions of caches that cannot be brought, and how many bytes
-/// were.
-async fn bring(
+/// Copies artifacts to the worker concurrently, and reports the progress. Returns the caches that
+/// cannot be copied, and the number of copied bytes.
+async fn copy_missing(
     worker: &Worker,
     task: &AttemptTask,
-    missing: Vec<Missing>,
+    missing: Vec<MissingArtifact>,
 ) -> Result<(Vec<ArtifactId>, u64), AttemptError> {
     let unknown = missing.iter().map(|missing| (missing.name.clone(), InputProgress::default()));
-    let known: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
-    let tell = |name: &str, news: InputEvent<'_>| {
-        let mut known = lock(&known);
-        if let Some(input) = known.get_mut(name) {
-            take(input, news);
+    let progress: Mutex<BTreeMap<String, InputProgress>> = Mutex::new(unknown.collect());
+    let report = |name: &str, event: InputEvent<'_>| {
+        let mut progress = lock(&progress);
+        if let Some(input) = progress.get_mut(name) {
+            apply_event(input, event);
         }
-        let inputs = known.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
+        let inputs =
+            progress.iter().map(|(name, input)| InputProgress { name: name.clone(), ..input.clone() });
         worker.attempts.set_inputs(task.lease, inputs.collect());
     };
-    let copies = missing.iter().map(async |Missing { artifact, name, is_cache }| {
-        let patience = if *is_cache { CACHES_RETURN } else { SOURCES_RETURN };
-        match materialize(worker, task, *artifact, patience, |news| tell(name, news)).await {
+    let copies = missing.iter().map(async |MissingArtifact { artifact, name, is_cache }| {
+        let patience = if *is_cache { CACHE_RETRY_TIME } else { SOURCE_RETRY_TIME };
+        match materialize(worker, task, *artifact, patience, |event| report(name, event)).await {
             Ok(bytes) => Ok((None, bytes)),
             Err(refusal) if *is_cache => {
                 let error = refusal.to_string();
-                tracing::warn!(artifact.id = %artifact, error, "a task cache cannot be provided, and is found empty");
+                tracing::warn!(artifact.id = %artifact, error, "cannot copy a task cache: it starts empty");
                 Ok((Some(*artifact), 0))
             }
             Err(refusal) => Err(AttemptError::InputMissing(name.clone(), *artifact, refusal)),
@@ -202,19 +221,20 @@ async fn bring(
     Ok((unreachable.into_iter().flatten().collect(), bytes.into_iter().fold(0, u64::saturating_add)))
 }
 
-/// What is heard of an input that is brought.
+/// An event of the copy of an input.
 #[derive(Debug, Clone, Copy)]
 enum InputEvent<'n> {
-    /// So many bytes of so many are there.
+    /// Bytes on the worker, and bytes in total.
     Bytes(u64, u64),
-    /// It cannot be brought just now.
-    Waits(&'n str),
+    /// The copy waits, for this reason.
+    Waiting(&'n str),
 }
 
-/// Notes what is heard. What was waited for is over once there are more bytes than before: each try begins with those that are there.
-fn take(input: &mut InputProgress, news: InputEvent<'_>) {
-    match news {
-        InputEvent::Waits(why) => why.clone_into(&mut input.waits_for),
+/// Applies an event to the progress of an input. The wait ends when there are more bytes than
+/// before. Each try starts with the bytes that already exist.
+fn apply_event(input: &mut InputProgress, event: InputEvent<'_>) {
+    match event {
+        InputEvent::Waiting(why) => why.clone_into(&mut input.waits_for),
         InputEvent::Bytes(done, _) if !input.waits_for.is_empty() && done <= input.bytes_done => {}
         InputEvent::Bytes(done, total) => {
             (input.bytes_done, input.bytes_total) = (done, total);
@@ -223,8 +243,8 @@ fn take(input: &mut InputProgress, news: InputEvent<'_>) {
     }
 }
 
-/// What the spec calls an artifact with which a volume starts.
-fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
+/// Returns the name of an artifact in the spec.
+fn input_name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> String {
     let cache = task.spec.caches.iter().find(|mount| Some(mount.cache) == volume.from_cache);
     let input = task.spec.inputs.iter().find(|input| input.artifact == artifact);
     match (cache, input) {
@@ -234,18 +254,19 @@ fn name(task: &AttemptTask, artifact: ArtifactId, volume: &PlannedVolume) -> Str
     }
 }
 
-/// Brings one artifact to the worker, and answers how many bytes came from elsewhere. Sources that fail are given time to come back.
+/// Copies one artifact to the worker, and returns the number of copied bytes. Failing sources are
+/// tried again for `patience`.
 async fn materialize(
     worker: &Worker,
     task: &AttemptTask,
     artifact: ArtifactId,
     patience: Duration,
-    tell: impl Fn(InputEvent<'_>),
+    report: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let mut pause = Duration::from_millis(20);
     let mut failing_since = None;
     loop {
-        let refusal = match materialize_once(worker, task, artifact, &tell).await {
+        let refusal = match materialize_once(worker, task, artifact, &report).await {
             Ok(bytes) => return Ok(bytes),
             Err(refusal) => refusal,
         };
@@ -256,9 +277,9 @@ async fn materialize(
             if !may_return.iter().any(|reason| refusal.is(*reason)) || since.elapsed() > patience {
                 return Err(refusal);
             }
-            tell(InputEvent::Waits(&refusal.message));
+            report(InputEvent::Waiting(&refusal.message));
         }
-        tracing::info!(artifact.id = %artifact, error = %refusal, "an input cannot be provided just now");
+        tracing::info!(artifact.id = %artifact, error = %refusal, "cannot copy an input: trying again");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(2));
     }
@@ -268,14 +289,14 @@ async fn materialize_once(
     worker: &Worker,
     task: &AttemptTask,
     artifact: ArtifactId,
-    tell: impl Fn(InputEvent<'_>),
+    report: impl Fn(InputEvent<'_>),
 ) -> Result<u64, Refusal> {
     let session = worker.session.opened().await;
     let streamer = &worker.clients.streamer;
     let mut copy = streamer.materialize(&task.spec.team, artifact, session.worker, &task.token).await?;
     loop {
         match copy.next().await? {
-            CopyEvent::Progress(done, total) => tell(InputEvent::Bytes(done, total)),
+            CopyEvent::Progress(done, total) => report(InputEvent::Bytes(done, total)),
             CopyEvent::Done(moved) => return Ok(moved),
         }
     }

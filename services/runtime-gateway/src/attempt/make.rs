@@ -1,4 +1,4 @@
-//! The volumes and the container of an attempt, as they are made on the worker.
+//! Making the volumes and the container of an attempt on the worker.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -9,56 +9,58 @@ use transfer::{DeviceKind, EntryKind};
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::image::Defaults;
-use super::inputs::Prepared;
+use super::image::ProcessDefaults;
+use super::inputs::AttemptHandles;
 use super::spec_plan::{Plan, PlannedImage};
 use crate::clients::scheduler_messages::AttemptTask;
 use crate::transfer::Transfers;
 use crate::transfer::error::ManifestError;
 use crate::worker::Worker;
 
-/// How long a reason may be that the artifact store keeps, in bytes.
-const LONGEST_WHY: usize = 1000;
+/// Most bytes of a failure's cause that the artifact store keeps.
+const MAX_CAUSE_BYTES: usize = 1000;
 
-/// Makes the volumes and the container on the worker. Answers what the image says of its processes.
+/// Makes the volumes and the container on the worker. Returns the default settings of the image.
 pub(super) async fn make(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
-    prepared: &Prepared,
-) -> Result<Defaults, AttemptError> {
+    prepared: &AttemptHandles,
+) -> Result<ProcessDefaults, AttemptError> {
     let AttemptContext { worker, transfers, images, .. } = context;
     let made = plan.volumes.iter().zip(&prepared.volumes).map(async |(volume, (handle, parent))| {
         let source = match *parent {
             Some((parent, digest)) => {
                 let manifest = verify(transfers, parent, &task.spec.team, digest).await?;
-                // Images have many links that nothing writes to.
-                child(parent, &manifest, matches!(volume.mount, Some((_, false))))
+                // The links of images are not kept, because nothing writes to them.
+                child_source(parent, &manifest, matches!(volume.mount, Some((_, false))))
             }
             None => VolumeSource::Empty,
         };
         worker.runtime.create_volume(*handle, source).await?;
-        worker.usage.made_volume(*handle);
+        worker.usage.add_volume(*handle);
         if !volume.directories.is_empty() {
             worker.runtime.make_directories(*handle, &volume.directories).await?;
         }
         Ok::<_, AttemptError>(())
     });
-    // What the image says is read from its replica, which is there already.
+    // The metadata is read from the replica of the image, which already exists.
     let image = async {
         let (PlannedImage::Artifact(index) | PlannedImage::WorkerProvided(index)) = plan.image else {
-            return Ok((Root::Host, Defaults::default()));
+            return Ok((Root::Host, ProcessDefaults::default()));
         };
         let (volume, Some((replica, digest))) = prepared.volumes[index] else {
-            return Err(AttemptError::Nonsense("the image has no replica".to_owned()));
+            return Err(AttemptError::InvalidAnswer(
+                "cannot make the container: its image has no replica".to_owned(),
+            ));
         };
         if let PlannedImage::WorkerProvided(_) = plan.image {
-            return Ok((Root::Whole(volume), Defaults::default()));
+            return Ok((Root::Whole(volume), ProcessDefaults::default()));
         }
         let manifest = verify(transfers, replica, &task.spec.team, digest).await?;
-        Ok((Root::Volume(volume), images.of(transfers, replica, manifest).await?))
+        Ok((Root::Volume(volume), images.load(transfers, replica, manifest).await?))
     };
-    // Each to its end: nothing is left half made.
+    // All of them run to their end, so that nothing is half made.
     let (made, image) = tokio::join!(futures::future::join_all(made), image);
     made.into_iter().collect::<Result<(), _>>()?;
     let (root, defaults) = image?;
@@ -77,54 +79,64 @@ pub(super) async fn make(
         network: task.spec.network,
     };
     worker.runtime.create_container(prepared.container, spec).await?;
-    worker.usage.made_container(prepared.container);
+    worker.usage.add_container(prepared.container);
     Ok(defaults)
 }
 
-/// How a child of a volume with this manifest is made, so that its container sees all of it.
-fn child(parent: VolumeHandle, manifest: &transfer::Manifest, keeps_links: bool) -> VolumeSource {
-    // In a layer below an overlay, such a device says that there is nothing.
+/// Returns how to make a child of a volume with this manifest, so that its container sees all of
+/// it.
+fn child_source(parent: VolumeHandle, manifest: &transfer::Manifest, keeps_links: bool) -> VolumeSource {
+    // In the lower layer of an overlay, this device hides a file.
     let is_whiteout = |entry: &transfer::Entry| {
         entry.kind == EntryKind::Device { kind: DeviceKind::Character, major: 0, minor: 0 }
     };
     if manifest.entries().iter().any(is_whiteout) {
         return VolumeSource::Copy { original: parent };
     }
-    let targets: HashSet<&[u8]> =
-        if keeps_links { manifest.entries().iter().filter_map(linked_to).collect() } else { HashSet::new() };
+    let targets: HashSet<&[u8]> = if keeps_links {
+        manifest.entries().iter().filter_map(link_target).collect()
+    } else {
+        HashSet::new()
+    };
     if targets.is_empty() {
         return VolumeSource::CopyOnWrite { parent };
     }
     let names = manifest
         .entries()
         .iter()
-        .filter(|entry| linked_to(entry).is_some() || targets.contains(&entry.path[..]))
+        .filter(|entry| link_target(entry).is_some() || targets.contains(&entry.path[..]))
         .map(|entry| entry.path().to_owned());
     VolumeSource::CopyOnWriteLinked { parent, names: names.collect() }
 }
 
-/// The first name of a file, of which this entry is another.
-fn linked_to(entry: &transfer::Entry) -> Option<&[u8]> {
+/// Returns the target of a hard link.
+fn link_target(entry: &transfer::Entry) -> Option<&[u8]> {
     match &entry.kind {
         EntryKind::HardLink { to } => Some(to),
         _ => None,
     }
 }
 
-/// Tells the artifact store what could not be made, so that what there is of it goes at once. If that is not heard, it goes with the attempt.
-pub(super) async fn could_not_make(worker: &Worker, prepared: &Prepared, stopped: &AttemptError) {
-    // Whoever speaks for the worker now goes on with it.
+/// Reports to the artifact store what cannot be made, so that it is collected at once. If the
+/// report is lost, it is collected with the attempt.
+pub(super) async fn report_failed_container(
+    worker: &Worker,
+    prepared: &AttemptHandles,
+    stopped: &AttemptError,
+) {
+    // The gateway with the new session continues the attempt.
     let Some(session) = worker.session.current().filter(|_| !stopped.is_superseded()) else { return };
-    let mut why = format!("it could not be made: {}", error_chain(stopped));
-    why.truncate(why.floor_char_boundary(LONGEST_WHY));
+    let mut cause = format!("cannot make the container or its volumes: {}", error_chain(stopped));
+    cause.truncate(cause.floor_char_boundary(MAX_CAUSE_BYTES));
     let volumes: Vec<_> = prepared.volumes.iter().map(|(handle, _)| *handle).collect();
-    let call = worker.clients.store.mark_failed(&session.credential, prepared.container, &volumes, why);
+    let call = worker.clients.store.mark_failed(&session.credential, prepared.container, &volumes, cause);
     if let Err(refusal) = call.await {
-        tracing::debug!(error = %refusal, "cannot say that something could not be made");
+        tracing::debug!(error = %refusal, "cannot report a container that cannot be made");
     }
 }
 
-/// Makes sure that a replica holds what it should. One that does not is left where it is, and the artifact store hears that it is lost.
+/// Verifies the contents of a replica. A damaged replica is kept, and reported to the artifact
+/// store as lost.
 pub(super) async fn verify(
     transfers: &Transfers,
     replica: VolumeHandle,

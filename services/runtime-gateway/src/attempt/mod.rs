@@ -1,15 +1,18 @@
-//! One attempt at a workload, from its lease to its end.
+//! One attempt at a workload, from its lease to its result.
 //!
 //! ```text
-//! prepare (store) → inputs (streamer) → volumes → container → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
+//! prepare (store) → inputs (streamer) → volumes → container
+//!   → StartAttempt ∥ Prepared → start → wait → publish → FinishAttempt
 //! ```
 //!
-//! in that order, in one function, [`carry_out`]. Every step may be repeated, so a gateway that starts again simply begins at the top: what
-//! exists is found, what runs is waited for, and a process that was started is not started again, for its id is the attempt's. So does one
-//! that was refused because another session had begun, once it is let in again.
+//! [`carry_out`] runs these steps in this order. Every step can be repeated, so a restarted gateway
+//! runs the attempt from the top. Existing containers and volumes are reused. A process that was
+//! started is not started again, because its id is that of the attempt. An attempt that was
+//! rejected because of a newer session runs again when this gateway has a session again.
 //!
-//! Invariant: a process is started only after `StartAttempt` was acknowledged under this lease. Outputs and caches are published only after the
-//! process has exited by itself and, where the runtime is one that `ends-whole`, everything in its container is dead.
+//! Invariant: a process starts only after `StartAttempt` was acknowledged under this lease. Outputs
+//! and caches are published only after the process has exited without being stopped. On a runtime
+//! with `ends-whole`, all other processes of the container must have ended too.
 
 mod caches;
 pub(crate) mod context;
@@ -42,12 +45,14 @@ use crate::worker::attached_callers;
 use crate::worker::attempts::StopRequest;
 use context::AttemptContext;
 use error::{AttemptError, failure};
-use make::{could_not_make, make};
-use process::{announce_start, give_up, process_spec, report_running, used, wait, wished};
+use make::{make, report_failed_container};
+use process::{
+    announce_start, process_spec, report_running, resource_usage, stop_process, stop_requested, wait,
+};
 use result::{StopCause, ended_result, finish_attempt, is_interrupted};
 
-/// Sees `work` through, which attends to the lease. One that panics ends as a failed attempt, and does not keep its slot.
-pub(crate) async fn attended(
+/// Runs `work`, which handles the lease. If `work` panics, the attempt fails and its slot is freed.
+pub(crate) async fn run_guarded(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: Option<AttemptId>,
@@ -57,19 +62,20 @@ pub(crate) async fn attended(
     let _entry = LeaseGuard { worker: &worker, lease };
     let Err(panic) = AssertUnwindSafe(work).catch_unwind().await else { return };
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("it did not say why");
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("the panic has no message");
     tracing::error!(lease.id = %lease, panic = text, "the task of an attempt panicked");
     if let Some(attempt) = attempt
-        && !give_up(&worker, attempt).await
+        && !stop_process(&worker, attempt).await
     {
         return;
     }
-    let message = format!("the gateway broke off: {text}");
+    let message = format!("the gateway failed while it ran the attempt: {text}");
     let failure = Failure { reason: FailureReason::WorkerFailed, message };
     finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
 }
 
-/// A lease that a task attends to. When the task dies, the lease is forgotten, and so the scheduler told that nobody attends to it.
+/// The entry of a lease. If its task dies, the entry is removed, so that the scheduler sees an
+/// unhandled lease.
 struct LeaseGuard<'w> {
     worker: &'w Worker,
     lease: LeaseId,
@@ -78,14 +84,15 @@ struct LeaseGuard<'w> {
 impl Drop for LeaseGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            tracing::error!(lease.id = %self.lease, "an attempt could not be ended: its lease is forgotten");
+            tracing::error!(lease.id = %self.lease, "cannot end an attempt: its task died");
             self.worker.attempts.remove(self.lease);
         }
     }
 }
 
-/// Ends an attempt that cannot be understood, after whatever an earlier gateway may have started of it.
-pub(crate) async fn refuse(
+/// Ends an attempt that cannot be parsed. First stops a process that an earlier gateway may have
+/// started.
+pub(crate) async fn fail_invalid(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: Option<AttemptId>,
@@ -93,16 +100,17 @@ pub(crate) async fn refuse(
     why: String,
 ) {
     if let Some(attempt) = attempt
-        && !give_up(&worker, attempt).await
+        && !stop_process(&worker, attempt).await
     {
         return;
     }
-    let message = format!("this gateway cannot understand what it shall do: {why}");
+    let message = format!("cannot parse the attempt: {why}");
     let failure = Failure { reason: FailureReason::Unsupported, message };
     finish_attempt(&worker, lease, &token, AttemptResult::failed(failure)).await;
 }
 
-/// Carries an attempt out and tells the scheduler how it ended. Returns early, and tells nothing, when the gateway stops.
+/// Runs an attempt and reports its result to the scheduler. If the gateway stops, it returns
+/// without a report.
 pub(crate) async fn run(
     context: Arc<AttemptContext>,
     task: AttemptTask,
@@ -124,25 +132,26 @@ pub(crate) async fn run(
                 Ok(result) => break result,
                 Err(AttemptError::GatewayStopping) => return,
                 Err(stopped) if stopped.is_superseded() => {
-                    tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "this attempt waits until this gateway is let in again");
-                    if !let_in_again(worker).await {
+                    tracing::info!(lease.id = %task.lease, error = error_chain(&stopped), "cannot continue an attempt: waiting for a new session");
+                    if !wait_for_session(worker).await {
                         return;
                     }
                 }
-                // Nothing was started: it begins again once this gateway was heard, if it still speaks for the worker then.
-                Err(AttemptError::NotAlone) => tokio::select! {
+                // No process was started. The attempt runs again once the session is exclusive.
+                Err(AttemptError::NotExclusive) => tokio::select! {
                     () = worker.session.wait_until_exclusive() => {}
                     () = worker.stopping.cancelled() => return,
                 },
                 Err(stopped) => {
-                    // Whatever went wrong: the slot is free only once nothing runs.
-                    if !give_up(worker, task.attempt).await {
+                    // The slot may be freed only when no process runs.
+                    if !stop_process(worker, task.attempt).await {
                         return;
                     }
                     let lost = matches!(&stopped, AttemptError::Refused(refusal) if refusal.is(Reason::LeaseLost));
-                    // Where the lease is ending, the scheduler waits to hear that nothing runs; where it has ended, it says so.
-                    let wish = stop.borrow().clone().filter(|_| lost);
-                    break AttemptResult::failed(failure(&wish.map_or(stopped, AttemptError::Wished)));
+                    // For a lease that is ending, the scheduler waits for this result. For one that
+                    // has ended, it rejects it.
+                    let request = stop.borrow().clone().filter(|_| lost);
+                    break AttemptResult::failed(failure(&request.map_or(stopped, AttemptError::StopRequested)));
                 }
             }
         };
@@ -152,8 +161,8 @@ pub(crate) async fn run(
     .await;
 }
 
-/// Ends an attempt that shall stop and that this gateway did not start: an earlier one may have.
-pub(crate) async fn stop_unknown(
+/// Stops an attempt of an earlier gateway, and reports its result.
+pub(crate) async fn stop_earlier_attempt(
     worker: Arc<Worker>,
     lease: LeaseId,
     attempt: AttemptId,
@@ -164,20 +173,21 @@ pub(crate) async fn stop_unknown(
     let result = match waited {
         Ok(ended) => {
             let interrupted = is_interrupted(&stop, &ended).then_some(StopCause::Interrupted);
-            let usage = used(&worker, attempt).await;
+            let usage = resource_usage(&worker, attempt).await;
             AttemptResult { usage, ..ended_result(ended, None, interrupted) }
         }
         Err(AttemptError::GatewayStopping) => return,
         Err(AttemptError::Worker(RuntimeError::ProcessNotFound(_))) => {
-            let reason = stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |wish| wish.reason);
+            let reason =
+                stop.borrow().as_ref().map_or(FailureReason::StoppedBeforeStart, |request| request.reason);
             AttemptResult::failed(Failure {
                 reason,
-                message: "stopped before its process was started".to_owned(),
+                message: "stopped before the process was started".to_owned(),
             })
         }
         Err(stopped) => {
-            // The slot is free only once nothing runs.
-            if !give_up(&worker, attempt).await {
+            // The slot may be freed only when no process runs.
+            if !stop_process(&worker, attempt).await {
                 return;
             }
             AttemptResult::failed(failure(&stopped))
@@ -186,11 +196,11 @@ pub(crate) async fn stop_unknown(
     finish_attempt(&worker, lease, &token, result).await;
 }
 
-/// Waits until an attempt may be begun again at the top after a call was refused as of an old session: what runs, and what is to be said
-/// of it, is that gateway's which speaks for the worker now, and that may come to be this one again. Answers whether it has.
-async fn let_in_again(worker: &Worker) -> bool {
+/// Waits until this gateway has a session again, after a call was rejected because of a newer
+/// session. Until then the other gateway handles the attempt. Returns false if the gateway stops.
+async fn wait_for_session(worker: &Worker) -> bool {
     let let_in = async {
-        // The session may be an old one, and this gateway not have heard.
+        // The session may already have ended without notice.
         tokio::time::sleep(Duration::from_secs(1)).await;
         worker.session.opened().await;
     };
@@ -206,31 +216,31 @@ async fn carry_out(
     stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<AttemptResult, AttemptError> {
     let worker = &*context.worker;
-    // Whether its process was started already does not depend on what the store says: only another gateway could start it meanwhile, and
-    // the worker does not start it again.
-    let asked = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
-    let (prepared, known) = tokio::select! {
-        asked = asked => asked,
-        wish = wished(stop) => return Err(AttemptError::Wished(wish)),
+    // The state of the process can be read concurrently. Only another gateway could start the
+    // process meanwhile, and the runtime does not start it twice.
+    let state = async { tokio::join!(inputs::prepare(context, task), worker.runtime.process(task.attempt)) };
+    let (prepared, process_state) = tokio::select! {
+        state = state => state,
+        request = stop_requested(stop) => return Err(AttemptError::StopRequested(request)),
         () = worker.stopping.cancelled() => return Err(AttemptError::GatewayStopping),
     };
     let (plan, prepared) = prepared.map_err(AttemptError::before_start)?;
     let mut since = None;
-    if let Err(RuntimeError::ProcessNotFound(_)) = known {
+    if let Err(RuntimeError::ProcessNotFound(_)) = process_state {
         let made = make(context, task, &plan, &prepared).await.map_err(AttemptError::before_start);
         let defaults = match made {
             Ok(defaults) => defaults,
             Err(stopped) => {
-                could_not_make(worker, &prepared, &stopped).await;
+                report_failed_container(worker, &prepared, &stopped).await;
                 return Err(stopped);
             }
         };
-        if let Some(wish) = stop.borrow_and_update().clone() {
-            return Err(AttemptError::Wished(wish));
+        if let Some(request) = stop.borrow_and_update().clone() {
+            return Err(AttemptError::StopRequested(request));
         }
         announce_start(worker, task).await?;
         if !worker.session.is_exclusive() {
-            return Err(AttemptError::NotAlone);
+            return Err(AttemptError::NotExclusive);
         }
         worker
             .runtime
@@ -239,32 +249,32 @@ async fn carry_out(
             .map_err(|error| AttemptError::from(error).before_start())?;
         since = Some(Instant::now());
     } else {
-        known?;
+        process_state?;
     }
     let started = domain::Timestamp::now();
     let process = tracing::info_span!(target: "gantry", "process", service = "runtime-gateway");
     let ended = tokio::select! {
         ended = wait(worker, task.attempt, stop).instrument(process) => ended?,
         never = report_running(worker, task) => match never {},
-        never = attached_callers::mind(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
+        never = attached_callers::enforce_term(&context.attendance, worker.runtime.as_ref(), task.attempt, (task.spec.stdin, task.spec.output)) => match never {},
     };
-    let mut usage = used(worker, task.attempt).await;
+    let mut usage = resource_usage(worker, task.attempt).await;
     if let (Some(since), Ended::Exited { .. }) = (since, &ended) {
         usage.running.get_or_insert(since.elapsed());
         usage.bytes_in = Some(prepared.bytes_in);
     }
 
     let publishable = matches!(ended, Ended::Exited { stopped: false, .. });
-    // What a signal ended was in the midst of something: no state for the next run.
+    // A process that was ended by a signal may leave an incomplete cache.
     let keeps_caches = matches!(ended, Ended::Exited { stopped: false, exit: Exit::Code(_), .. });
-    let cut_short = match ended {
+    let stop_cause = match ended {
         Ended::Exited { stopped: true, .. } if stop.borrow().is_none() => {
             let destroyed = worker.was_destroyed(task.attempt).await?;
             Some(if destroyed { StopCause::ContainerDestroyed } else { StopCause::ContactLost })
         }
         _ => is_interrupted(stop, &ended).then_some(StopCause::Interrupted),
     };
-    let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), cut_short) };
+    let mut result = AttemptResult { usage, ..ended_result(ended, Some(started), stop_cause) };
     if publishable && !(plan.outputs.is_empty() && plan.caches.is_empty()) {
         worker.attempts.set_phase(task.lease, AttemptPhase::Publishing);
         let publishing = tracing::info_span!(target: "gantry", "publish", service = "runtime-gateway");
@@ -273,20 +283,22 @@ async fn carry_out(
             .await;
         match published {
             Ok(()) => {}
-            // How the process ended is known all the same.
+            // The exit of the process is reported nevertheless.
             Err(AttemptError::Worker(error)) => result.add_failure(error.failure()),
             Err(AttemptError::Refused(refusal)) if !is_superseded(&refusal) => {
-                let message = format!("the artifact store does not take an output: {refusal}");
+                let message = format!("cannot publish an output: {refusal}");
                 result.add_failure(Failure { reason: FailureReason::PublishFailed, message });
             }
             Err(stopped) => return Err(stopped),
         }
         if keeps_caches {
-            let left = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
-            result.caches = left.published;
-            result.notes.extend(left.notes);
+            let caches = caches::publish(context, task, &plan, &prepared).instrument(publishing).await?;
+            result.caches = caches.published;
+            result.notes.extend(caches.notes);
         } else if !plan.caches.is_empty() {
-            result.notes.push("caches stay as they were: a signal ended the process".to_owned());
+            result
+                .notes
+                .push("caches stay as they were before this run: a signal ended the process".to_owned());
         }
     }
     if publishable {

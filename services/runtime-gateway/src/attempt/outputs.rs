@@ -1,4 +1,4 @@
-//! The outputs of an attempt, as they become candidates in the artifact store.
+//! Publishing the outputs of an attempt.
 
 use std::path::Path;
 
@@ -7,19 +7,19 @@ use runtime::RuntimeError;
 
 use super::context::AttemptContext;
 use super::error::AttemptError;
-use super::inputs::Prepared;
+use super::inputs::AttemptHandles;
 use super::spec_plan::Plan;
 use crate::clients::scheduler::AttemptResult;
 use crate::clients::scheduler_messages::AttemptTask;
-use crate::transfer::completion::complete;
+use crate::transfer::completion::report_complete;
 use crate::transfer::manifests::ScanResult;
 
-/// Reads the outputs, and makes them known to the artifact store as candidates of this attempt.
+/// Scans the outputs, and publishes them as candidates of this attempt.
 pub(super) async fn publish(
     context: &AttemptContext,
     task: &AttemptTask,
     plan: &Plan,
-    prepared: &Prepared,
+    prepared: &AttemptHandles,
     result: &mut AttemptResult,
 ) -> Result<(), AttemptError> {
     let AttemptContext { worker, transfers, .. } = context;
@@ -42,7 +42,7 @@ pub(super) async fn publish(
             }
         }
         let scanned = transfers.manifests.scan_all(worker.runtime.as_ref(), handle, &task.spec.team).await;
-        let ScanResult { manifest, left_out } = match scanned {
+        let ScanResult { manifest, omitted } = match scanned {
             Ok(scanned) => scanned,
             Err(error @ (RuntimeError::InvalidOutput(_) | RuntimeError::UnreadableOutput(_))) => {
                 let message = format!("output {:?}: {error}", output.name);
@@ -51,8 +51,8 @@ pub(super) async fn publish(
             }
             Err(error) => return Err(error.into()),
         };
-        result.notes.extend(left_out.map(|what| format!("output {:?}: left out: {what}", output.name)));
-        complete(transfers, handle, &manifest).await?;
+        result.notes.extend(omitted.map(|entries| format!("output {:?}: left out: {entries}", output.name)));
+        report_complete(transfers, handle, &manifest).await?;
         result.outputs.push(PublishedOutput {
             name: output.name.clone(),
             artifact: output.artifact,

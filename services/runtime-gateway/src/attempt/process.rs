@@ -14,16 +14,17 @@ use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;
 
-/// Pause before a process is looked at again if no file could be opened for that.
-const OUT_OF_FILES: Duration = Duration::from_millis(200);
+/// Pause before a process is checked again when no file can be opened.
+const FILES_RETRY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Pause between two looks at a process that is being started: at first, and at last.
-const STARTING: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
+/// First and longest pause between two checks of a process that is starting.
+const START_POLL: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(100));
 
-/// How often it is looked at with the first pause: most processes start within this time.
-const STARTING_LOOKS: usize = 25;
+/// Number of checks with the first pause, in which most processes start.
+const FAST_START_POLLS: usize = 25;
 
-/// Tells the scheduler that the process is about to start, and the store that everything for it is there. Only after both may it start.
+/// Reports the start to the scheduler and the preparation to the artifact store. The process must
+/// not start before both are acknowledged.
 pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Result<(), AttemptError> {
     let session = worker.session.opened().await;
     let (scheduler, store) = (&worker.clients.scheduler, &worker.clients.store);
@@ -31,16 +32,18 @@ pub(super) async fn announce_start(worker: &Worker, task: &AttemptTask) -> Resul
     let prepared = || store.mark_prepared(&session.credential, task.attempt);
     tokio::try_join!(
         until_answered("announce the start of a process", start),
-        until_answered("say that an attempt is prepared", prepared),
+        until_answered("report that an attempt is prepared", prepared),
     )?;
     Ok(())
 }
 
-/// What a spec says of a variable goes before what its image says.
+/// Returns the process spec of an attempt. Variables of the workload take precedence over those of
+/// the image.
 pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable>) -> ProcessSpec {
     let mut environment = defaults;
-    let said = |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
-    environment.retain(|variable| !said(variable));
+    let is_overridden =
+        |variable: &EnvironmentVariable| task.spec.environment.iter().any(|s| s.name == variable.name);
+    environment.retain(|variable| !is_overridden(variable));
     environment.extend(task.spec.environment.iter().cloned());
     let traceparent =
         rpc::trace::current().or_else(|| Some(task.traceparent.clone()).filter(|t| !t.is_empty()));
@@ -59,10 +62,10 @@ pub(super) fn process_spec(task: &AttemptTask, defaults: Vec<EnvironmentVariable
     }
 }
 
-/// Says that the attempt runs, once its command does. An attempt whose process never comes to run does not run.
+/// Sets the phase to `Running` once the command runs.
 pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infallible {
-    let mut pause = STARTING.0;
-    for look in 0.. {
+    let mut pause = START_POLL.0;
+    for poll in 0.. {
         match worker.runtime.process(task.attempt).await {
             Ok(ProcessState::Started) => {
                 worker.attempts.set_phase(task.lease, AttemptPhase::Running);
@@ -71,8 +74,8 @@ pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infal
             Ok(ProcessState::Ended(_)) => return std::future::pending().await,
             Ok(ProcessState::Starting | ProcessState::StartUnknown) | Err(_) => {
                 tokio::time::sleep(pause).await;
-                if look >= STARTING_LOOKS {
-                    pause = (pause * 2).min(STARTING.1);
+                if poll >= FAST_START_POLLS {
+                    pause = (pause * 2).min(START_POLL.1);
                 }
             }
         }
@@ -80,19 +83,19 @@ pub(super) async fn report_running(worker: &Worker, task: &AttemptTask) -> Infal
     std::future::pending().await
 }
 
-/// Waits until the process has ended, and asks it to stop when that is wished.
+/// Waits until the process has ended, and stops it when that is requested.
 pub(super) async fn wait(
     worker: &Worker,
     attempt: AttemptId,
     stop: &mut watch::Receiver<Option<StopRequest>>,
 ) -> Result<Ended, AttemptError> {
     loop {
-        let wish = stop.borrow_and_update().clone();
-        if let Some(wish) = wish {
-            match worker.runtime.stop(attempt, wish.grace).await {
+        let request = stop.borrow_and_update().clone();
+        if let Some(request) = request {
+            match worker.runtime.stop(attempt, request.grace).await {
                 Err(error) if error.is_out_of_files() => {
                     stop.mark_changed();
-                    tokio::time::sleep(OUT_OF_FILES).await;
+                    tokio::time::sleep(FILES_RETRY_PAUSE).await;
                     continue;
                 }
                 stopped => stopped?,
@@ -100,8 +103,8 @@ pub(super) async fn wait(
         }
         tokio::select! {
             ended = worker.runtime.wait(attempt) => match ended {
-                // The process goes on, and so does the wait.
-                Err(error) if error.is_out_of_files() => tokio::time::sleep(OUT_OF_FILES).await,
+                // The process continues, and so does the wait.
+                Err(error) if error.is_out_of_files() => tokio::time::sleep(FILES_RETRY_PAUSE).await,
                 ended => return Ok(ended?),
             },
             changed = stop.changed() => if changed.is_err() {
@@ -112,28 +115,28 @@ pub(super) async fn wait(
     }
 }
 
-/// Resolves when the attempt shall stop.
-pub(super) async fn wished(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
-    match stop.wait_for(Option::is_some).await.ok().and_then(|wish| wish.clone()) {
-        Some(wish) => wish,
+/// Resolves when the attempt must stop.
+pub(super) async fn stop_requested(stop: &mut watch::Receiver<Option<StopRequest>>) -> StopRequest {
+    match stop.wait_for(Option::is_some).await.ok().and_then(|request| request.clone()) {
+        Some(request) => request,
         None => std::future::pending().await,
     }
 }
 
-/// What a process that has ended has used. That it is not known is no failure.
-pub(super) async fn used(worker: &Worker, attempt: AttemptId) -> Usage {
+/// Returns the resource usage of a process that has ended. Unknown usage is not an error.
+pub(super) async fn resource_usage(worker: &Worker, attempt: AttemptId) -> Usage {
     worker.runtime.usage(attempt).await.unwrap_or_else(|error| {
-        tracing::debug!(attempt.id = %attempt, error = error_chain(&error), "cannot say what a process has used");
+        tracing::debug!(attempt.id = %attempt, error = error_chain(&error), "cannot read the usage of a process");
         Usage::default()
     })
 }
 
-/// Ends whatever runs of an attempt that goes no further. Answers whether nothing of it runs; not so only when the gateway stops before
-/// that is sure.
-pub(super) async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
+/// Stops the process of an attempt that cannot continue. Returns whether no process runs. It is
+/// false only if the gateway stops first.
+pub(super) async fn stop_process(worker: &Worker, attempt: AttemptId) -> bool {
     loop {
         let stopped = async {
-            // What another gateway attends to is not ours to stop.
+            // A process that another gateway handles must not be stopped.
             worker.session.wait_until_exclusive().await;
             worker.runtime.stop(attempt, Duration::ZERO).await?;
             worker.runtime.wait(attempt).await
@@ -144,7 +147,9 @@ pub(super) async fn give_up(worker: &Worker, attempt: AttemptId) -> bool {
         };
         match stopped {
             Ok(_) | Err(RuntimeError::ProcessNotFound(_)) => return true,
-            Err(error) => tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process yet"),
+            Err(error) => {
+                tracing::warn!(attempt.id = %attempt, %error, "cannot stop a process: trying again")
+            }
         }
         tokio::time::sleep(Duration::from_secs(1)).await;
     }

@@ -1,4 +1,4 @@
-//! How an attempt ended, and how the scheduler is told.
+//! The result of an attempt, and its report to the scheduler.
 
 use std::time::Duration;
 
@@ -14,21 +14,23 @@ use crate::util::retry::until_answered;
 use crate::worker::Worker;
 use crate::worker::attempts::StopRequest;
 
-/// Why a process was stopped, where that has to be said beside how it ended.
+/// The cause of a stop that becomes the failure of the attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StopCause {
-    /// Nobody wanted that.
+    /// The worker was out of contact with the scheduler.
     ContactLost,
-    /// Nor that.
+    /// The container was destroyed.
     ContainerDestroyed,
-    /// Its worker goes. Whether it was stopped, or was faster, decides whether it begins again.
+    /// The worker was cordoned with an interruption, or retired. The workload is retried if the
+    /// process did not exit first.
     Interrupted,
 }
 
-/// Whether a process was stopped because its worker goes.
+/// Whether a process was stopped to interrupt it.
 pub(super) fn is_interrupted(stop: &watch::Receiver<Option<StopRequest>>, ended: &Ended) -> bool {
-    let wished = stop.borrow().as_ref().is_some_and(|wish| wish.reason == FailureReason::Interrupted);
-    wished && matches!(ended, Ended::Exited { stopped: true, .. })
+    let stop_requested =
+        stop.borrow().as_ref().is_some_and(|request| request.reason == FailureReason::Interrupted);
+    stop_requested && matches!(ended, Ended::Exited { stopped: true, .. })
 }
 
 impl StopCause {
@@ -36,15 +38,15 @@ impl StopCause {
         let (reason, message) = match self {
             Self::ContactLost => (
                 FailureReason::ContactLost,
-                "its worker was out of contact for so long that the process was ended",
+                "the process was stopped because its worker was out of contact for too long",
             ),
             Self::ContainerDestroyed => (
                 FailureReason::ContainerNotFound,
-                "its container was destroyed from outside, and the process with it",
+                "the process ended because its container was destroyed from outside",
             ),
             Self::Interrupted => (
                 FailureReason::Interrupted,
-                "its worker was landed or retired, and the process was stopped for that",
+                "the process was stopped because its worker was cordoned or retired",
             ),
         };
         Failure { reason, message: message.to_owned() }
@@ -54,11 +56,11 @@ impl StopCause {
 pub(super) fn ended_result(
     ended: Ended,
     started: Option<domain::Timestamp>,
-    cut_short: Option<StopCause>,
+    stop_cause: Option<StopCause>,
 ) -> AttemptResult {
-    match (ended, cut_short) {
-        (Ended::Exited { exit, stopped: true }, Some(cut_short)) => {
-            let failure = Some(cut_short.failure());
+    match (ended, stop_cause) {
+        (Ended::Exited { exit, stopped: true }, Some(stop_cause)) => {
+            let failure = Some(stop_cause.failure());
             AttemptResult { exit: Some(exit), failure, started, ..AttemptResult::default() }
         }
         (Ended::Exited { exit, .. }, _) => {
@@ -71,36 +73,36 @@ pub(super) fn ended_result(
     }
 }
 
-/// How often the scheduler is told of an end that it does not want to hear of, and the time in between.
-const TELL: (usize, Duration) = (12, Duration::from_secs(5));
+/// Most tries to report a result that the scheduler rejects, and the pause between them.
+const FINISH_RETRIES: (usize, Duration) = (12, Duration::from_secs(5));
 
-/// Tells the scheduler how the attempt ended, until it has heard.
+/// Reports the result of an attempt until the scheduler accepts it.
 pub(super) async fn finish_attempt(worker: &Worker, lease: LeaseId, token: &str, result: AttemptResult) {
     let scheduler = &worker.clients.scheduler;
     let call = || scheduler.finish_attempt(token, &result);
     tokio::select! {
-        () = tell(lease, TELL, call) => {}
-        // The next gateway finds the process ended, and tells.
+        () = report_result(lease, FINISH_RETRIES, call) => {}
+        // The next gateway finds the ended process, and reports it.
         () = worker.stopping.cancelled() => return,
     }
     worker.attempts.set_phase(lease, AttemptPhase::Ended);
 }
 
-/// Repeats `call` until the scheduler has heard, or says that it has no use for it.
-pub(super) async fn tell<F>(lease: LeaseId, (times, pause): (usize, Duration), call: impl Fn() -> F)
+/// Repeats `call` until the scheduler accepts the result, or the lease is lost.
+pub(super) async fn report_result<F>(lease: LeaseId, (times, pause): (usize, Duration), call: impl Fn() -> F)
 where
     F: Future<Output = Result<(), Refusal>>,
 {
     for _ in 0..times {
         let Err(refusal) = until_answered("end an attempt", &call).await else { return };
         if refusal.is(Reason::LeaseLost) {
-            // The attempt was ended without us; what it made is garbage already.
-            tracing::info!(lease.id = %lease, error = %refusal, "the end of an attempt was not wanted");
+            // The attempt has already ended, and its outputs are garbage.
+            tracing::info!(lease.id = %lease, error = %refusal, "scheduler rejected FinishAttempt: the lease is already lost");
             return;
         }
-        // The slot stays taken until the scheduler has heard.
-        tracing::warn!(lease.id = %lease, error = %refusal, "cannot end an attempt");
+        // The slot stays occupied until the scheduler accepts the result.
+        tracing::warn!(lease.id = %lease, error = %refusal, "cannot finish an attempt: trying again");
         tokio::time::sleep(pause).await;
     }
-    tracing::error!(lease.id = %lease, "the scheduler does not take the end of an attempt: it is left to decide by itself");
+    tracing::error!(lease.id = %lease, "cannot finish an attempt: giving up, the scheduler must end it");
 }

@@ -1,4 +1,4 @@
-//! The plan of an attempt, decided from the spec alone: its volumes, and where they appear.
+//! The plan of an attempt: its volumes and their mounts, derived from the spec alone.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
@@ -9,7 +9,7 @@ use domain::{ArtifactId, CacheId, WorkloadId};
 
 use crate::clients::store::{VolumePurpose, VolumeRequest};
 
-/// What volumes an attempt needs, and where they appear.
+/// The volumes of an attempt, and their use.
 pub(crate) struct Plan {
     pub(crate) volumes: Vec<PlannedVolume>,
     pub(crate) outputs: Vec<PlannedOutput>,
@@ -21,41 +21,41 @@ pub(crate) struct Plan {
 /// The root file system of the container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedImage {
-    /// The worker's own.
+    /// The root file system of the worker.
     Host,
-    /// That of the image in the volume with this index.
+    /// The image in the volume with this index.
     Artifact(usize),
-    /// All of the volume with this index, which is what the worker brings along.
+    /// The whole volume with this index, which is worker-provided.
     WorkerProvided(usize),
 }
 
-/// What the worker brings along and a container gets, once it is imported.
+/// The imported worker-provided artifacts that a container uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct WorkerImports {
     /// The image of the resource type that the spec names.
     pub(crate) image: Option<ArtifactId>,
-    /// The certificates.
+    /// The certificates of the worker.
     pub(crate) certs: Option<ArtifactId>,
 }
 
-/// Where containers see the certificates that their worker brings along, unless they have something of their own there.
+/// Path of the worker's certificates in containers, unless the spec mounts something there.
 pub(crate) const CERTS: &[u8] = b"/etc/ssl/certs";
 
 pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) purpose: VolumePurpose,
     pub(crate) from: Option<ArtifactId>,
-    /// The task cache with whose latest version it starts.
+    /// The task cache whose latest version the volume starts with.
     pub(crate) from_cache: Option<CacheId>,
     pub(crate) becomes: Option<ArtifactId>,
-    /// Where it appears, and whether read-only. `None`: nowhere, it is filled afterwards, or is the root.
+    /// Mount path, and whether it is read-only. `None`: the volume is filled later, or is the root.
     pub(crate) mount: Option<(Bytes, bool)>,
-    /// Directories made in it before the start.
+    /// Directories that are created in the volume before the start.
     pub(crate) directories: Vec<PathBuf>,
 }
 
 impl PlannedVolume {
-    /// One that starts empty, becomes nothing and appears nowhere.
+    /// Creates a plan for an empty volume that is not mounted.
     pub(crate) fn new(name: impl Into<String>, purpose: VolumePurpose) -> Self {
         Self {
             name: name.into(),
@@ -68,7 +68,7 @@ impl PlannedVolume {
         }
     }
 
-    /// The request for a row of it.
+    /// Returns the request for the row of the volume.
     pub(crate) fn request(&self) -> VolumeRequest {
         VolumeRequest {
             name: self.name.clone(),
@@ -82,29 +82,32 @@ impl PlannedVolume {
 
 pub(crate) struct PlannedCache {
     pub(crate) cache: CacheId,
-    /// What it becomes, if it is changed.
+    /// The artifact that the cache becomes, if it is changed.
     pub(crate) artifact: ArtifactId,
-    /// Index of its volume.
+    /// Index of the volume.
     pub(crate) volume: usize,
 }
 
 pub(crate) struct PlannedOutput {
     pub(crate) name: String,
     pub(crate) artifact: ArtifactId,
-    /// Index of its volume.
+    /// Index of the volume.
     pub(crate) volume: usize,
-    /// The scratch volume, by index, and the directory in it that becomes the output. `None`: the process wrote into the volume itself.
+    /// Index of the scratch volume, and the directory in it that becomes the output. `None`: the
+    /// process writes to the output's volume directly.
     pub(crate) taken_from: Option<(usize, PathBuf)>,
 }
 
 impl Plan {
-    /// Outputs below `/workspace` are directories of one scratch volume where they are `replaceable`, so that a process may remove or
-    /// replace them like any other directory; elsewhere they are mounts.
+    /// Plans the volumes of an attempt.
+    ///
+    /// If outputs are `replaceable`, those below `/workspace` are directories of one scratch
+    /// volume. So a process may remove or replace them. All other outputs are mounts.
     pub(crate) fn new(
         spec: &WorkloadSpec,
         workload: WorkloadId,
         replaceable: bool,
-        brought: &WorkerImports,
+        imports: &WorkerImports,
     ) -> Self {
         let mut volumes = Vec::new();
         let mut outputs = Vec::new();
@@ -112,13 +115,13 @@ impl Plan {
             let relative = path.strip_prefix(rpc::spec::DEFAULT_DIRECTORY)?.strip_prefix(b"/")?;
             Some(PathBuf::from(OsString::from_vec(relative.to_vec())))
         };
-        let everything = spec
+        let mount_paths = spec
             .inputs
             .iter()
             .map(|input| &input.path)
             .chain(spec.outputs.iter().map(|output| &output.path))
             .chain(spec.caches.iter().map(|cache| &cache.path));
-        if everything.clone().any(|path| in_workspace(path).is_some()) {
+        if mount_paths.clone().any(|path| in_workspace(path).is_some()) {
             volumes.push(PlannedVolume {
                 mount: Some((rpc::spec::DEFAULT_DIRECTORY.to_vec(), false)),
                 ..PlannedVolume::new("workspace", VolumePurpose::Scratch)
@@ -132,13 +135,13 @@ impl Plan {
                 PlannedImage::Artifact(volumes.len() - 1)
             }
             Image::ResourceType(_) => {
-                volumes.push(image(brought.image));
+                volumes.push(image(imports.image));
                 PlannedImage::WorkerProvided(volumes.len() - 1)
             }
         };
-        if brought.certs.is_some() && !everything.clone().any(|path| path == CERTS) {
+        if imports.certs.is_some() && !mount_paths.clone().any(|path| path == CERTS) {
             volumes.push(PlannedVolume {
-                from: brought.certs,
+                from: imports.certs,
                 mount: Some((CERTS.to_vec(), true)),
                 ..PlannedVolume::new("certs", VolumePurpose::Input)
             });
@@ -240,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn outputs_are_mounts_where_they_cannot_be_taken() {
+    fn outputs_are_mounts_unless_replaceable() {
         let spec = spec();
         for replaceable in [true, false] {
             let plan = Plan::new(&spec, WorkloadId::new(), replaceable, &WorkerImports::default());
@@ -249,7 +252,8 @@ mod tests {
                 (plan.volumes[output.volume].mount.clone().map(|(path, _)| path), output.taken_from.clone())
             };
             let mounted = |path: &str| (Some(path.as_bytes().to_vec()), None);
-            // One that has the path of an input is a mount in any case, and so is one elsewhere.
+            // An output with the path of an input is always a mount, and so is an output outside of
+            // the workspace.
             assert_eq!((of("src"), of("far")), (mounted("/workspace/src"), mounted("/far")));
             let scratch = &plan.volumes[0];
             assert_eq!(scratch.mount.as_ref().map(|(path, _)| &path[..]), Some(&b"/workspace"[..]));
@@ -264,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_is_a_mount_that_starts_with_its_latest_version_and_becomes_the_next() {
+    fn cache_starts_with_its_latest_version() {
         let (workload, [near, far]) = (WorkloadId::new(), [CacheId::new(), CacheId::new()]);
         let mount = |cache, path: &str| domain::workload::CacheMount { cache, path: path.into() };
         let caches = vec![mount(near, "/workspace/target"), mount(far, "/root/.cargo")];
@@ -287,11 +291,11 @@ mod tests {
     }
 
     #[test]
-    fn an_image_is_a_child_of_its_replica_that_is_mounted_nowhere() {
+    fn image_is_an_unmounted_child_of_its_replica() {
         let spec = spec();
-        let brought = WorkerImports { image: Some(ArtifactId::new()), certs: None };
+        let imports = WorkerImports { image: Some(ArtifactId::new()), certs: None };
         let with = |image| {
-            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &brought);
+            let plan = Plan::new(&WorkloadSpec { image, ..spec.clone() }, WorkloadId::new(), true, &imports);
             (plan.image, plan.volumes)
         };
         let Image::Artifact(artifact) = spec.image.clone() else { panic!("an artifact") };
@@ -305,23 +309,23 @@ mod tests {
             panic!("an image")
         };
         let image = &volumes[index];
-        assert_eq!((image.from, image.becomes, &image.mount), (brought.image, None, &None));
+        assert_eq!((image.from, image.becomes, &image.mount), (imports.image, None, &None));
         assert_eq!(image.purpose, VolumePurpose::Input);
     }
 
     #[test]
-    fn certs_are_seen_read_only_by_who_has_nothing_of_his_own_there() {
-        let brought = WorkerImports { image: None, certs: Some(ArtifactId::new()) };
-        let certs = |spec: &WorkloadSpec, brought: &WorkerImports| {
-            let plan = Plan::new(spec, WorkloadId::new(), true, brought);
+    fn certs_are_mounted_unless_spec_mounts_there() {
+        let imports = WorkerImports { image: None, certs: Some(ArtifactId::new()) };
+        let certs = |spec: &WorkloadSpec, imports: &WorkerImports| {
+            let plan = Plan::new(spec, WorkloadId::new(), true, imports);
             let certs = plan.volumes.into_iter().find(|volume| volume.name == "certs");
             certs.map(|volume| (volume.from, volume.mount))
         };
         let mut spec = spec();
-        let mounted = (brought.certs, Some((CERTS.to_vec(), true)));
-        assert_eq!(certs(&spec, &brought), Some(mounted));
+        let mounted = (imports.certs, Some((CERTS.to_vec(), true)));
+        assert_eq!(certs(&spec, &imports), Some(mounted));
         assert_eq!(certs(&spec, &WorkerImports::default()), None);
         spec.inputs[0].path = CERTS.to_vec();
-        assert_eq!(certs(&spec, &brought), None);
+        assert_eq!(certs(&spec, &imports), None);
     }
 }

@@ -1,14 +1,14 @@
-//! How attempts end that cannot be carried out.
+//! The results of attempts that cannot be carried out.
 
-use super::result::tell;
+use super::result::report_result;
 use super::*;
-use crate::test_support::Attended;
+use crate::test_support::FakeGateways;
 use crate::worker::attempts::AttemptEntry;
 use rpc::Refusal;
 use testing::fake::FakeWorker;
 
 #[test]
-fn whatever_is_refused_becomes_a_failure_that_is_documented() {
+fn every_refusal_has_a_documented_failure_reason() {
     for reason in Reason::ALL {
         let refusal = Refusal::from(reason.status("gantry.test", "no"));
         let failure = failure(&AttemptError::Refused(refusal));
@@ -20,9 +20,9 @@ fn whatever_is_refused_becomes_a_failure_that_is_documented() {
 }
 
 #[test]
-fn a_process_that_nobody_asked_to_stop_says_why_it_was() {
+fn unrequested_stop_has_a_failure_reason() {
     let ended = || Ended::Exited { exit: Exit::Signal(15), stopped: true };
-    let reason = |cut_short| ended_result(ended(), None, cut_short).failure.map(|failure| failure.reason);
+    let reason = |stop_cause| ended_result(ended(), None, stop_cause).failure.map(|failure| failure.reason);
     assert_eq!(reason(Some(StopCause::ContactLost)), Some(FailureReason::ContactLost));
     assert_eq!(reason(Some(StopCause::ContainerDestroyed)), Some(FailureReason::ContainerNotFound));
     assert_eq!(reason(None), None);
@@ -34,34 +34,34 @@ fn entry() -> AttemptEntry {
 }
 
 #[tokio::test]
-async fn an_end_that_the_scheduler_refuses_is_told_a_number_of_times_and_then_given_up() {
+async fn rejected_result_is_reported_a_few_times() {
     let refused: [(&[Reason], usize); 4] = [
         (&[Reason::InvalidField; 9], 5),
         (&[Reason::LeaseLost], 1),
         (&[Reason::InvalidField, Reason::LeaseLost], 2),
-        // What is no answer does not count.
+        // A transient error does not count as a try.
         (&[Reason::Unavailable, Reason::InvalidField], 3),
     ];
     for (reasons, expected) in refused {
-        let told = std::cell::Cell::new(0);
+        let calls = std::cell::Cell::new(0);
         let call = || {
-            let answer = reasons.get(told.replace(told.get() + 1));
+            let answer = reasons.get(calls.replace(calls.get() + 1));
             let answer = answer.map(|reason| Err(Refusal::from(reason.status("gantry.test", "no"))));
             async { answer.unwrap_or(Ok(())) }
         };
-        tell(LeaseId::new(), (5, Duration::ZERO), call).await;
-        assert_eq!(told.get(), expected, "{reasons:?}");
+        report_result(LeaseId::new(), (5, Duration::ZERO), call).await;
+        assert_eq!(calls.get(), expected, "{reasons:?}");
     }
 }
 
 #[tokio::test]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
-async fn a_task_that_dies_leaves_no_lease_behind() {
-    let worker = FakeWorker::near().attended("http://127.0.0.1:9", "http://127.0.0.1:9");
+async fn dead_task_removes_its_lease() {
+    let worker = FakeWorker::near().gateway("http://127.0.0.1:9", "http://127.0.0.1:9");
     let lease = LeaseId::new();
     worker.attempts.lock().insert(lease, entry());
     let dying = worker.clone();
-    // What panics here is not the attempt, but what would have ended it.
+    // The task that ends the attempt panics, not the attempt.
     let died = tokio::spawn(async move {
         let _entry = LeaseGuard { worker: &dying, lease };
         panic!("as the test asked for");

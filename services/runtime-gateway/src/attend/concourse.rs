@@ -1,15 +1,15 @@
-//! Attending a Concourse worker, which need not be reachable yet.
+//! Attending a Concourse worker.
 
 use std::time::Duration;
 
 use crate::garden::{GardenConfig, GardenRuntime};
 use crate::{Config, WorkerSet};
 
-/// Pause after the first failure, and the longest one.
+/// Pause after the first failure. It doubles up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Attends a Concourse worker once it can be reached, which it need not be yet.
+/// Attends a Concourse worker as soon as it can be reached.
 pub async fn attend_concourse_worker(gateway: WorkerSet, config: Config, garden: GardenConfig) {
     let mut pause = FIRST_PAUSE;
     loop {
@@ -23,7 +23,7 @@ pub async fn attend_concourse_worker(gateway: WorkerSet, config: Config, garden:
                 Err(error) => tracing::warn!(
                     worker.name = config.worker_name,
                     error = format!("{error:#}"),
-                    "a worker cannot be attended yet"
+                    "cannot attend a Concourse worker: trying again"
                 ),
             },
             () = gateway.stopped() => return,

@@ -1,4 +1,4 @@
-//! How a gateway comes to attend a worker: this machine, or a Concourse worker.
+//! How a gateway starts to attend a worker.
 
 pub(crate) mod concourse;
 pub(crate) mod machine;

@@ -1,4 +1,4 @@
-//! The gateway of another worker, which has a volume that is to be copied here.
+//! The gateway of another worker, from which a volume is copied.
 
 use std::time::Duration;
 
@@ -14,46 +14,47 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use transfer::{ExtentData, InvalidManifest, Limits, Manifest, ManifestBuilder, OrdinalRanges};
 
-/// A volume elsewhere that has the bytes.
+/// A volume on another worker that has the bytes.
 ///
-/// Invariant: this gateway connects to the address that the scheduler signed, and to no address that a caller
-/// named. [`Source::endpoint`] comes out of a verified ticket.
+/// Invariant: this gateway connects only to the address that the scheduler signed, never to an
+/// address of the caller. [`Source::endpoint`] comes from a verified ticket.
 #[derive(Debug, Clone)]
 pub(crate) struct Source {
-    /// The gateway of its worker, as the scheduler knows it. `None`: the ticket is not good for reading.
+    /// Address of the source's gateway, from the ticket. `None`: the ticket does not permit to
+    /// read.
     pub(crate) endpoint: Option<String>,
-    /// Permits to read it. The cluster's token is never presented to a source.
+    /// Ticket that permits to read the volume. A source never receives the cluster token.
     pub(crate) ticket: String,
 }
 
-/// A source cannot be used.
+/// The reason why a source cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SourceError {
-    /// Its ticket is forged, expired, or for something else.
-    #[error("its ticket is not good for this")]
+    /// The ticket is forged, expired, or for another operation.
+    #[error("the ticket of the source is invalid or expired")]
     Ticket,
-    /// The address cannot be used.
+    /// The address is malformed.
     #[error(transparent)]
     Address(#[from] AddressError),
-    /// It refused, or broke off.
+    /// The source rejected the call, or failed.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// It ended before everything was there.
-    #[error("it broke off")]
+    /// The source ended the stream too early.
+    #[error("the source ended the stream too early")]
     Truncated,
-    /// Its manifest breaks a rule.
-    #[error("its manifest is invalid")]
+    /// The manifest of the source is invalid.
+    #[error("the manifest of the source is invalid")]
     Manifest(#[from] InvalidManifest),
-    /// It has another tree.
-    #[error("it does not hold what was asked for")]
+    /// The source has another tree.
+    #[error("the source holds another tree")]
     OtherBytes,
-    /// A message came that the protocol does not allow.
-    #[error("it said something that makes no sense")]
+    /// The source violated the protocol.
+    #[error("the source violated the protocol")]
     Protocol,
 }
 
 impl SourceError {
-    /// The error reason, by which a program tells failures apart.
+    /// Returns the error reason, for programs.
     pub(crate) fn reason(&self) -> &str {
         match self {
             Self::Ticket => Reason::InvalidToken.as_str(),
@@ -61,7 +62,7 @@ impl SourceError {
             Self::Refused(refusal) if refusal.is_transient() => Reason::Unavailable.as_str(),
             Self::Refused(refusal) => refusal.reason.as_deref().unwrap_or(Reason::Unavailable.as_str()),
             Self::Truncated => Reason::Unavailable.as_str(),
-            // The memory of this gateway, and no fault of the source.
+            // This gateway has no memory, so the source is not at fault.
             Self::Manifest(InvalidManifest::NoMemory) => Reason::Unavailable.as_str(),
             Self::Manifest(_) | Self::Protocol => Reason::InvalidManifest.as_str(),
             Self::OtherBytes => Reason::DigestMismatch.as_str(),
@@ -76,7 +77,7 @@ impl Source {
         Ok(VolumesClient::new(rpc::client::peer(endpoint, outgoing)?))
     }
 
-    /// Has the worker of the source send the volume to another worker, at `inlet`.
+    /// Requests the worker of the source to send the volume to another worker, at `inlet`.
     pub(crate) async fn stream_to_peer(
         &self,
         destination_ticket: &str,
@@ -92,12 +93,12 @@ impl Source {
         Ok(())
     }
 
-    /// Begins to read the volume. `pause` is the longest time that the source may send nothing.
+    /// Starts to read the volume. `pause` is the longest time that the source may send nothing.
     pub(crate) async fn read(&self, pause: Duration) -> Result<VolumeReader, SourceError> {
         let mut client = self.client()?;
         let (requests, queue) = mpsc::channel(4);
         let open = pb::ReadOpen { ticket: self.ticket.clone() };
-        // The other end is the stream below.
+        // Cannot fail, because the receiver is the stream below.
         requests.send(pb::ReadRequest { message: Some(Request::Open(open)) }).await.ok();
         let answer = tokio::time::timeout(pause, client.read(ReceiverStream::new(queue))).await;
         let responses = answer.map_err(|_| SourceError::Truncated)?.map_err(Refusal::from)?.into_inner();
@@ -105,7 +106,7 @@ impl Source {
     }
 }
 
-/// A volume elsewhere that is being read.
+/// A volume on another worker that is being read.
 pub(crate) struct VolumeReader {
     requests: mpsc::Sender<pb::ReadRequest>,
     responses: Streaming<pb::ReadResponse>,
@@ -133,7 +134,7 @@ impl VolumeReader {
         }
     }
 
-    /// Asks for extents, which are `bytes` together.
+    /// Requests extents. `bytes` is their total size.
     pub(crate) async fn request(&self, extents: &OrdinalRanges, bytes: u64) -> Result<(), SourceError> {
         let runs = rpc::tree::runs(extents).into_iter().map(Request::Want);
         for message in runs.chain([Request::WantEnd(pb::ExtentRunsEnd { bytes })]) {
@@ -143,7 +144,7 @@ impl VolumeReader {
         Ok(())
     }
 
-    /// Receives some of the extents that were asked for. `None`: the source has sent all that it sends.
+    /// Receives some of the requested extents. `None`: the source has sent all of them.
     pub(crate) async fn extents(&mut self) -> Result<Option<Vec<ExtentData>>, SourceError> {
         match self.next().await? {
             Response::Chunk(chunk) => {

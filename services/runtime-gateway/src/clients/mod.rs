@@ -1,7 +1,7 @@
-//! Calls to other services, with the conversions between the types of this crate and protobuf.
+//! Clients of the other services, with the conversions from and to protobuf types.
 //!
-//! All chapters above call through these clients, and see no protobuf type. Only `api` and `proxy`, which serve
-//! calls, decode and encode messages themselves.
+//! The modules above this one call other services only through these clients. Of them, only `api`
+//! and `proxy` handle protobuf messages.
 
 pub(crate) mod gateway;
 pub(crate) mod scheduler;
@@ -20,7 +20,7 @@ use scheduler::SchedulerClient;
 use store::StoreClient;
 use streamer::StreamerClient;
 
-/// The services that a worker's gateway calls.
+/// The clients that the gateway of one worker uses.
 pub(crate) struct Clients {
     pub(crate) scheduler: SchedulerClient,
     pub(crate) store: StoreClient,
@@ -28,6 +28,8 @@ pub(crate) struct Clients {
 }
 
 impl Clients {
+    /// Creates the clients for the addresses in `config`.
+    ///
     /// # Errors
     ///
     /// An address in `config` is malformed.
@@ -42,12 +44,12 @@ impl Clients {
     }
 }
 
-/// A service gave an answer that cannot be understood. Repeating the call does not help.
-fn malformed(service: &str, what: &str) -> Refusal {
+/// The error of an answer that cannot be parsed. It is permanent.
+fn malformed(service: &str, part: &str) -> Refusal {
     Refusal {
         code: Code::DataLoss,
         reason: None,
-        message: format!("the {service} answered a malformed {what}"),
+        message: format!("cannot parse the answer of the {service}: malformed {part}"),
         about: HashMap::new(),
     }
 }

@@ -1,4 +1,4 @@
-//! The scheduler, as gateways call it outside of the stream of a worker.
+//! The client of the scheduler, for calls outside of a worker's stream.
 
 use domain::WorkerId;
 use domain::workload::{Exit, Failure, PublishedCache, PublishedOutput, Usage};
@@ -7,17 +7,17 @@ use rpc::pb::scheduler::workers_client::WorkersClient;
 use rpc::pb::scheduler::workloads_client::WorkloadsClient;
 use rpc::{Peer, Refusal};
 
-/// Most bytes of a desired state: it names all leases of the worker.
+/// Most bytes of a desired state, which names all leases of the worker.
 const DESIRED_BYTES: usize = 256 << 20;
 
-/// How an attempt ended, as the scheduler is told.
+/// The result of an attempt, as the scheduler receives it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AttemptResult {
     pub(crate) exit: Option<Exit>,
     pub(crate) failure: Option<Failure>,
     pub(crate) outputs: Vec<PublishedOutput>,
     pub(crate) caches: Vec<PublishedCache>,
-    /// Parts of outputs and caches that were not kept, for people.
+    /// Notes for callers about parts of outputs and caches that were not published.
     pub(crate) notes: Vec<String>,
     pub(crate) started: Option<domain::Timestamp>,
     pub(crate) usage: Usage,
@@ -28,7 +28,7 @@ impl AttemptResult {
         Self { failure: Some(failure), ..Self::default() }
     }
 
-    /// Adds a failure. The reason of the first one counts.
+    /// Adds a failure. The reason of the first failure is kept.
     pub(crate) fn add_failure(&mut self, failure: Failure) {
         match &mut self.failure {
             Some(first) => first.message += &format!("; {}", failure.message),
@@ -52,14 +52,14 @@ impl SchedulerClient {
         }
     }
 
-    /// Announces that the process of an attempt is about to start.
+    /// Reports that the process of an attempt is about to start.
     pub(crate) async fn start_attempt(&self, lease_token: &str) -> Result<(), Refusal> {
         let request = pb::StartAttemptRequest { lease_token: lease_token.to_owned() };
         self.workloads.clone().start_attempt(request).await?;
         Ok(())
     }
 
-    /// Reports how an attempt ended, which frees its slot.
+    /// Reports the result of an attempt, which frees its slot.
     pub(crate) async fn finish_attempt(
         &self,
         lease_token: &str,
@@ -79,7 +79,7 @@ impl SchedulerClient {
         Ok(())
     }
 
-    /// The address of the gateway that attends a worker. `None`: no gateway does.
+    /// Returns the address of the gateway that attends a worker. `None`: no gateway does.
     pub(crate) async fn gateway_of(&self, worker: WorkerId) -> Result<Option<String>, Refusal> {
         let request = pb::GetWorkerRequest { worker: worker.to_string() };
         let answer = self.workers.clone().get_worker(request).await?.into_inner();

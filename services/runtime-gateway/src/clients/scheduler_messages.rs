@@ -1,6 +1,7 @@
-//! The stream between the scheduler and the gateway of one worker: current state up, desired state down.
+//! The messages between the scheduler and the gateway of one worker.
 //!
-//! All conversions of its messages are here. [`crate::sync::scheduler_stream`] decides what they say.
+//! This module converts them from and to protobuf. [`crate::sync::scheduler_stream`] decides on
+//! their contents.
 
 use std::time::Duration;
 
@@ -20,10 +21,10 @@ use tonic::{Status, Streaming};
 use super::scheduler::SchedulerClient;
 use crate::Config;
 
-/// The version of the protocol that this gateway speaks.
+/// Version of the protocol that this gateway implements.
 const PROTOCOL: u32 = 1;
 
-/// How far an attempt is.
+/// The phase of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum AttemptPhase {
     Preparing,
@@ -34,17 +35,17 @@ pub(crate) enum AttemptPhase {
     Ended,
 }
 
-/// How far an input is that is copied to the worker.
+/// The progress of an input that is copied to the worker.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct InputProgress {
     pub(crate) name: String,
     pub(crate) bytes_done: u64,
     pub(crate) bytes_total: u64,
-    /// Why the copy waits. Empty: it does not.
+    /// The reason why the copy waits. Empty: it does not wait.
     pub(crate) waits_for: String,
 }
 
-/// An attempt that the scheduler wants to run under a lease.
+/// An attempt that the gateway must run under a lease.
 pub(crate) struct AttemptTask {
     pub(crate) lease: LeaseId,
     pub(crate) attempt: AttemptId,
@@ -58,7 +59,7 @@ pub(crate) struct AttemptTask {
 pub(crate) struct Registration(pb::Hello);
 
 impl Registration {
-    /// `credential` is that of the last session of this instance, or empty.
+    /// Creates a registration. `credential` is that of this instance's last session, or empty.
     pub(crate) fn new(
         config: &Config,
         instance: GatewayInstance,
@@ -101,7 +102,7 @@ impl Registration {
     }
 }
 
-/// The session that the scheduler opens.
+/// The session that the scheduler opened.
 pub(crate) struct Welcome {
     pub(crate) credential: String,
     pub(crate) worker: WorkerId,
@@ -121,7 +122,7 @@ pub(crate) struct WorkerState {
     pub(crate) containers: u64,
     pub(crate) volumes: u64,
     pub(crate) disk_free_bytes: u64,
-    /// The number of this message on its stream.
+    /// Number of this message on its stream.
     pub(crate) number: u64,
 }
 
@@ -132,16 +133,16 @@ pub(crate) struct LeaseState {
     pub(crate) inputs: Vec<InputProgress>,
 }
 
-/// The state that the scheduler wants of a worker.
+/// The desired state of a worker.
 pub(crate) struct DesiredState {
     pub(crate) generation: u64,
-    /// The number of the last message of the gateway that the scheduler has received.
+    /// Number of the last message that the scheduler has received from the gateway.
     pub(crate) received: u64,
     pub(crate) directive: Directive,
     pub(crate) leases: Vec<DesiredLease>,
 }
 
-/// The state that the scheduler wants of a worker as a whole.
+/// The desired state of a worker as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Directive {
     Run,
@@ -150,27 +151,28 @@ pub(crate) enum Directive {
     RegisterAgain,
 }
 
-/// The state that the scheduler wants of a lease.
+/// The desired state of a lease.
 pub(crate) struct DesiredLease {
     pub(crate) lease: LeaseId,
-    /// `None`: an earlier message on this stream has said it, or a later one will.
+    /// The request. `None`: it is in an earlier or a later message of this stream.
     pub(crate) request: Option<LeaseRequest>,
 }
 
-/// A request about a lease. An attempt that cannot be named, or a spec that cannot be understood, ends that
-/// lease and no other.
+/// A request about a lease.
+///
+/// An invalid attempt or spec fails only its own lease.
 pub(crate) enum LeaseRequest {
     Run(Box<AttemptTask>),
     Stop { attempt: Option<AttemptId>, token: String, grace: Duration, reason: FailureReason },
     Invalid { attempt: Option<AttemptId>, token: String, why: String },
 }
 
-/// A stream ended, or could not be opened.
+/// The reason why a stream ended or cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum StreamError {
-    #[error("the scheduler refused or broke off")]
+    #[error("cannot synchronize with the scheduler")]
     Refused(#[from] Refusal),
-    #[error("the scheduler sent something that makes no sense: {0}")]
+    #[error("the scheduler violated the protocol: {0}")]
     Protocol(&'static str),
     #[error("the scheduler ended the stream")]
     Closed,
@@ -182,7 +184,7 @@ impl From<Status> for StreamError {
     }
 }
 
-/// An open stream, on which the scheduler has welcomed the gateway.
+/// An open stream with a session.
 pub(crate) struct SchedulerStream {
     up: mpsc::Sender<pb::SynchronizeRequest>,
     down: Streaming<pb::SynchronizeResponse>,
@@ -195,7 +197,7 @@ impl SchedulerStream {
         registration: Registration,
     ) -> Result<(Self, Welcome), StreamError> {
         let (up, requests) = mpsc::channel(4);
-        // The other end of the channel is the stream below, which is alive.
+        // Cannot fail, because the receiver is the stream below.
         up.send(pb::SynchronizeRequest { message: Some(Up::Hello(registration.0)) }).await.ok();
         let mut down =
             scheduler.workers.clone().synchronize(ReceiverStream::new(requests)).await?.into_inner();
@@ -257,7 +259,7 @@ fn input_progress(input: InputProgress) -> pb::InputProgress {
 }
 
 fn parse_welcome(welcome: pb::Welcome) -> Result<Welcome, StreamError> {
-    let worker = welcome.worker_id.parse().map_err(|_| StreamError::Protocol("worker_id is no UUID"))?;
+    let worker = welcome.worker_id.parse().map_err(|_| StreamError::Protocol("worker_id is not a UUID"))?;
     Ok(Welcome {
         credential: welcome.session_credential,
         worker,
@@ -287,13 +289,10 @@ fn parse_desired(desired: pb::Desired) -> DesiredState {
     }
 }
 
-/// `None`: the lease has no id.
+/// Parses a desired lease. `None`: its id is malformed.
 fn parse_lease(lease: pb::DesiredLease) -> Option<DesiredLease> {
     let Ok(id) = lease.lease_id.parse::<LeaseId>() else {
-        tracing::error!(
-            lease.id = lease.lease_id,
-            "the scheduler names a lease that is no UUID: it is left alone"
-        );
+        tracing::error!(lease.id = lease.lease_id, "cannot parse a desired lease: its id is not a UUID");
         return None;
     };
     let request = lease.wish.map(|wish| match wish {

@@ -1,4 +1,4 @@
-//! The inventory of the artifact store, as gateways call it.
+//! The client of the artifact store's inventory.
 
 use std::collections::BTreeSet;
 use std::str::FromStr;
@@ -17,7 +17,7 @@ use super::malformed;
 
 const STORE: &str = "artifact store";
 
-/// Handles in one message of a report.
+/// Most handles of one message of a report.
 const REPORT_BATCH: usize = 5_000;
 
 /// The use of a volume of an attempt.
@@ -53,31 +53,31 @@ pub(crate) struct PrepareAttempt {
     pub(crate) attempt: AttemptId,
     pub(crate) team: String,
     pub(crate) volumes: Vec<VolumeRequest>,
-    /// Versions of caches that cannot be copied to the worker.
+    /// Versions of task caches that cannot be copied to the worker.
     pub(crate) unreachable: Vec<ArtifactId>,
 }
 
-/// A volume of an attempt, of which the store has a row.
+/// A volume of an attempt for which the store has a row.
 pub(crate) struct PreparedVolume {
     pub(crate) handle: VolumeHandle,
-    /// The replica of which it is a child, and the digest of that tree.
+    /// The replica that it is a child of, and the digest of that tree.
     pub(crate) parent: Option<(VolumeHandle, Digest)>,
-    /// The artifact that it starts with and that is not on the worker.
+    /// The artifact that it starts with, if that is not on the worker.
     pub(crate) missing: Option<ArtifactId>,
 }
 
 /// The rows that the store has written for an attempt.
 pub(crate) struct PreparedAttempt {
     pub(crate) container: ContainerHandle,
-    /// In the order of the request.
+    /// The volumes, in the order of the request.
     pub(crate) volumes: Vec<PreparedVolume>,
 }
 
-/// An answer about a base type that is to be imported.
+/// The answer of the store about an import.
 pub(crate) struct PreparedImport {
     pub(crate) artifact: ArtifactId,
     pub(crate) volume: VolumeHandle,
-    /// Term of the claim on the import. `None`: it is imported already.
+    /// Term of the claim on the import. `None`: it is already imported.
     pub(crate) term: Option<Duration>,
 }
 
@@ -89,18 +89,18 @@ pub(crate) struct DestroyOrder {
 
 /// The answer to a report.
 pub(crate) struct ReportAnswer {
-    /// Containers and volumes that the store expected and the worker did not report.
+    /// Number of containers and volumes that the store expected and the worker did not report.
     pub(crate) lost: u64,
-    /// Orphans that the store counts since this report.
+    /// Number of orphans since this report.
     pub(crate) orphans: u64,
     pub(crate) unknown_containers: Vec<ContainerHandle>,
     pub(crate) unknown_volumes: Vec<VolumeHandle>,
-    /// Orphans of which the store wants a description.
+    /// Orphans that the store needs a description of.
     pub(crate) undescribed_volumes: Vec<VolumeHandle>,
     pub(crate) receipt: Option<Receipt>,
 }
 
-/// A description of a volume that the store does not know.
+/// The description of an orphan.
 pub(crate) struct VolumeDescription {
     pub(crate) volume: VolumeHandle,
     pub(crate) parent: Option<VolumeHandle>,
@@ -111,22 +111,22 @@ pub(crate) struct VolumeDescription {
 }
 
 impl VolumeDescription {
-    /// The description of a volume of which the worker can tell nothing.
+    /// Creates a description for a volume about which the worker knows nothing.
     pub(crate) fn unknown(volume: VolumeHandle) -> Self {
         Self { volume, parent: None, team: String::new(), artifact: None, digest: None, size_bytes: 0 }
     }
 }
 
-/// The orders to destroy containers and volumes, as they come.
+/// The stream of orders to destroy containers and volumes.
 pub(crate) struct DestroyOrders(Streaming<pb::WatchDestroyingResponse>);
 
 impl DestroyOrders {
-    /// The next order.
+    /// Receives the next order.
     pub(crate) async fn next(&mut self) -> Result<DestroyOrder, Refusal> {
         let message = self.0.message().await?.ok_or_else(|| Refusal {
             code: Code::Unavailable,
             reason: None,
-            message: "the artifact store ended the stream".to_owned(),
+            message: "the artifact store ended the stream of orders to destroy".to_owned(),
             about: std::collections::HashMap::new(),
         })?;
         Ok(DestroyOrder {
@@ -136,7 +136,7 @@ impl DestroyOrders {
     }
 }
 
-/// Calls to the inventory of the artifact store. `credential` is that of the worker's session.
+/// The client of the inventory. `credential` is that of the worker's session.
 #[derive(Clone)]
 pub(crate) struct StoreClient(InventoryClient<Peer>);
 
@@ -145,7 +145,7 @@ impl StoreClient {
         Self(InventoryClient::new(peer))
     }
 
-    /// Writes the rows of a container and its volumes, before they exist.
+    /// Writes the rows of a container and its volumes before they exist.
     pub(crate) async fn prepare(
         &self,
         credential: &str,
@@ -167,7 +167,7 @@ impl StoreClient {
         Ok(PreparedAttempt { container: parse(&answer.container_handle, "container handle")?, volumes })
     }
 
-    /// Reports that everything that an attempt needs is there.
+    /// Reports that the container and the volumes of an attempt exist.
     pub(crate) async fn mark_prepared(&self, credential: &str, attempt: AttemptId) -> Result<(), Refusal> {
         let request = pb::PreparedRequest {
             session_credential: credential.to_owned(),
@@ -177,7 +177,7 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Reports that a container and its volumes could not be made.
+    /// Reports that a container and its volumes cannot be made.
     pub(crate) async fn mark_failed(
         &self,
         credential: &str,
@@ -203,7 +203,8 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Reports that a volume has its final bytes. Returns the artifact whose bytes they are, if it has one.
+    /// Reports that a volume has its final bytes. Returns the artifact of the volume, if it has
+    /// one.
     pub(crate) async fn complete_volume(
         &self,
         credential: &str,
@@ -222,7 +223,7 @@ impl StoreClient {
         Ok(answer.artifact_id.parse().ok())
     }
 
-    /// Asks for an import of a base type, or renews the claim on one.
+    /// Requests the import of a base resource type, or renews the claim on it.
     pub(crate) async fn prepare_import(
         &self,
         credential: &str,
@@ -247,7 +248,7 @@ impl StoreClient {
         })
     }
 
-    /// Reports that a base type is imported.
+    /// Reports that a base resource type is imported.
     pub(crate) async fn complete_import(
         &self,
         credential: &str,
@@ -265,7 +266,7 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Reports that a base type could not be imported.
+    /// Reports that a base resource type cannot be imported.
     pub(crate) async fn fail_import(
         &self,
         credential: &str,
@@ -281,13 +282,13 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Watches what must be destroyed on the worker.
+    /// Watches the orders to destroy containers and volumes.
     pub(crate) async fn watch_destroying(&self, credential: &str) -> Result<DestroyOrders, Refusal> {
         let request = pb::WatchDestroyingRequest { session_credential: credential.to_owned() };
         Ok(DestroyOrders(self.0.clone().watch_destroying(request).await?.into_inner()))
     }
 
-    /// Begins a report. `last` is the mark of the last one. Returns the mark of this one.
+    /// Begins a report, and returns its mark. `last` is the mark of the last report.
     pub(crate) async fn begin_report(
         &self,
         credential: &str,
@@ -304,7 +305,8 @@ impl StoreClient {
         Ok(StoreMark { life, sequence: token.sequence, receipt: None })
     }
 
-    /// Reports everything that the worker has. `last` is the mark of the last report, `now` that of this one.
+    /// Reports all containers and volumes of the worker. `last` is the mark of the last report, and
+    /// `now` that of this one.
     pub(crate) async fn report(
         &self,
         credential: &str,
@@ -324,7 +326,7 @@ impl StoreClient {
         })
     }
 
-    /// Describes orphans, so that an operator can decide about them.
+    /// Describes orphans, so that an operator can adopt or purge them.
     pub(crate) async fn describe_orphans(
         &self,
         credential: &str,
@@ -346,7 +348,8 @@ impl StoreClient {
         Ok(())
     }
 
-    /// Which of `volumes`, of which there is at most one page, the store knows to be on the worker.
+    /// Returns those of `volumes` that the store expects on the worker. `volumes` must fit on one
+    /// page.
     pub(crate) async fn list_volumes(
         &self,
         worker: WorkerId,
@@ -363,8 +366,8 @@ impl StoreClient {
     }
 }
 
-fn parse<T: FromStr>(text: &str, what: &str) -> Result<T, Refusal> {
-    text.parse().map_err(|_| malformed(STORE, what))
+fn parse<T: FromStr>(text: &str, part: &str) -> Result<T, Refusal> {
+    text.parse().map_err(|_| malformed(STORE, part))
 }
 
 fn parse_all<T: FromStr>(handles: &[String]) -> Result<Vec<T>, Refusal> {

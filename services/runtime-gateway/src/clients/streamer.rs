@@ -1,4 +1,4 @@
-//! The streamer, which copies artifacts to a worker.
+//! The client of the streamer, which copies artifacts to a worker.
 
 use domain::{ArtifactId, WorkerId};
 use rpc::pb::streamer as pb;
@@ -6,19 +6,19 @@ use rpc::pb::streamer::materialize_response::Message;
 use rpc::{Peer, Refusal};
 use tonic::{Code, Streaming};
 
-/// Calls to the streamer.
+/// The client of the streamer.
 #[derive(Clone)]
 pub(crate) struct StreamerClient(pb::streamer_client::StreamerClient<Peer>);
 
-/// A message about a copy that is under way.
+/// An event of a copy.
 pub(crate) enum CopyEvent {
-    /// Bytes that are there, and bytes in total.
+    /// Bytes that exist on the worker, and bytes in total.
     Progress(u64, u64),
-    /// The copy is complete. Bytes that came from elsewhere.
+    /// The copy is complete. Bytes that were transferred.
     Done(u64),
 }
 
-/// The messages about a copy that is under way.
+/// The stream of events of a copy.
 pub(crate) struct Copy(Streaming<pb::MaterializeResponse>);
 
 impl StreamerClient {
@@ -26,7 +26,7 @@ impl StreamerClient {
         Self(pb::streamer_client::StreamerClient::new(peer))
     }
 
-    /// Copies an artifact to a worker, under the lease of a workload.
+    /// Copies an artifact to a worker under the lease of a workload.
     pub(crate) async fn materialize(
         &self,
         team: &str,
@@ -45,7 +45,7 @@ impl StreamerClient {
 }
 
 impl Copy {
-    /// The next message.
+    /// Receives the next event.
     pub(crate) async fn next(&mut self) -> Result<CopyEvent, Refusal> {
         match self.0.message().await?.and_then(|answer| answer.message) {
             Some(Message::Progress(progress)) => {
@@ -59,7 +59,7 @@ impl Copy {
             None => Err(Refusal {
                 code: Code::Unavailable,
                 reason: None,
-                message: "the streamer broke off".to_owned(),
+                message: "the streamer ended the stream before the copy was complete".to_owned(),
                 about: std::collections::HashMap::new(),
             }),
         }

@@ -1,4 +1,6 @@
-//! The gateway of each worker, as the scheduler names it, with the ticket for calls to that gateway.
+//! The gateway of each worker, as the scheduler reports it, with the proxy ticket for that gateway.
+//!
+//! Each call looks its gateway up here. Entries are cached for some seconds.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -11,12 +13,12 @@ use rpc::{Peer, Reason, Refusal};
 
 use crate::util::keyed_locks::lock;
 
-/// How long an answer of the scheduler is used without asking again.
-const FRESH: Duration = Duration::from_secs(10);
-/// How long the scheduler may take to answer.
-const ASK: Duration = Duration::from_secs(5);
+/// Time for which an answer of the scheduler is used.
+const CACHE_TIME: Duration = Duration::from_secs(10);
+/// Timeout of a query to the scheduler.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where a worker is attended, and the permission to pass calls on.
+/// The gateway of a worker, and the proxy ticket for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Destination {
     pub(super) endpoint: String,
@@ -25,60 +27,65 @@ pub(super) struct Destination {
 
 struct CachedDestination {
     destination: Destination,
-    asked: Instant,
-    /// Until when the ticket is surely good.
-    good_until: Instant,
+    queried: Instant,
+    /// Time until which the ticket is certainly valid.
+    valid_until: Instant,
 }
 
 pub(super) struct Directory {
     scheduler: WorkersClient<Peer>,
-    known: Mutex<HashMap<WorkerId, CachedDestination>>,
+    cached: Mutex<HashMap<WorkerId, CachedDestination>>,
 }
 
 impl Directory {
     pub(super) fn new(scheduler: WorkersClient<Peer>) -> Self {
-        Self { scheduler, known: Mutex::default() }
+        Self { scheduler, cached: Mutex::default() }
     }
 
-    /// Where `worker` is attended. Asks the scheduler anew when what is known is not `fresh` enough, or turned out to be wrong.
-    pub(super) async fn find(&self, worker: WorkerId, anew: bool) -> Result<Destination, Refusal> {
+    /// Returns the gateway of `worker`. With `refresh`, the scheduler is asked even if an entry is
+    /// cached.
+    pub(super) async fn find(&self, worker: WorkerId, refresh: bool) -> Result<Destination, Refusal> {
         let now = Instant::now();
-        if !anew && let Some(known) = self.known(worker, |known| now < known.asked + FRESH) {
-            return Ok(known);
+        if !refresh && let Some(cached) = self.cached(worker, |cached| now < cached.queried + CACHE_TIME) {
+            return Ok(cached);
         }
-        match self.ask(worker, now).await {
-            // The scheduler is away. Whoever attended the worker may still be there.
+        match self.query(worker, now).await {
+            // The scheduler does not answer. The last known gateway may still attend the worker.
             Err(refusal) if refusal.is_transient() => {
-                self.known(worker, |known| now < known.good_until).ok_or(refusal)
+                self.cached(worker, |cached| now < cached.valid_until).ok_or(refusal)
             }
             answer => answer,
         }
     }
 
-    fn known(
+    fn cached(
         &self,
         worker: WorkerId,
         usable: impl FnOnce(&CachedDestination) -> bool,
     ) -> Option<Destination> {
-        let known = lock(&self.known);
-        known.get(&worker).filter(|known| usable(known)).map(|known| known.destination.clone())
+        let cached = lock(&self.cached);
+        cached.get(&worker).filter(|cached| usable(cached)).map(|cached| cached.destination.clone())
     }
 
-    async fn ask(&self, worker: WorkerId, now: Instant) -> Result<Destination, Refusal> {
+    async fn query(&self, worker: WorkerId, now: Instant) -> Result<Destination, Refusal> {
         let mut scheduler = self.scheduler.clone();
         let request = pb::IssueProxyTicketRequest { worker_id: worker.to_string() };
-        let asked = tokio::time::timeout(ASK, scheduler.issue_proxy_ticket(request)).await;
-        let slow =
-            || Refusal::from(Reason::Unavailable.status(crate::SERVICE, "the scheduler does not answer"));
-        let answer = asked.map_err(|_| slow())??.into_inner();
+        let queried = tokio::time::timeout(LOOKUP_TIMEOUT, scheduler.issue_proxy_ticket(request)).await;
+        let slow = || {
+            Refusal::from(
+                Reason::Unavailable
+                    .status(crate::SERVICE, "cannot look up the gateway: the scheduler does not answer"),
+            )
+        };
+        let answer = queried.map_err(|_| slow())??.into_inner();
         let destination = Destination { endpoint: answer.gateway_endpoint, ticket: answer.ticket };
-        let valid_for = answer.valid_for.and_then(|term| Duration::try_from(term).ok()).unwrap_or(FRESH);
-        // Halved: clocks disagree, and a call takes time to arrive.
-        let good_until = now + valid_for / 2;
-        let known = CachedDestination { destination: destination.clone(), asked: now, good_until };
-        let mut all = lock(&self.known);
-        all.retain(|_, known| now < known.good_until);
-        all.insert(worker, known);
+        let valid_for = answer.valid_for.and_then(|term| Duration::try_from(term).ok()).unwrap_or(CACHE_TIME);
+        // Halved, because clocks differ and a call takes time to arrive.
+        let valid_until = now + valid_for / 2;
+        let cached = CachedDestination { destination: destination.clone(), queried: now, valid_until };
+        let mut all = lock(&self.cached);
+        all.retain(|_, cached| now < cached.valid_until);
+        all.insert(worker, cached);
         Ok(destination)
     }
 }

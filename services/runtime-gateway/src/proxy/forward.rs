@@ -1,12 +1,15 @@
 //! The forwarding of one call, frame by frame in both directions.
 //!
-//! - *Back pressure*: a frame is taken from one side when the other side asks for it. HTTP/2 windows bound what is
-//!   in flight. Each call has a connection of its own to the gateway, so a slow reader holds no other call back.
-//! - *Cancellation*: the call to the gateway lives in the answer to the caller. Dropping one drops the other.
-//! - *Deadline*: `grpc-timeout` tells the gateway what is left of it, and the proxy keeps it, too.
-//! - *Status*: trailers are passed on untouched. The proxy looks only for the status of a gateway that does not
-//!   attend the worker any more. Then it asks the scheduler again, and repeats the call if the caller's messages so
-//!   far are still at hand.
+//! - *Back pressure*: the proxy reads a frame from one side when the other side asks for it. HTTP/2
+//!   windows bound the bytes in flight. Each call has its own connection to the gateway, so a slow
+//!   reader delays no other call.
+//! - *Cancellation*: the response to the caller owns the call to the gateway. Dropping one drops
+//!   the other.
+//! - *Deadline*: the gateway receives the remaining time as `grpc-timeout`. The proxy enforces the
+//!   deadline too.
+//! - *Status*: trailers are forwarded unchanged. The proxy reads only the status `NOT_ATTENDED`. It
+//!   then asks the scheduler again, and repeats the call if it still has all messages of the
+//!   caller.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -31,14 +34,14 @@ use super::route;
 use crate::SERVICE;
 use crate::util::keyed_locks::lock;
 
-/// The longest first message. It has a ticket or the name of a process, and a path at most.
-const FIRST: usize = 256 << 10;
-/// How much of what a caller has said is kept for saying it again.
-const KEPT: usize = 1 << 20;
-/// The compression flag and the length before each message.
+/// Most bytes of the first message, which contains at most a ticket or a process id, and a path.
+const MAX_FIRST_MESSAGE: usize = 256 << 10;
+/// Most bytes of the caller's messages that the proxy keeps to repeat a call.
+const MAX_KEPT_BYTES: usize = 1 << 20;
+/// Bytes of the compression flag and the length before each message.
 const PREFIX: usize = 5;
-/// What is between the caller and the proxy, and not for anybody else.
-const OURS: [&str; 7] = [
+/// Headers that are meant for the proxy only.
+const PROXY_HEADERS: [&str; 7] = [
     "authorization",
     "proxy-authorization",
     "cookie",
@@ -48,15 +51,15 @@ const OURS: [&str; 7] = [
     TICKET_HEADER,
 ];
 
-/// Passes a call on, and answers what is answered there.
+/// Forwards a call to the gateway of its worker, and returns the response.
 pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result<Response<Body>, Status> {
     let deadline = server::deadline(request.headers());
     let (parts, body) = request.into_parts();
-    let mut said =
-        CallerStream { body, kept: Vec::new(), kept_bytes: 0, keeping: true, turn: 0, listener: None };
+    let mut requests =
+        CallerStream { body, frames: Vec::new(), frame_bytes: 0, is_replayable: true, round: 0, waker: None };
     let worker = within(deadline, async {
-        let first = said.first_message().await?;
-        route::worker(parts.uri.path(), first, &proxy.keys).await
+        let first = requests.first_message().await?;
+        route::worker_of_call(parts.uri.path(), first, &proxy.keys).await
     })
     .await?;
     let call = Call {
@@ -65,59 +68,60 @@ pub(super) async fn forward(proxy: Arc<Proxy>, request: Request<Body>) -> Result
         path: parts.uri,
         headers: parts.headers,
         deadline,
-        said: Arc::new(Mutex::new(said)),
+        requests: Arc::new(Mutex::new(requests)),
     };
     let answer = within(deadline, call.begin()).await?;
     let (parts, body) = answer.into_parts();
-    Ok(Response::from_parts(parts, Body::new(StreamBody::new(pass(call, body)))))
+    Ok(Response::from_parts(parts, Body::new(StreamBody::new(forward_response(call, body)))))
 }
 
-/// A call on its way.
+/// A call that is being forwarded.
 struct Call {
     proxy: Arc<Proxy>,
     worker: WorkerId,
     path: Uri,
     headers: HeaderMap,
     deadline: Option<Instant>,
-    said: Arc<Mutex<CallerStream>>,
+    requests: Arc<Mutex<CallerStream>>,
 }
 
 impl Call {
-    /// Makes the call, and once more where the first try went to a gateway that is not there or not the right one any more.
+    /// Makes the call. If the first gateway does not answer or does not attend the worker, the call
+    /// is repeated once.
     async fn begin(&self) -> Result<Response<Body>, Status> {
         let destination = self.find(false).await?;
         match self.send(&destination).await {
             Ok(answer) if !is_not_attended(answer.headers()) => Ok(answer),
-            _ => self.again().await,
+            _ => self.retry().await,
         }
     }
 
-    /// Asks the scheduler anew, and makes the call there.
-    async fn again(&self) -> Result<Response<Body>, Status> {
+    /// Asks the scheduler for the gateway again, and makes the call there.
+    async fn retry(&self) -> Result<Response<Body>, Status> {
         let destination = self.find(true).await?;
         self.send(&destination).await.map_err(|error| {
-            tracing::debug!(worker.id = %self.worker, endpoint = destination.endpoint, %error, "a gateway does not answer");
-            unreachable()
+            tracing::debug!(worker.id = %self.worker, endpoint = destination.endpoint, %error, "cannot forward a call: the gateway does not answer");
+            gateway_unreachable()
         })
     }
 
-    async fn find(&self, anew: bool) -> Result<Destination, Status> {
-        let found = self.proxy.peers.find(self.worker, anew).await;
-        found.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
+    async fn find(&self, refresh: bool) -> Result<Destination, Status> {
+        let destination = self.proxy.directory.find(self.worker, refresh).await;
+        destination.map_err(|refusal: Refusal| refusal.pass_on(SERVICE))
     }
 
-    /// Makes the call at one gateway. Answers once that has begun to answer.
+    /// Makes the call at one gateway. Returns when the response begins.
     async fn send(&self, to: &Destination) -> Result<Response<Body>, Status> {
         let mut peer = rpc::client::peer(&to.endpoint, Outgoing::default())
             .map_err(|error| rpc::unavailable(SERVICE, "reach a worker's gateway", &error))?;
-        let mut request = Request::new(Body::new(Again::new(&self.said)));
+        let mut request = Request::new(Body::new(ReplayBody::new(&self.requests)));
         *request.method_mut() = http::Method::POST;
         *request.version_mut() = http::Version::HTTP_2;
         *request.uri_mut() =
             self.path.path().parse().map_err(|_| rpc::invalid_field("path", "is malformed"))?;
         let headers = request.headers_mut();
         for (name, value) in &self.headers {
-            if !OURS.contains(&name.as_str()) {
+            if !PROXY_HEADERS.contains(&name.as_str()) {
                 headers.append(name, value.clone());
             }
         }
@@ -137,60 +141,64 @@ impl Call {
             tracing::debug!(
                 endpoint = to.endpoint,
                 error = domain::error_chain(&error),
-                "a gateway does not answer"
+                "cannot forward a call: the gateway does not answer"
             );
-            unreachable()
+            gateway_unreachable()
         })?;
         Ok(answer.map(Body::new))
     }
 
-    fn said(&self) -> MutexGuard<'_, CallerStream> {
-        lock(&self.said)
+    fn requests(&self) -> MutexGuard<'_, CallerStream> {
+        lock(&self.requests)
     }
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        // As long as the caller might say more, the gateway would not hear that nobody listens.
-        self.said().next_turn();
+        // Ends the request stream, because the gateway would otherwise wait for more messages.
+        self.requests().end_round();
     }
 }
 
-fn unreachable() -> Status {
-    Reason::Unavailable.status(SERVICE, "the worker's gateway does not answer, call again")
+fn gateway_unreachable() -> Status {
+    Reason::Unavailable
+        .status(SERVICE, "cannot forward the call: the worker's gateway does not answer; call again")
 }
 
 fn is_not_attended(headers: &HeaderMap) -> bool {
     Status::from_header_map(headers).is_some_and(|status| Refusal::from(status).is(Reason::NotAttended))
 }
 
-/// The answer of the gateway, frame by frame.
-fn pass(call: Call, body: Body) -> impl futures::Stream<Item = Result<Frame<Bytes>, Status>> + Send {
-    let passing = Passing { call, body, waiting: true, ended: false };
-    futures::stream::unfold(passing, |mut passing| async move {
-        let frame = passing.next().await?;
-        Some((Ok(frame), passing))
+/// Forwards the response of the gateway, frame by frame.
+fn forward_response(
+    call: Call,
+    body: Body,
+) -> impl futures::Stream<Item = Result<Frame<Bytes>, Status>> + Send {
+    let stream = ResponseStream { call, body, is_first: true, ended: false };
+    futures::stream::unfold(stream, |mut stream| async move {
+        let frame = stream.next().await?;
+        Some((Ok(frame), stream))
     })
 }
 
-struct Passing {
+struct ResponseStream {
     call: Call,
     body: Body,
-    /// Nothing has been answered yet.
-    waiting: bool,
+    /// Whether no frame was forwarded yet.
+    is_first: bool,
     ended: bool,
 }
 
-impl Passing {
+impl ResponseStream {
     async fn next(&mut self) -> Option<Frame<Bytes>> {
         if self.ended {
             return None;
         }
         let (stopping, deadline) = (self.call.proxy.stopping.clone(), self.call.deadline);
         let next = tokio::select! {
-            next = within(deadline, self.answered()) => next,
+            next = within(deadline, self.next_frame_or_retry()) => next,
             () = stopping.cancelled() => {
-                Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping, call again"))
+                Err(Reason::Unavailable.status(SERVICE, "the proxy is stopping; call again"))
             }
         };
         let frame = match next {
@@ -199,37 +207,37 @@ impl Passing {
         };
         self.ended = frame.as_ref().is_none_or(Frame::is_trailers);
         if self.ended {
-            // Whatever the gateway still does for this call is for nobody.
+            // The call has ended for the caller, so the call to the gateway is cancelled.
             self.body = Body::empty();
-            self.call.said().next_turn();
+            self.call.requests().end_round();
         }
         frame
     }
 
-    async fn answered(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
+    async fn next_frame_or_retry(&mut self) -> Result<Option<Frame<Bytes>>, Status> {
         let Some(frame) = next_frame(&mut self.body).await else { return Ok(None) };
         let frame = frame.map_err(|error| {
-            tracing::debug!(worker.id = %self.call.worker, %error, "a call broke");
-            Reason::Unavailable.status(SERVICE, "the worker's gateway broke off, call again")
+            tracing::debug!(worker.id = %self.call.worker, %error, "cannot forward a call: the response of the gateway broke off");
+            Reason::Unavailable.status(SERVICE, "the response of the worker's gateway broke off; call again")
         })?;
-        if !std::mem::take(&mut self.waiting) {
+        if !std::mem::take(&mut self.is_first) {
             return Ok(Some(frame));
         }
-        let elsewhere = frame.trailers_ref().is_some_and(is_not_attended);
-        if !elsewhere || !self.call.said().begin_again() {
-            self.call.said().keeping = false;
+        let is_moved = frame.trailers_ref().is_some_and(is_not_attended);
+        if !is_moved || !self.call.requests().replay() {
+            self.call.requests().is_replayable = false;
             return Ok(Some(frame));
         }
-        let (parts, body) = self.call.again().await?.into_parts();
-        self.call.said().keeping = false;
+        let (parts, body) = self.call.retry().await?.into_parts();
+        self.call.requests().is_replayable = false;
         self.body = body;
-        // One without a body has its status where others have their headers.
+        // A response without a body has its status in the headers.
         if parts.headers.contains_key(Status::GRPC_STATUS) {
             return Ok(Some(Frame::trailers(parts.headers)));
         }
         next_frame(&mut self.body).await.transpose().map_err(|error| {
-            tracing::debug!(worker.id = %self.call.worker, %error, "a call broke");
-            Reason::Unavailable.status(SERVICE, "the worker's gateway broke off, call again")
+            tracing::debug!(worker.id = %self.call.worker, %error, "cannot forward a call: the response of the gateway broke off");
+            Reason::Unavailable.status(SERVICE, "the response of the worker's gateway broke off; call again")
         })
     }
 }
@@ -246,121 +254,121 @@ async fn next_frame(body: &mut Body) -> Option<Result<Frame<Bytes>, Status>> {
     std::future::poll_fn(|cx| Pin::new(&mut *body).poll_frame(cx)).await
 }
 
-/// What the caller says.
+/// The request stream of the caller.
 struct CallerStream {
     body: Body,
-    /// The beginning of it, as long as it may have to be said again, and what was not yet passed on of it.
-    kept: Vec<Bytes>,
-    kept_bytes: usize,
-    keeping: bool,
-    /// Which try of the call it is said to. Earlier ones hear no more.
-    turn: u64,
-    /// Who waits for more.
-    listener: Option<Waker>,
+    /// The frames from the beginning of the stream, while the call may have to be repeated.
+    frames: Vec<Bytes>,
+    frame_bytes: usize,
+    is_replayable: bool,
+    /// Number of the current try. Earlier tries receive no more frames.
+    round: u64,
+    /// The task that waits for the next frame.
+    waker: Option<Waker>,
 }
 
 impl CallerStream {
-    /// Waits for the first message, which stays to be passed on.
+    /// Waits for the first message, which is kept and forwarded later.
     async fn first_message(&mut self) -> Result<Bytes, Status> {
         let mut first = BytesMut::new();
         loop {
-            if let Some(message) = whole_message(&first)? {
+            if let Some(message) = parse_message(&first)? {
                 return Ok(message);
             }
             let frame = next_frame(&mut self.body).await.transpose()?;
             let data = frame.and_then(|frame| frame.into_data().ok());
             let data = data.ok_or_else(|| rpc::invalid_field("message", "the first message is missing"))?;
             first.extend_from_slice(&data);
-            self.kept_bytes += data.len();
-            self.kept.push(data);
+            self.frame_bytes += data.len();
+            self.frames.push(data);
         }
     }
 
-    /// Says everything once more, to whoever listens from now on. `false`: it is not at hand any more.
-    fn begin_again(&mut self) -> bool {
-        if self.keeping {
-            self.next_turn();
+    /// Starts the stream again for a new try. Returns false if its beginning is no longer kept.
+    fn replay(&mut self) -> bool {
+        if self.is_replayable {
+            self.end_round();
         }
-        self.keeping
+        self.is_replayable
     }
 
-    /// Who has listened so far hears that this was all, and that it was broken off.
-    fn next_turn(&mut self) {
-        self.turn += 1;
-        if let Some(listener) = self.listener.take() {
-            listener.wake();
+    /// Ends the stream of the current try with a cancellation.
+    fn end_round(&mut self) {
+        self.round += 1;
+        if let Some(waker) = self.waker.take() {
+            waker.wake();
         }
     }
 }
 
-/// The message at the beginning of `bytes`, if all of it is there.
-fn whole_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
+/// Returns the message at the beginning of `bytes`, if it is complete.
+fn parse_message(bytes: &[u8]) -> Result<Option<Bytes>, Status> {
     let Some((mut prefix, rest)) = bytes.split_at_checked(PREFIX) else { return Ok(None) };
     if prefix.get_u8() != 0 {
         return Err(Status::unimplemented("messages must not be compressed"));
     }
     let length = usize::try_from(prefix.get_u32()).unwrap_or(usize::MAX);
-    if length > FIRST {
+    if length > MAX_FIRST_MESSAGE {
         return Err(rpc::invalid_field("message", "the first message is too long"));
     }
     Ok(rest.get(..length).map(Bytes::copy_from_slice))
 }
 
-/// What the caller says, from its beginning, for one try of the call.
-struct Again {
-    said: Arc<Mutex<CallerStream>>,
-    turn: u64,
+/// The request stream for one try of the call.
+struct ReplayBody {
+    requests: Arc<Mutex<CallerStream>>,
+    round: u64,
     next: usize,
 }
 
-impl Again {
-    fn new(said: &Arc<Mutex<CallerStream>>) -> Self {
-        let turn = lock(said).turn;
-        Self { said: said.clone(), turn, next: 0 }
+impl ReplayBody {
+    fn new(requests: &Arc<Mutex<CallerStream>>) -> Self {
+        let round = lock(requests).round;
+        Self { requests: requests.clone(), round, next: 0 }
     }
 }
 
-impl HttpBody for Again {
+impl HttpBody for ReplayBody {
     type Data = Bytes;
     type Error = Status;
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        let mut said = lock(&this.said);
-        if said.turn != this.turn {
-            return Poll::Ready(Some(Err(Status::cancelled("nobody listens any more"))));
+        let mut requests = lock(&this.requests);
+        if requests.round != this.round {
+            return Poll::Ready(Some(Err(Status::cancelled("the call has ended"))));
         }
-        if let Some(data) = said.kept.get(this.next) {
+        if let Some(data) = requests.frames.get(this.next) {
             this.next += 1;
             return Poll::Ready(Some(Ok(Frame::data(data.clone()))));
         }
-        let Poll::Ready(frame) = Pin::new(&mut said.body).poll_frame(cx) else {
-            said.listener = Some(cx.waker().clone());
+        let Poll::Ready(frame) = Pin::new(&mut requests.body).poll_frame(cx) else {
+            requests.waker = Some(cx.waker().clone());
             return Poll::Pending;
         };
         if let Some(Ok(frame)) = &frame
             && let Some(data) = frame.data_ref()
         {
-            said.kept_bytes += data.len();
-            said.keeping &= said.kept_bytes <= KEPT;
-            if said.keeping {
-                said.kept.push(data.clone());
+            requests.frame_bytes += data.len();
+            requests.is_replayable &= requests.frame_bytes <= MAX_KEPT_BYTES;
+            if requests.is_replayable {
+                requests.frames.push(data.clone());
                 this.next += 1;
             }
         }
-        if !said.keeping {
-            said.kept = Vec::new();
+        if !requests.is_replayable {
+            requests.frames = Vec::new();
         }
         Poll::Ready(frame)
     }
 }
 
-/// `left` as `grpc-timeout` says it, with eight digits at most.
-fn timeout(left: Duration) -> HeaderValue {
-    let text = match (left.as_micros(), left.as_millis()) {
+/// Formats a duration for `grpc-timeout`, which allows at most eight digits.
+fn timeout(remaining: Duration) -> HeaderValue {
+    let text = match (remaining.as_micros(), remaining.as_millis()) {
         (micros @ 0..100_000_000, _) => format!("{micros}u"),
         (_, millis @ 0..100_000_000) => format!("{millis}m"),
-        _ => format!("{}S", left.as_secs().min(99_999_999)),
+        _ => format!("{}S", remaining.as_secs().min(99_999_999)),
     };
     HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("0u"))
 }
@@ -371,7 +379,7 @@ async fn within<T>(
 ) -> Result<T, Status> {
     let Some(deadline) = deadline else { return work.await };
     let late = || {
-        let message = "the deadline passed before the worker's gateway had answered";
+        let message = "the deadline passed before the worker's gateway answered";
         Reason::DeadlineExceeded.status(SERVICE, message)
     };
     tokio::time::timeout_at(deadline, work).await.unwrap_or_else(|_| Err(late()))

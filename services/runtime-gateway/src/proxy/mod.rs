@@ -1,12 +1,13 @@
-//! The proxy: a gateway that attends no worker and lets callers in from outside.
+//! The proxy: a gateway without a worker, which forwards calls from outside by one hop.
 //!
-//! It serves `Containers` and `Volumes` for every worker of the cluster. It decodes the first message of a call,
-//! which names the worker ([`route`]). Then it passes the call on, one hop, to the gateway that attends that worker
-//! ([`directory`]), under a ticket of the scheduler for that worker and never with the caller's credentials. It
-//! forwards bytes as they come ([`forward`]) and decodes nothing else.
+//! It serves `Containers` and `Volumes` for every worker of the cluster. It decodes the first
+//! message of a call, which names the worker ([`route`]). Then it looks up the gateway of that
+//! worker ([`directory`]), and forwards the bytes of the call ([`forward`]).
 //!
-//! A proxy keeps only which gateway attends which worker, for some seconds. Any number of proxies may run side by
-//! side.
+//! Invariant: the gateway receives a proxy ticket for that worker, and never the caller's
+//! credentials.
+//!
+//! A proxy keeps no state except cached gateways, so any number of proxies may run.
 
 mod directory;
 mod forward;
@@ -32,14 +33,15 @@ use tower_service::Service;
 
 use directory::Directory;
 
-/// What each call of a proxy has.
+/// The state that all calls of a proxy share.
 struct Proxy {
-    peers: Directory,
+    directory: Directory,
     keys: Keys,
     stopping: CancellationToken,
 }
 
-/// Adds a proxy to `host`, which lets its callers in. `token` is what the proxy presents to the scheduler.
+/// Adds a proxy to `host`, which authenticates callers. The proxy presents `token` to the
+/// scheduler.
 ///
 /// # Errors
 ///
@@ -47,7 +49,7 @@ struct Proxy {
 pub fn start_proxy(scheduler: &str, token: Option<&str>, host: &mut Host) -> anyhow::Result<()> {
     let scheduler = rpc::client::peer(scheduler, Outgoing::internal().with_token(token))?;
     let proxy = Arc::new(Proxy {
-        peers: Directory::new(WorkersClient::new(scheduler.clone())),
+        directory: Directory::new(WorkersClient::new(scheduler.clone())),
         keys: Keys::new(scheduler),
         stopping: host.stopping(),
     });
@@ -62,7 +64,7 @@ pub fn start_proxy(scheduler: &str, token: Option<&str>, host: &mut Host) -> any
     Ok(())
 }
 
-/// Serves a proxy on `listener` until `shutdown` resolves. Callers over TCP present `token`.
+/// Serves a proxy on `listener` until `shutdown` resolves. Callers over TCP must present `token`.
 ///
 /// # Errors
 ///
@@ -89,7 +91,7 @@ impl NamedService for Volumes {
     const NAME: &'static str = volumes_server::SERVICE_NAME;
 }
 
-/// A service that others serve.
+/// A service whose calls are forwarded.
 struct ForwardedService<N> {
     proxy: Arc<Proxy>,
     name: PhantomData<fn() -> N>,

@@ -1,4 +1,4 @@
-//! The worker that a call is for, as the first message of the call says.
+//! The lookup of the worker that a call names in its first message.
 
 use bytes::Bytes;
 use domain::WorkerId;
@@ -14,43 +14,41 @@ use tonic::Status;
 
 use crate::SERVICE;
 
-/// The call at `path` with this first message.
-pub(super) async fn worker(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
+/// Returns the worker of the call at `path` with this first message.
+pub(super) async fn worker_of_call(path: &str, first: Bytes, keys: &Keys) -> Result<WorkerId, Status> {
     match path {
         "/gantry.runtime.v1.Containers/Attach" => match decode::<pb::AttachRequest>(first)?.message {
             Some(Attach::Resume(resume)) => parse_id("resume.worker_id", &resume.worker_id),
-            _ => Err(not_first("resume")),
+            _ => Err(wrong_first_message("resume")),
         },
         "/gantry.runtime.v1.Containers/GetAttendance" => {
             parse_id("worker_id", &decode::<pb::GetAttendanceRequest>(first)?.worker_id)
         }
         "/gantry.runtime.v1.Volumes/Write" => match decode::<pb::WriteRequest>(first)?.message {
-            Some(Write::Open(open)) => of_ticket(&open.ticket, keys).await,
-            _ => Err(not_first("open")),
+            Some(Write::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+            _ => Err(wrong_first_message("open")),
         },
         "/gantry.runtime.v1.Volumes/Read" => match decode::<pb::ReadRequest>(first)?.message {
-            Some(Read::Open(open)) => of_ticket(&open.ticket, keys).await,
-            _ => Err(not_first("open")),
+            Some(Read::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+            _ => Err(wrong_first_message("open")),
         },
         "/gantry.runtime.v1.Volumes/WriteArchive" => {
             match decode::<pb::WriteArchiveRequest>(first)?.message {
-                Some(WriteArchive::Open(open)) => of_ticket(&open.ticket, keys).await,
-                _ => Err(not_first("open")),
+                Some(WriteArchive::Open(open)) => worker_of_ticket(&open.ticket, keys).await,
+                _ => Err(wrong_first_message("open")),
             }
         }
         "/gantry.runtime.v1.Volumes/ReadArchive" => {
-            of_ticket(&decode::<pb::ReadArchiveRequest>(first)?.ticket, keys).await
+            worker_of_ticket(&decode::<pb::ReadArchiveRequest>(first)?.ticket, keys).await
         }
         "/gantry.runtime.v1.Volumes/ReadFile" => {
-            of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
+            worker_of_ticket(&decode::<pb::ReadFileRequest>(first)?.ticket, keys).await
         }
-        _ => Err(Status::unimplemented(
-            "a proxy passes on what callers from outside need, and this is not among it",
-        )),
+        _ => Err(Status::unimplemented("a proxy does not forward this call")),
     }
 }
 
-fn not_first(message: &str) -> Status {
+fn wrong_first_message(message: &str) -> Status {
     invalid_field("message", format!("the first message must be `{message}`"))
 }
 
@@ -58,12 +56,12 @@ fn decode<M: prost::Message + Default>(message: Bytes) -> Result<M, Status> {
     M::decode(message).map_err(|error| invalid_field("message", error.to_string()))
 }
 
-/// Whether it is good for what is asked is for the worker's gateway to say; a forged one leads nowhere.
-async fn of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
+/// Returns the worker that a ticket names. The gateway verifies the operation.
+async fn worker_of_ticket(ticket: &str, keys: &Keys) -> Result<WorkerId, Status> {
     match keys.verify::<TicketClaims>(ticket).await {
         Ok(claims) => Ok(claims.worker),
         Err(VerifyError::Invalid(_)) => {
-            Err(Reason::InvalidToken.status(SERVICE, "the ticket is not good for this"))
+            Err(Reason::InvalidToken.status(SERVICE, "the ticket is invalid or expired"))
         }
         Err(VerifyError::KeysUnavailable(refusal)) => {
             Err(rpc::unavailable(SERVICE, "verify a ticket", &refusal))

@@ -1,4 +1,4 @@
-//! A proxy between a caller and gateways that do what each test says.
+//! Tests of a proxy between a caller and fake gateways.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,8 +8,8 @@ use domain::worker::ProxyClaims;
 use domain::{Timestamp, WorkerId};
 use rpc::client::{PROXY_TICKET_HEADER, TICKET_HEADER};
 use rpc::pb::runtime as pb;
-use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::attach_request::Message as AttachMessage;
+use rpc::pb::runtime::attach_response::Message as AttachAnswer;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::containers_server::ContainersServer;
 use rpc::pb::scheduler;
@@ -23,26 +23,26 @@ use tonic::metadata::MetadataMap;
 use tonic::{Response, Status, Streaming};
 
 use super::*;
-use crate::test_support::served::Served;
+use crate::test_support::served::TestServer;
 use crate::test_support::within;
 
 const TOKEN: &str = "of-the-cluster";
 
-/// A server that asks for the cluster's token.
-async fn serve(services: impl FnOnce(&mut Host)) -> Served {
-    Served::on(Host::new().with_token(Some(TOKEN.to_owned())), services).await
+/// Starts a server that requires the cluster token.
+async fn serve(services: impl FnOnce(&mut Host)) -> TestServer {
+    TestServer::on(Host::new().with_token(Some(TOKEN.to_owned())), services).await
 }
 
-/// A scheduler that knows where one worker is.
+/// A fake scheduler that knows the gateway of one worker.
 #[derive(Clone)]
 struct Schedule {
     signer: TokenSigner,
     endpoint: watch::Sender<String>,
-    asked: Arc<AtomicUsize>,
+    lookups: Arc<AtomicUsize>,
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+fn unused<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -53,28 +53,28 @@ impl scheduler::workers_server::Workers for Schedule {
         &self,
         _: tonic::Request<Streaming<scheduler::SynchronizeRequest>>,
     ) -> Result<Response<Self::SynchronizeStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_ticket(
         &self,
         _: tonic::Request<scheduler::IssueTicketRequest>,
     ) -> Result<Response<scheduler::IssueTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_workers(
         &self,
         _: tonic::Request<scheduler::ListWorkersRequest>,
     ) -> Result<Response<scheduler::ListWorkersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_worker(
         &self,
         _: tonic::Request<scheduler::GetWorkerRequest>,
     ) -> Result<Response<scheduler::GetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn keys(
@@ -88,7 +88,7 @@ impl scheduler::workers_server::Workers for Schedule {
         &self,
         request: tonic::Request<scheduler::IssueProxyTicketRequest>,
     ) -> Result<Response<scheduler::IssueProxyTicketResponse>, Status> {
-        self.asked.fetch_add(1, Ordering::Relaxed);
+        self.lookups.fetch_add(1, Ordering::Relaxed);
         let worker = request.into_inner().worker_id.parse().expect("a worker");
         let claims = ProxyClaims { worker, expires_at: Timestamp::now() + Duration::from_secs(60) };
         Ok(Response::new(scheduler::IssueProxyTicketResponse {
@@ -104,69 +104,69 @@ impl scheduler::workers_server::Workers for Schedule {
         &self,
         _: tonic::Request<scheduler::WatchWorkersRequest>,
     ) -> Result<Response<Self::WatchWorkersStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cordon_worker(
         &self,
         _: tonic::Request<scheduler::CordonWorkerRequest>,
     ) -> Result<Response<scheduler::CordonWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn run_worker(
         &self,
         _: tonic::Request<scheduler::RunWorkerRequest>,
     ) -> Result<Response<scheduler::RunWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn retire_worker(
         &self,
         _: tonic::Request<scheduler::RetireWorkerRequest>,
     ) -> Result<Response<scheduler::RetireWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn prune_worker(
         &self,
         _: tonic::Request<scheduler::PruneWorkerRequest>,
     ) -> Result<Response<scheduler::PruneWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 }
 
-/// What a gateway does with a call.
+/// The behaviour of a fake gateway.
 #[derive(Clone, Copy)]
-enum Does {
-    /// Says that it is somebody else's, when it has heard so many messages.
-    Refuses(usize),
-    /// Answers with the output of `yes`, for ever.
+enum Behavior {
+    /// Rejects the call with `NOT_ATTENDED` after this number of messages.
+    Rejects(usize),
+    /// Answers with endless output.
     Floods,
     /// Answers each input with its offset.
     Echoes,
-    /// Answers nothing.
+    /// Sends no answer.
     Waits,
 }
 
-/// A gateway that does as it is told.
+/// A fake gateway.
 #[derive(Clone)]
 struct Gateway {
-    does: Does,
+    behavior: Behavior,
     calls: Arc<Mutex<Vec<MetadataMap>>>,
-    /// Bytes of output that were taken from it.
+    /// Bytes of output that were read from the gateway.
     sent: watch::Sender<u64>,
-    /// Calls that have ended.
+    /// Number of calls that have ended.
     ended: watch::Sender<usize>,
 }
 
 impl Gateway {
-    fn new(does: Does) -> Self {
+    fn new(behavior: Behavior) -> Self {
         let (sent, ended) = (watch::Sender::new(0), watch::Sender::new(0));
-        Self { does, calls: Arc::default(), sent, ended }
+        Self { behavior, calls: Arc::default(), sent, ended }
     }
 
-    async fn serve(&self) -> Served {
+    async fn serve(&self) -> TestServer {
         let service = ContainersServer::new(self.clone());
         serve(|host| host.add_ticketed_service(service, &[PROXY_TICKET_HEADER])).await
     }
@@ -177,34 +177,34 @@ impl Gateway {
 
     async fn attended(
         self,
-        mut said: Streaming<pb::AttachRequest>,
+        mut requests: Streaming<pb::AttachRequest>,
         answers: mpsc::Sender<Result<pb::AttachResponse, Status>>,
     ) {
         let answer = |message| answers.send(Ok(pb::AttachResponse { message: Some(message) }));
-        let ack = |offset| Heard::StdinAck(pb::StdinAck { offset });
+        let ack = |offset| AttachAnswer::StdinAck(pb::StdinAck { offset });
         let work = async {
-            match self.does {
-                Does::Refuses(after) => {
+            match self.behavior {
+                Behavior::Rejects(after) => {
                     for _ in 0..after {
-                        said.message().await.ok();
+                        requests.message().await.ok();
                     }
                     let about = [("worker_id", "it".to_owned())];
                     let status = Reason::NotAttended.status_about("gantry.runtime", "not mine", about);
                     answers.send(Err(status)).await.ok();
                 }
-                Does::Floods => loop {
+                Behavior::Floods => loop {
                     let data = bytes::Bytes::from(vec![b'y'; 256 << 10]);
                     let output = pb::Output { stream: 1, offset: *self.sent.borrow(), data };
-                    if answer(Heard::Output(output)).await.is_err() {
+                    if answer(AttachAnswer::Output(output)).await.is_err() {
                         return;
                     }
                     self.sent.send_modify(|sent| *sent += 256 << 10);
                 },
-                Does::Echoes => {
-                    while let Ok(Some(request)) = said.message().await {
+                Behavior::Echoes => {
+                    while let Ok(Some(request)) = requests.message().await {
                         let sent = match request.message {
-                            Some(Say::Resume(_)) => answer(ack(u64::MAX)).await,
-                            Some(Say::Stdin(stdin)) => answer(ack(stdin.offset)).await,
+                            Some(AttachMessage::Resume(_)) => answer(ack(u64::MAX)).await,
+                            Some(AttachMessage::Stdin(stdin)) => answer(ack(stdin.offset)).await,
                             _ => break,
                         };
                         if sent.is_err() {
@@ -216,9 +216,9 @@ impl Gateway {
                         .await
                         .ok();
                 }
-                Does::Waits => {
-                    // A caller who leaves looks like one who says no more.
-                    while let Ok(Some(_)) = said.message().await {}
+                Behavior::Waits => {
+                    // A caller that is gone looks like a caller that sends no more.
+                    while let Ok(Some(_)) = requests.message().await {}
                     std::future::pending::<()>().await;
                 }
             }
@@ -254,12 +254,12 @@ impl pb::containers_server::Containers for Gateway {
     }
 }
 
-/// A proxy before a worker whose gateway is where the scheduler says.
+/// A proxy with one worker, whose gateway the fake scheduler reports.
 struct Scene {
     worker: WorkerId,
     schedule: Schedule,
-    scheduler: Served,
-    proxy: Served,
+    scheduler: TestServer,
+    proxy: TestServer,
 }
 
 impl Scene {
@@ -267,7 +267,7 @@ impl Scene {
         let schedule = Schedule {
             signer: TokenSigner::from_seed(&[7; 32]),
             endpoint: watch::Sender::new(gateway.to_owned()),
-            asked: Arc::default(),
+            lookups: Arc::default(),
         };
         let service = scheduler::workers_server::WorkersServer::new(schedule.clone());
         let scheduler = serve(|host| host.add_service(service)).await;
@@ -290,15 +290,15 @@ impl Scene {
             team: "main".to_owned(),
             ..pb::Resume::default()
         };
-        pb::AttachRequest { message: Some(Say::Resume(resume)) }
+        pb::AttachRequest { message: Some(AttachMessage::Resume(resume)) }
     }
 
-    /// A call, and the end to say more with.
+    /// Starts a call. Returns the sender of requests and the response.
     async fn attach(&self) -> (mpsc::Sender<pb::AttachRequest>, Streaming<pb::AttachResponse>) {
-        let (say, said) = mpsc::channel(4);
-        say.send(self.resume()).await.expect("there is room");
-        let heard = within("an answer", self.client().attach(ReceiverStream::new(said))).await;
-        (say, heard.expect("it is let in").into_inner())
+        let (sender, requests) = mpsc::channel(4);
+        sender.send(self.resume()).await.expect("there is room");
+        let answers = within("an answer", self.client().attach(ReceiverStream::new(requests))).await;
+        (sender, answers.expect("the call is admitted").into_inner())
     }
 
     async fn end(self) {
@@ -307,33 +307,36 @@ impl Scene {
     }
 }
 
-async fn next(heard: &mut Streaming<pb::AttachResponse>) -> Result<Option<Heard>, Refusal> {
-    let message = within("a message", heard.message()).await?;
+async fn next(answers: &mut Streaming<pb::AttachResponse>) -> Result<Option<AttachAnswer>, Refusal> {
+    let message = within("a message", answers.message()).await?;
     Ok(message.and_then(|response| response.message))
 }
 
 fn stdin(offset: u64) -> pb::AttachRequest {
     let data = bytes::Bytes::from_static(b"input");
-    pb::AttachRequest { message: Some(Say::Stdin(pb::StdinData { offset, data })) }
+    pb::AttachRequest { message: Some(AttachMessage::Stdin(pb::StdinData { offset, data })) }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_said_arrives_in_order_and_what_is_answered_comes_back_with_its_details() {
-    let gateway = Gateway::new(Does::Echoes);
+async fn messages_arrive_in_order_and_errors_keep_details() {
+    let gateway = Gateway::new(Behavior::Echoes);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
-    let (say, mut heard) = scene.attach().await;
+    let (sender, mut answers) = scene.attach().await;
     assert_eq!(
-        next(&mut heard).await.expect("heard"),
-        Some(Heard::StdinAck(pb::StdinAck { offset: u64::MAX }))
+        next(&mut answers).await.expect("an answer"),
+        Some(AttachAnswer::StdinAck(pb::StdinAck { offset: u64::MAX }))
     );
     for offset in 0..300 {
-        say.send(stdin(offset)).await.expect("it is heard");
-        assert_eq!(next(&mut heard).await.expect("heard"), Some(Heard::StdinAck(pb::StdinAck { offset })));
+        sender.send(stdin(offset)).await.expect("the call is open");
+        assert_eq!(
+            next(&mut answers).await.expect("an answer"),
+            Some(AttachAnswer::StdinAck(pb::StdinAck { offset }))
+        );
     }
-    let close = pb::AttachRequest { message: Some(Say::CloseStdin(pb::CloseStdin {})) };
-    say.send(close).await.expect("it is heard");
-    let refusal = next(&mut heard).await.expect_err("it says why it ends");
+    let close = pb::AttachRequest { message: Some(AttachMessage::CloseStdin(pb::CloseStdin {})) };
+    sender.send(close).await.expect("the call is open");
+    let refusal = next(&mut answers).await.expect_err("the call ends with an error");
     assert!(refusal.is(Reason::OffsetOutOfRange), "{refusal}");
     assert_eq!(refusal.message, "that was all");
     scene.end().await;
@@ -341,13 +344,13 @@ async fn what_is_said_arrives_in_order_and_what_is_answered_comes_back_with_its_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further() {
-    let gateway = Gateway::new(Does::Echoes);
+async fn proxy_requires_token_and_does_not_forward_it() {
+    let gateway = Gateway::new(Behavior::Echoes);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
     let peer = rpc::client::peer(&scene.proxy.endpoint, Outgoing::default()).expect("an address");
-    let said = tokio_stream::iter([scene.resume()]);
-    let refused = ContainersClient::new(peer).attach(said).await.expect_err("it has no token");
+    let requests = tokio_stream::iter([scene.resume()]);
+    let refused = ContainersClient::new(peer).attach(requests).await.expect_err("it has no token");
     assert!(Refusal::from(refused).is(Reason::Unauthenticated));
 
     let traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01";
@@ -358,8 +361,8 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
     metadata.insert("cookie", "secret".parse().expect("ASCII"));
     metadata.insert(PROXY_TICKET_HEADER, "the caller's own".parse().expect("ASCII"));
     metadata.insert(TICKET_HEADER, "of a transfer".parse().expect("ASCII"));
-    let mut heard = scene.client().attach(request).await.expect("let in").into_inner();
-    while within("a message", heard.message()).await.is_ok_and(|message| message.is_some()) {}
+    let mut answers = scene.client().attach(request).await.expect("the call is admitted").into_inner();
+    while within("a message", answers.message()).await.is_ok_and(|message| message.is_some()) {}
     let calls = gateway.calls();
     let [call] = calls.as_slice() else { panic!("{calls:?}") };
     for ours in ["authorization", "cookie", TICKET_HEADER] {
@@ -377,80 +380,86 @@ async fn a_caller_without_the_token_is_not_let_in_and_the_token_goes_no_further(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_has_moved_is_found_again_and_hears_everything_from_the_beginning() {
-    let (old, new) = (Gateway::new(Does::Refuses(3)), Gateway::new(Does::Echoes));
+async fn call_is_replayed_when_the_worker_moved() {
+    let (old, new) = (Gateway::new(Behavior::Rejects(3)), Gateway::new(Behavior::Echoes));
     let (old_served, new_served) = (old.serve().await, new.serve().await);
     let scene = Scene::start(&old_served.endpoint).await;
-    // The proxy has just heard that the old one attends it.
-    let (say, said) = mpsc::channel(4);
-    say.send(scene.resume()).await.expect("there is room");
-    let heard = within("an answer", scene.client().attach(ReceiverStream::new(said))).await;
-    let mut heard = heard.expect("it is let in").into_inner();
+    // The proxy has cached the old gateway.
+    let (sender, requests) = mpsc::channel(4);
+    sender.send(scene.resume()).await.expect("there is room");
+    let answers = within("an answer", scene.client().attach(ReceiverStream::new(requests))).await;
+    let mut answers = answers.expect("the call is admitted").into_inner();
     scene.schedule.endpoint.send_replace(new_served.endpoint.clone());
     for offset in [1, 2] {
-        say.send(stdin(offset)).await.expect("it is heard");
+        sender.send(stdin(offset)).await.expect("the call is open");
     }
     for offset in [u64::MAX, 1, 2] {
-        assert_eq!(next(&mut heard).await.expect("heard"), Some(Heard::StdinAck(pb::StdinAck { offset })));
+        assert_eq!(
+            next(&mut answers).await.expect("an answer"),
+            Some(AttachAnswer::StdinAck(pb::StdinAck { offset }))
+        );
     }
     assert_eq!((old.calls().len(), new.calls().len()), (1, 1));
-    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
-    // What was learned is kept.
-    let (_say, mut again) = scene.attach().await;
-    next(&mut again).await.expect("heard");
-    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 2);
-    drop((heard, again));
+    assert_eq!(scene.schedule.lookups.load(Ordering::Relaxed), 2);
+    // The new gateway is cached.
+    let (_sender, mut again) = scene.attach().await;
+    next(&mut again).await.expect("an answer");
+    assert_eq!(scene.schedule.lookups.load(Ordering::Relaxed), 2);
+    drop((answers, again));
     scene.end().await;
     old_served.end().await;
     new_served.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_is_tried_twice_and_no_more() {
-    let gateway = Gateway::new(Does::Refuses(1));
+async fn call_is_tried_at_most_twice() {
+    let gateway = Gateway::new(Behavior::Rejects(1));
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
-    let (_say, mut heard) = scene.attach().await;
-    let refusal = next(&mut heard).await.expect_err("nobody attends it");
+    let (_sender, mut answers) = scene.attach().await;
+    let refusal = next(&mut answers).await.expect_err("no gateway attends it");
     assert!(refusal.is(Reason::NotAttended), "{refusal}");
-    assert_eq!(refusal.about.get("worker_id").map(String::as_str), Some("it"), "details are kept");
+    assert_eq!(refusal.about.get("worker_id").map(String::as_str), Some("it"), "details are forwarded");
     assert_eq!(gateway.calls().len(), 2);
     served.end().await;
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gateway_that_is_gone_is_looked_for_once_more() {
-    let gateway = Gateway::new(Does::Echoes);
+async fn gateway_is_looked_up_again_when_unreachable() {
+    let gateway = Gateway::new(Behavior::Echoes);
     let served = gateway.serve().await;
-    let nobody = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let gone = format!("http://{}", nobody.local_addr().expect("its address"));
-    drop(nobody);
+    let closed = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let gone = format!("http://{}", closed.local_addr().expect("its address"));
+    drop(closed);
     let scene = Scene::start(&gone).await;
     let refused =
-        scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("nobody there");
+        scene.client().attach(tokio_stream::iter([scene.resume()])).await.expect_err("no gateway listens");
     assert!(Refusal::from(refused).is(Reason::Unavailable));
-    // What the proxy knows is wrong now.
+    // The cached gateway is wrong now.
     scene.schedule.endpoint.send_replace(served.endpoint.clone());
-    let (_say, mut heard) = scene.attach().await;
-    next(&mut heard).await.expect("heard");
-    drop(heard);
+    let (_sender, mut answers) = scene.attach().await;
+    next(&mut answers).await.expect("an answer");
+    drop(answers);
     scene.end().await;
     served.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_reader_who_stalls_holds_the_gateway_back() {
-    let gateway = Gateway::new(Does::Floods);
+async fn slow_reader_slows_the_gateway_down() {
+    let gateway = Gateway::new(Behavior::Floods);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
-    let (_say, mut heard) = scene.attach().await;
-    // Two windows of 8 MiB, and what lies in sockets and queues.
+    let (_sender, mut answers) = scene.attach().await;
+    // Two windows of 8 MiB, plus the bytes in sockets and queues.
     let most = 40 << 20;
     let mut sent = gateway.sent.subscribe();
     loop {
         let before = *sent.borrow_and_update();
-        assert!(before < most, "{before} bytes were taken from the gateway though nobody reads");
+        assert!(
+            before < most,
+            "{before} bytes were taken from the gateway although the caller reads nothing"
+        );
         if tokio::time::timeout(Duration::from_secs(2), sent.changed()).await.is_err() {
             break;
         }
@@ -458,23 +467,23 @@ async fn a_reader_who_stalls_holds_the_gateway_back() {
     let stalled = *sent.borrow();
     let mut read = 0;
     while read < stalled + (8 << 20) {
-        match next(&mut heard).await.expect("heard") {
-            Some(Heard::Output(output)) => {
+        match next(&mut answers).await.expect("an answer") {
+            Some(AttachAnswer::Output(output)) => {
                 assert_eq!(output.offset, read);
                 read += output.data.len() as u64;
             }
             other => panic!("{other:?}"),
         }
     }
-    drop(heard);
+    drop(answers);
     scene.end().await;
     served.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_who_leaves_is_gone_for_the_gateway_too() {
-    for does in [Does::Waits, Does::Floods] {
-        let gateway = Gateway::new(does);
+async fn dropped_call_is_cancelled_at_the_gateway() {
+    for behavior in [Behavior::Waits, Behavior::Floods] {
+        let gateway = Gateway::new(behavior);
         let served = gateway.serve().await;
         let scene = Scene::start(&served.endpoint).await;
         let call = scene.attach().await;
@@ -488,8 +497,8 @@ async fn a_caller_who_leaves_is_gone_for_the_gateway_too() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gateway_that_breaks_off_is_no_clean_end() {
-    let gateway = Gateway::new(Does::Echoes);
+async fn broken_connection_is_not_a_clean_end() {
+    let gateway = Gateway::new(Behavior::Echoes);
     let served = gateway.serve().await;
     let wire = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let scene = Scene::start(&format!("http://{}", wire.local_addr().expect("its address"))).await;
@@ -500,25 +509,25 @@ async fn a_gateway_that_breaks_off_is_no_clean_end() {
         let mut gateway = tokio::net::TcpStream::connect(address).await.expect("the gateway");
         tokio::io::copy_bidirectional(&mut proxy, &mut gateway).await.ok();
     });
-    let (_say, mut heard) = scene.attach().await;
-    next(&mut heard).await.expect("heard");
+    let (_sender, mut answers) = scene.attach().await;
+    next(&mut answers).await.expect("an answer");
     relaying.shutdown().await;
-    let refusal = next(&mut heard).await.expect_err("it broke");
+    let refusal = next(&mut answers).await.expect_err("it broke");
     assert!(refusal.is(Reason::Unavailable), "{refusal}");
     scene.end().await;
     served.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
-    let gateway = Gateway::new(Does::Waits);
+async fn deadline_is_forwarded_and_enforced() {
+    let gateway = Gateway::new(Behavior::Waits);
     let served = gateway.serve().await;
     let scene = Scene::start(&served.endpoint).await;
     let mut request =
         tonic::Request::new(tokio_stream::iter([scene.resume()]).chain(tokio_stream::pending()));
     request.set_timeout(Duration::from_secs(2));
-    let mut heard = scene.client().attach(request).await.expect("it is let in").into_inner();
-    let status = within("the end", heard.message()).await.expect_err("the deadline has passed");
+    let mut answers = scene.client().attach(request).await.expect("the call is admitted").into_inner();
+    let status = within("the end", answers.message()).await.expect_err("the deadline has passed");
     assert_eq!(status.code(), tonic::Code::DeadlineExceeded, "{status}");
     let calls = gateway.calls();
     let left = calls[0].get("grpc-timeout").and_then(|value| value.to_str().ok()).expect("a deadline");
@@ -531,11 +540,12 @@ async fn the_gateway_hears_what_is_left_of_a_deadline_and_the_proxy_keeps_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_call_that_names_no_worker_goes_nowhere() {
+async fn call_without_worker_is_rejected() {
     let scene = Scene::start("http://127.0.0.1:9").await;
-    let unnamed = pb::AttachRequest { message: Some(Say::Resume(pb::Resume::default())) };
-    for said in [vec![unnamed], vec![stdin(0)], Vec::new()] {
-        let refused = scene.client().attach(tokio_stream::iter(said)).await.expect_err("it names no worker");
+    let unnamed = pb::AttachRequest { message: Some(AttachMessage::Resume(pb::Resume::default())) };
+    for requests in [vec![unnamed], vec![stdin(0)], Vec::new()] {
+        let refused =
+            scene.client().attach(tokio_stream::iter(requests)).await.expect_err("it names no worker");
         assert!(Refusal::from(refused).is(Reason::InvalidField));
     }
     let mut volumes = {
@@ -546,6 +556,6 @@ async fn a_call_that_names_no_worker_goes_nowhere() {
     let forged = pb::ReadFileRequest { ticket: "forged".to_owned(), ..pb::ReadFileRequest::default() };
     let refused = volumes.read_file(forged).await.expect_err("it is forged");
     assert!(Refusal::from(refused).is(Reason::InvalidToken));
-    assert_eq!(scene.schedule.asked.load(Ordering::Relaxed), 0);
+    assert_eq!(scene.schedule.lookups.load(Ordering::Relaxed), 0);
     scene.end().await;
 }

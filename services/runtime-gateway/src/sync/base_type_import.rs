@@ -1,16 +1,17 @@
-//! The import of base types: images of resource types and certificates that a worker has become artifacts.
+//! The import of base resource types: a worker's images and certificates become artifacts.
 //!
 //! ```text
-//! prepare (store) → volume, copied by the worker from where it has it → read back → complete (store)
+//! prepare (store) → volume, which the worker copies → scan → complete (store)
 //! ```
 //!
-//! The loop runs in the background for as long as the gateway does, and imports one base type after the other.
-//! The store decides what is to be done: nothing, if version and path are as before and the replica is there.
-//! So each gateway of the worker may ask again and again. A failed import is tried again after a pause that
-//! grows. It holds up only attempts that need it ([`BaseTypeImports::wanted`]), which have it tried at once.
+//! [`crate::worker_set`] starts the loop, which imports one item after the other. The artifact
+//! store decides whether an import is needed. It is not if version and path are unchanged and the
+//! replica exists. So each gateway of the worker may ask repeatedly. A failed import is tried again
+//! after a growing pause. It delays only attempts that need it ([`BaseTypeImports::wait_until_imported`]), and
+//! these start a try at once.
 //!
-//! Invariant: an import that has begun is carried on to its end in any session, because a runtime that makes a
-//! volume is not interrupted. The store refuses a volume that was made in a session that has ended.
+//! Invariant: an import runs to its end in any session, because a runtime that makes a volume is
+//! not interrupted. The store rejects a volume from a session that has ended.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -26,35 +27,35 @@ use crate::util::retry::{is_superseded, until_answered};
 use crate::worker::Worker;
 use crate::worker::base_types::BaseTypeImports;
 
-/// What is brought along is no team's.
+/// The team of worker-provided images and certificates: none.
 const NO_TEAM: &str = "";
-/// How long is waited after the first failure, and after many.
+/// Pause after the first failure. It doubles up to `LONGEST_PAUSE`.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
-/// How long a reason may be that the artifact store keeps, in bytes.
-const LONGEST_WHY: usize = 1000;
+/// Most bytes of a failure's cause that the artifact store keeps.
+const MAX_CAUSE_BYTES: usize = 1000;
 
-/// Something that is brought along, and when it is looked at next.
+/// A worker-provided item, and the time of its next check.
 struct ScheduledImport {
     provided: WorkerProvidedPath,
     at: Instant,
-    /// How long is waited after the next failure.
+    /// Pause after the next failure.
     pause: Duration,
 }
 
-/// Why something is not imported.
+/// The reason why an item is not imported.
 #[derive(Debug, thiserror::Error)]
 enum ImportError {
-    /// The worker could not copy it, or it cannot be read.
+    /// The worker cannot copy it, or it cannot be read.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    /// The store said no, or says nothing just now.
+    /// The store rejected the call, or does not answer now.
     #[error(transparent)]
     Refused(#[from] Refusal),
 }
 
 impl ImportError {
-    /// Whether it says nothing about what is brought along: it is merely tried again.
+    /// Whether the error is temporary and does not concern the item.
     fn is_passing(&self) -> bool {
         match self {
             Self::Refused(refusal) => {
@@ -65,7 +66,7 @@ impl ImportError {
     }
 }
 
-/// Imports what the worker brings along, for as long as the gateway runs.
+/// Imports all worker-provided items, until the gateway stops.
 pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseTypeImports>) {
     let worker = &transfers.worker;
     let now = Instant::now();
@@ -81,19 +82,20 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
             open = worker.session.opened() => open,
             () = worker.stopping.cancelled() => return,
         };
-        // What another gateway did meanwhile, and what a new life of the worker lost, the store knows.
+        // Another gateway may have imported items, and a new incarnation may have lost some. The
+        // store knows.
         if session.replace(open.session) != Some(open.session) {
             due.iter_mut().for_each(|due| due.at = Instant::now());
         }
-        let is_wanted = |due: &&mut ScheduledImport| imports.is_wanted(&due.provided.what);
-        let next = due.iter_mut().find(is_wanted);
+        let is_requested = |due: &&mut ScheduledImport| imports.is_requested(&due.provided.what);
+        let next = due.iter_mut().find(is_requested);
         let Some(next) = (match next {
             Some(next) => Some(next),
             None => due.iter_mut().min_by_key(|due| due.at),
         }) else {
             return;
         };
-        if !imports.is_wanted(&next.provided.what) && next.at > Instant::now() {
+        if !imports.is_requested(&next.provided.what) && next.at > Instant::now() {
             tokio::select! {
                 () = tokio::time::sleep_until(next.at) => {}
                 () = imports.wake.notified() => {}
@@ -103,20 +105,20 @@ pub(crate) async fn import_forever(transfers: Arc<Transfers>, imports: Arc<BaseT
             continue;
         }
         tokio::select! {
-            () = look(&transfers, &imports, next) => {}
+            () = check_import(&transfers, &imports, next) => {}
             () = worker.stopping.cancelled() => return,
         }
     }
 }
 
-/// Has one thing imported, if it is not, and says when it is looked at again.
-async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
+/// Imports one item if necessary, and schedules its next check.
+async fn check_import(transfers: &Transfers, imports: &BaseTypeImports, due: &mut ScheduledImport) {
     let worker = &transfers.worker;
-    let what = &due.provided.what;
-    let number = imports.begin(what);
+    let base_type = &due.provided.what;
+    let number = imports.begin_try(base_type);
     let outcome = match import(transfers, &due.provided).await {
         Ok(artifact) => {
-            imports.imported(what, artifact);
+            imports.set_imported(base_type, artifact);
             due.pause = FIRST_PAUSE;
             due.at = Instant::now() + worker.config.report_interval;
             return;
@@ -126,27 +128,27 @@ async fn look(transfers: &Transfers, imports: &BaseTypeImports, due: &mut Schedu
     due.at = Instant::now() + due.pause;
     if outcome.is_passing() {
         tracing::debug!(
-            ?what,
+            ?base_type,
             error = error_chain(&outcome),
-            "cannot import just now what the worker brings along"
+            "cannot import a worker-provided image or certificates: trying again"
         );
-        // Who wants it goes on waiting.
+        // Waiting attempts continue to wait.
         return;
     }
     metrics::counter!("gantry_gateway_imports_total", "outcome" => "failed").increment(1);
     tracing::warn!(
         worker.name = worker.config.worker_name,
-        ?what,
+        ?base_type,
         path = due.provided.path,
         error = error_chain(&outcome),
         again_in = ?due.pause,
-        "cannot import what the worker brings along"
+        "cannot import a worker-provided image or certificates"
     );
     due.pause = LONGEST_PAUSE.min(due.pause * 2);
-    imports.failed(what, number, error_chain(&outcome));
+    imports.set_failed(base_type, number, error_chain(&outcome));
 }
 
-/// Imports one thing, unless it is imported, and answers what it is.
+/// Imports one item, unless it is imported, and returns its artifact.
 async fn import(transfers: &Transfers, provided: &WorkerProvidedPath) -> Result<ArtifactId, ImportError> {
     let worker = &transfers.worker;
     let session = worker.session.opened().await;
@@ -158,10 +160,10 @@ async fn import(transfers: &Transfers, provided: &WorkerProvidedPath) -> Result<
     };
     tracing::info!(
         worker.name = worker.config.worker_name,
-        what = ?provided.what,
+        base_type = ?provided.what,
         version = provided.version,
         path = provided.path,
-        "importing what the worker brings along"
+        "importing a worker-provided image or certificates"
     );
     let filling = async {
         let source = VolumeSource::WorkerProvided(provided.what.clone());
@@ -181,15 +183,15 @@ async fn import(transfers: &Transfers, provided: &WorkerProvidedPath) -> Result<
     };
     let (size_bytes, digest) = (manifest.size_bytes(), manifest.tree_digest());
     let call = || store.complete_import(credential, volume, size_bytes, digest);
-    until_answered("say that something is imported", call).await?;
+    until_answered("complete an import", call).await?;
     metrics::counter!("gantry_gateway_imports_total", "outcome" => "imported").increment(1);
     if let Err(error) = worker.runtime.note_artifact(volume, artifact).await {
-        tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note whose a volume is");
+        tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note the artifact of a volume");
     }
     Ok(artifact)
 }
 
-/// Says again and again that an import goes on. That it lost its claim it hears when it ends.
+/// Renews the claim on an import until dropped. A lost claim shows when the import completes.
 async fn renew(
     worker: &Worker,
     credential: &str,
@@ -199,18 +201,19 @@ async fn renew(
     loop {
         tokio::time::sleep(term / 3).await;
         if let Err(error) = worker.clients.store.prepare_import(credential, provided).await {
-            tracing::debug!(%error, "cannot say just now that an import goes on");
+            tracing::debug!(%error, "cannot renew the claim on an import");
         }
     }
 }
 
-/// Tells the store that something could not be imported, and why. If that is not heard, the volume goes with its claim.
+/// Reports a failed import to the store. If the report is lost, the volume is collected when the
+/// claim expires.
 async fn report_failure(worker: &Worker, credential: &str, volume: VolumeHandle, error: &RuntimeError) {
-    let mut why = error_chain(error);
-    why.truncate(why.floor_char_boundary(LONGEST_WHY));
-    let why = why.replace('\0', " ");
-    if let Err(error) = worker.clients.store.fail_import(credential, volume, why).await {
-        tracing::debug!(%error, "cannot tell that an import failed");
+    let mut cause = error_chain(error);
+    cause.truncate(cause.floor_char_boundary(MAX_CAUSE_BYTES));
+    let cause = cause.replace('\0', " ");
+    if let Err(error) = worker.clients.store.fail_import(credential, volume, cause).await {
+        tracing::debug!(%error, "cannot report a failed import");
     }
 }
 

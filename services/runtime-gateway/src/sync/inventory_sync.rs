@@ -1,13 +1,14 @@
-//! The sweep and the report: volumes and containers that the artifact store has marked are destroyed, and those
-//! that the worker has are reported.
+//! The sweep and the report: the gateway destroys marked volumes and containers, and reports those
+//! that exist.
 //!
-//! Invariant: the gateway destroys only what the store handed out under its session, or does not know. A row
-//! comes before its volume, so a handle without a row is garbage, if the store is the same as before. A store out
-//! of a backup has another life than the one beside the worker's marker. It counts what it does not know as
-//! orphans, nothing unknown is destroyed, and only then is the new life kept.
+//! Invariant: the gateway destroys only what the store ordered under its session, and what the
+//! store does not know. A row exists before its volume, so a handle without a row is garbage. This
+//! holds only if the store is the same as before. A store that was restored from a backup has
+//! another store life than the one that the worker keeps. It counts unknown handles as orphans, and
+//! the gateway destroys none of them. Only then does the worker keep the new store life.
 //!
-//! If the operator holds destruction, the gateway destroys nothing and does not ask what it should destroy. It
-//! destroys nothing either while another gateway may speak for the worker.
+//! If the operator holds destruction, the gateway destroys nothing, and does not ask for orders. It
+//! also destroys nothing while another gateway may speak for the worker.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -26,28 +27,28 @@ use crate::transfer::manifests::StoredManifest;
 use crate::worker::Worker;
 use crate::worker::session::OpenSession;
 
-/// Volumes that the store is asked for in one message: its largest page.
-const LISTED_AT_ONCE: usize = 1_000;
+/// Most volumes of one query to the store, which is its largest page.
+const LIST_PAGE: usize = 1_000;
 
-/// Orphans, in one message.
-const DESCRIBED_AT_ONCE: usize = 500;
+/// Most orphans of one message to the store.
+const DESCRIBE_BATCH: usize = 500;
 
-/// Sweeping or reporting went wrong. It is tried again.
+/// An error of a sweep or a report, which are tried again.
 #[derive(Debug, thiserror::Error)]
 enum SweepError {
     #[error(transparent)]
     Refused(#[from] Refusal),
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    #[error("some of what is marked could not be destroyed")]
+    #[error("some marked containers or volumes remain")]
     Incomplete,
 }
 
-/// Destroys what is marked, for as long as the gateway runs.
+/// Destroys marked containers and volumes, until the gateway stops.
 pub(crate) async fn sweep_forever(transfers: Arc<Transfers>) {
     let worker = &transfers.worker;
     if worker.config.hold_destruction {
-        // What it is told to destroy nobody can bring back any more, so it does not ask.
+        // An order to destroy something is final, so the gateway does not ask for orders.
         return;
     }
     let work = async {
@@ -68,13 +69,13 @@ pub(crate) async fn sweep_forever(transfers: Arc<Transfers>) {
     }
 }
 
-/// Reports everything that the worker holds: when a session opens, when something was destroyed, and now and then.
+/// Reports all containers and volumes: when a session opens, after a destruction, and at intervals.
 pub(crate) async fn report_forever(transfers: Arc<Transfers>) {
     let worker = &transfers.worker;
     let work = async {
         loop {
             let session = worker.session.opened().await;
-            // What is reported is said in the session, and so is what is destroyed because of the answer.
+            // The report and the destructions that follow from its answer belong to this session.
             let reported = tokio::select! {
                 reported = report(&transfers, &session) => reported,
                 () = worker.session.changed(&session) => continue,
@@ -95,7 +96,7 @@ pub(crate) async fn report_forever(transfers: Arc<Transfers>) {
     }
 }
 
-/// `interval`, give or take a fifth, so that workers do not report in step.
+/// Returns `interval` varied by a fifth, so that workers do not report in step.
 fn jittered(interval: Duration) -> Duration {
     interval.mul_f64(rand::random_range(0.8..1.2))
 }
@@ -104,7 +105,7 @@ fn log(result: &Result<(), SweepError>, doing: &str) {
     match result {
         Ok(()) => {}
         Err(SweepError::Refused(refusal)) if refusal.is_transient() => {
-            tracing::debug!(error = %refusal, "cannot {doing} just now");
+            tracing::debug!(error = %refusal, "cannot {doing}: trying again");
         }
         Err(error) => tracing::warn!(%error, "cannot {doing}"),
     }
@@ -118,21 +119,21 @@ async fn sweep(transfers: &Transfers, session: &OpenSession) -> Result<(), Sweep
         let destroyed = destroy(transfers, containers, volumes).await;
         worker.report_due.notify_one();
         if !destroyed {
-            // A new call answers again what was handed out and is still there.
+            // A new call repeats the orders for what still exists.
             return Err(SweepError::Incomplete);
         }
     }
 }
 
-/// Whether the operator wants to keep what would be destroyed now.
+/// Whether the operator holds destruction.
 fn holds_destruction(worker: &Worker, containers: usize, volumes: usize) -> bool {
     if worker.config.hold_destruction {
-        tracing::warn!(containers, volumes, "destruction is held: these stay");
+        tracing::warn!(containers, volumes, "destruction is held: these containers and volumes stay");
     }
     worker.config.hold_destruction
 }
 
-/// Destroys containers, then volumes in the order given. Answers whether all of them are gone.
+/// Destroys containers, then volumes in the given order. Returns whether all of them are gone.
 async fn destroy(
     transfers: &Transfers,
     containers: Vec<ContainerHandle>,
@@ -153,9 +154,10 @@ async fn destroy(
             }
         })
         .await;
-    // Children come before their parents, so in this order. A worker refuses to destroy the parent of what could not be destroyed.
+    // The order has children before parents. A worker rejects the destruction of a parent whose
+    // child remains.
     for volumes in volumes.chunks(worker.runtime.destroyed_at_once().max(1)) {
-        // Whoever speaks for the worker now is told to destroy them.
+        // The gateway of the new session receives the orders again.
         if !worker.session.is_exclusive() {
             all.store(false, Ordering::Relaxed);
             break;
@@ -163,15 +165,15 @@ async fn destroy(
         for volume in volumes {
             transfers.manifests.forget(*volume).await;
         }
-        let left = worker.runtime.destroy_volumes(volumes).await;
+        let remaining = worker.runtime.destroy_volumes(volumes).await;
         for volume in volumes {
             transfers.manifests.forget(*volume).await;
         }
-        for (volume, error) in &left {
+        for (volume, error) in &remaining {
             tracing::warn!(volume.handle = %volume, error = error_chain(error), "cannot destroy a volume");
             all.store(false, Ordering::Relaxed);
         }
-        let gone = length(volumes) - length(&left);
+        let gone = length(volumes) - length(&remaining);
         metrics::counter!("gantry_gateway_destroyed_total", "kind" => "volume").increment(gone);
     }
     all.into_inner()
@@ -181,27 +183,29 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     let worker = &transfers.worker;
     let (store, credential) = (&worker.clients.store, &session.credential);
     let mark = worker.runtime.store_mark().await?;
-    // The token comes before the listing: what is made in between is younger than the report, and not judged by it.
+    // Volumes that are created after the token are younger than the report, which does not judge
+    // them.
     let now = store.begin_report(credential, mark).await?;
     let is_same = mark.is_some_and(|mark| mark.life == now.life);
-    let before = worker.usage.begin();
+    let before = worker.usage.begin_listing();
     let mut holdings = worker.runtime.list().await?;
-    worker.usage.listed(&holdings, &before);
+    worker.usage.finish_listing(&holdings, &before);
 
-    // What is damaged is lost to a store that counts on it: it looks for other replicas of what that held, and has nothing made from it. One that
-    // does not is told of it as of anything else.
-    let counted_on = listed(worker, session, &transfers.manifests.damaged()).await?;
-    holdings.volumes.retain(|volume| !counted_on.contains(volume));
+    // The report omits damaged volumes that the store has a row for. So the store counts them as
+    // lost and uses other replicas. A damaged volume without a row is reported like any unknown
+    // volume.
+    let expected = list_known(worker, session, &transfers.manifests.damaged()).await?;
+    holdings.volumes.retain(|volume| !expected.contains(volume));
     let answer = store.report(credential, mark, now, &holdings).await?;
     if answer.lost > 0 {
-        tracing::warn!(volumes.lost = answer.lost, "things are missing on the worker");
+        tracing::warn!(volumes.lost = answer.lost, "containers or volumes are missing on the worker");
     }
     let (containers, volumes) = (answer.unknown_containers, answer.unknown_volumes);
     let names_unknown = !volumes.is_empty() || !containers.is_empty();
     if names_unknown && !is_same {
         tracing::error!(
             store.life = %now.life,
-            "the artifact store is another one than before: what it does not know is left alone"
+            "the artifact store is not the one before: the gateway keeps what that store does not know"
         );
         return Ok(());
     }
@@ -210,7 +214,7 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
             store.life = %now.life,
             store.ended_life = %before.life,
             orphans = answer.orphans,
-            "the artifact store came out of a backup: from now on the worker belongs to its new life"
+            "the artifact store was restored from a backup: the worker now belongs to the new store life"
         );
     }
     worker.runtime.set_store_mark(StoreMark { receipt: answer.receipt, ..now }).await?;
@@ -224,28 +228,28 @@ async fn report(transfers: &Transfers, session: &OpenSession) -> Result<(), Swee
     tracing::info!(
         containers = containers.len(),
         volumes = volumes.len(),
-        "destroying what the store does not know"
+        "destroying containers and volumes that the artifact store does not know"
     );
     if destroy(transfers, containers, volumes).await { Ok(()) } else { Err(SweepError::Incomplete) }
 }
 
-/// Tells the store what the worker knows of orphans. There may be more: then the next report comes at once.
+/// Describes orphans to the store. There may be more, so the next report follows at once.
 async fn describe(
     transfers: &Transfers,
     session: &OpenSession,
     undescribed: &[VolumeHandle],
 ) -> Result<(), SweepError> {
     let worker = &transfers.worker;
-    for some in undescribed.chunks(DESCRIBED_AT_ONCE) {
-        let mut volumes = Vec::with_capacity(some.len());
-        for volume in some {
+    for batch in undescribed.chunks(DESCRIBE_BATCH) {
+        let mut volumes = Vec::with_capacity(batch.len());
+        for volume in batch {
             match description(transfers, *volume).await {
                 Ok(description) => volumes.push(description),
-                // It went meanwhile, and so will its orphans.
+                // The volume was destroyed meanwhile.
                 Err(RuntimeError::VolumeNotFound(_)) => {}
                 Err(error) => {
-                    tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot tell what a volume holds");
-                    // It can be purged, and is in nobody's way.
+                    tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot describe an orphan");
+                    // An operator can still purge a volume without a description.
                     volumes.push(VolumeDescription::unknown(*volume));
                 }
             }
@@ -258,33 +262,33 @@ async fn describe(
     Ok(())
 }
 
-/// What the worker knows of a volume: what is kept with it, and of one that is complete, its manifest.
+/// Describes a volume from its notes and, if it is complete, from its manifest.
 async fn description(transfers: &Transfers, volume: VolumeHandle) -> Result<VolumeDescription, RuntimeError> {
     let worker = &transfers.worker;
     let notes = worker.runtime.notes(volume).await?;
-    let kept = transfers.manifests.kept_of(&*worker.runtime, volume).await?;
+    let stored = transfers.manifests.stored(&*worker.runtime, volume).await?;
     Ok(VolumeDescription {
         volume,
         parent: notes.parent,
-        team: kept.as_ref().map(|kept| kept.team().to_owned()).unwrap_or_default(),
+        team: stored.as_ref().map(|stored| stored.team().to_owned()).unwrap_or_default(),
         artifact: notes.artifact,
-        digest: kept.as_ref().map(StoredManifest::tree_digest),
-        size_bytes: kept.as_ref().map(StoredManifest::size_bytes).unwrap_or_default(),
+        digest: stored.as_ref().map(StoredManifest::tree_digest),
+        size_bytes: stored.as_ref().map(StoredManifest::size_bytes).unwrap_or_default(),
     })
 }
 
-/// Which of `volumes` the store knows to be on the worker.
-async fn listed(
+/// Returns those of `volumes` that the store expects on the worker.
+async fn list_known(
     worker: &Worker,
     session: &OpenSession,
     volumes: &BTreeSet<VolumeHandle>,
 ) -> Result<BTreeSet<VolumeHandle>, SweepError> {
     let all: Vec<_> = volumes.iter().copied().collect();
-    let mut listed = BTreeSet::new();
-    for some in all.chunks(LISTED_AT_ONCE) {
-        listed.extend(worker.clients.store.list_volumes(session.worker, some).await?);
+    let mut known = BTreeSet::new();
+    for batch in all.chunks(LIST_PAGE) {
+        known.extend(worker.clients.store.list_volumes(session.worker, batch).await?);
     }
-    Ok(listed)
+    Ok(known)
 }
 
 fn length<T>(items: &[T]) -> u64 {

@@ -1,4 +1,4 @@
-//! The loops that keep a worker in step with scheduler and artifact store.
+//! The loops that keep a worker in step with the scheduler and the artifact store.
 
 pub(crate) mod base_type_import;
 pub(crate) mod inventory_sync;

@@ -1,9 +1,11 @@
-//! Speaking for the worker: one stream to the scheduler, current state up, desired state down.
+//! The stream to the scheduler, which carries the current state of a worker up and the desired
+//! state down.
 //!
-//! Each message names all leases, so a stream that breaks costs only time. The scheduler says once on each stream what to run and what to
-//! stop. An attempt is started once per lease, in a task that survives the stream, and that task is told to stop it.
+//! Each message names all leases, so a broken stream loses no state. On each stream the scheduler
+//! sends each request to run or stop an attempt once. An attempt starts once per lease, in a task
+//! that outlives the stream.
 //!
-//! The worker is told of contact as [`crate::worker::heartbeat`] says: as of a message of ours that the scheduler says it heard.
+//! The runtime receives each proof of contact, as [`crate::worker::heartbeat`] defines it.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -28,34 +30,35 @@ use crate::worker::heartbeat::{Heartbeats, NeverSent};
 use crate::worker::session::OpenSession;
 use crate::worker::usage::Usage;
 
-/// Time of the second observation after a registration, if the heartbeat is longer: the scheduler lists none of the first second.
-const LISTED: Duration = Duration::from_millis(1100);
+/// Time of an extra state message after a registration, if the heartbeat is slower. The scheduler
+/// ignores listings of the first second.
+const FIRST_OBSERVATION: Duration = Duration::from_millis(1100);
 
-/// Why a stream to the scheduler ended.
+/// The reason why a stream to the scheduler ended.
 #[derive(Debug, thiserror::Error)]
-enum Ended {
+enum StreamEnd {
     #[error(transparent)]
     Stream(#[from] StreamError),
-    #[error("the worker cannot say who it is")]
+    #[error("cannot read the marker of the worker")]
     Runtime(#[from] runtime::RuntimeError),
-    #[error("the scheduler received a message that was never sent")]
+    #[error("the scheduler acknowledged a message that was never sent")]
     NeverSent,
-    #[error("the scheduler has forgotten this worker")]
+    #[error("the scheduler does not know this worker any more")]
     Forgotten,
 }
 
 /// Keeps a stream to the scheduler open until the gateway stops.
-pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
+pub(crate) async fn synchronize_forever(context: Arc<AttemptContext>, mut instance: GatewayInstance) {
     let worker = &context.worker;
     let mut pause = Duration::from_millis(20);
     let (mut standing_by, mut retired) = (false, false);
     loop {
         let ended = tokio::select! {
-            ended = speak(&context, instance, &mut pause) => ended,
+            ended = run_stream(&context, instance, &mut pause) => ended,
             () = worker.stopping.cancelled() => return,
         };
         match &ended {
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::StaleSession) => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
                     "another gateway has taken over this worker"
@@ -64,34 +67,34 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
                 worker.runtime.taken_over().await;
                 instance = GatewayInstance::new();
             }
-            Ended::Forgotten => {
+            StreamEnd::Forgotten => {
                 tracing::warn!(
                     worker.name = worker.config.worker_name,
-                    "this worker was forgotten: it registers anew"
+                    "the scheduler does not know this worker any more: registering again"
                 );
                 worker.session.set(None);
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::WorkerRetired) => {
                 if !std::mem::replace(&mut retired, true) {
                     tracing::warn!(
                         worker.name = worker.config.worker_name,
-                        "this worker was retired: it starts and destroys nothing any more, unless it is told to run again"
+                        "this worker was retired: the gateway starts and destroys nothing until an operator starts the worker again"
                     );
                 }
                 worker.session.set(None);
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
-                tracing::debug!(error = %refusal, "the scheduler does not answer");
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is_transient() => {
+                tracing::debug!(error = %refusal, "the scheduler does not answer: trying again");
             }
-            Ended::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
+            StreamEnd::Stream(StreamError::Refused(refusal)) if refusal.is(Reason::AlreadyAttended) => {
                 if !std::mem::replace(&mut standing_by, true) {
                     tracing::info!(
                         worker.name = worker.config.worker_name,
-                        "another gateway attends this worker: this one stands by"
+                        "another gateway attends this worker: this gateway stands by"
                     );
                 }
             }
-            ended => tracing::warn!(error = %error_chain(ended), "cannot speak for the worker"),
+            ended => tracing::warn!(error = %error_chain(ended), "cannot keep a session: registering again"),
         }
         standing_by &= worker.session.current().is_none();
         retired &= worker.session.current().is_none();
@@ -103,19 +106,23 @@ pub(crate) async fn forever(context: Arc<AttemptContext>, mut instance: GatewayI
     }
 }
 
-/// Speaks for the worker on one stream, from the registration to the end of the stream.
-async fn speak(context: &Arc<AttemptContext>, instance: GatewayInstance, pause: &mut Duration) -> Ended {
-    match try_speak(context, instance, pause).await {
+/// Registers, and exchanges messages until the stream ends.
+async fn run_stream(
+    context: &Arc<AttemptContext>,
+    instance: GatewayInstance,
+    pause: &mut Duration,
+) -> StreamEnd {
+    match try_run_stream(context, instance, pause).await {
         Ok(never) => match never {},
         Err(ended) => ended,
     }
 }
 
-async fn try_speak(
+async fn try_run_stream(
     context: &Arc<AttemptContext>,
     instance: GatewayInstance,
     pause: &mut Duration,
-) -> Result<Infallible, Ended> {
+) -> Result<Infallible, StreamEnd> {
     let worker = &context.worker;
     let registration = registration(worker, instance).await?;
     let registered_at = since_boot();
@@ -132,21 +139,21 @@ async fn try_speak(
         worker.name = worker.config.worker_name,
         incarnation = session.incarnation.0,
         session = session.session.0,
-        "speaking for the worker"
+        "session opened"
     );
     worker.session.extend_exclusive(registered_at + welcome.worker_ttl);
     worker.session.set(Some(session.clone()));
     *pause = Duration::from_millis(20);
 
     let (mut applied, mut directive) = (0, Directive::Run);
-    let listed = Instant::now() + LISTED;
+    let first_observation = Instant::now() + FIRST_OBSERVATION;
     loop {
         let mut state = worker_state(worker, &session, applied).await?;
-        state.number = heartbeats.sending(since_boot());
+        state.number = heartbeats.record_sent(since_boot());
         stream.send(state).await?;
         let due = welcome.heartbeat / 2;
-        let until_listed = listed.saturating_duration_since(Instant::now());
-        let due = if until_listed.is_zero() { due } else { due.min(until_listed) };
+        let until_first_observation = first_observation.saturating_duration_since(Instant::now());
+        let due = if until_first_observation.is_zero() { due } else { due.min(until_first_observation) };
         let due = tokio::time::sleep(due);
         tokio::pin!(due);
         loop {
@@ -154,21 +161,22 @@ async fn try_speak(
                 desired = stream.receive() => {
                     let desired = desired?;
                     let contact = heartbeats
-                        .received(desired.received, welcome.heartbeat)
-                        .map_err(|NeverSent| Ended::NeverSent)?;
+                        .acknowledge(desired.received, welcome.heartbeat)
+                        .map_err(|NeverSent| StreamEnd::NeverSent)?;
                     if let Some(sent) = contact {
                         worker.session.extend_exclusive(sent + welcome.worker_ttl);
-                        // A supervisor that does not answer must not delay others.
+                        // Spawned, because a supervisor that does not answer must not delay the
+                        // stream.
                         worker.tasks.spawn(report_contact(worker.clone(), sent, welcome.stop_after));
                     }
                     let before = std::mem::replace(&mut applied, desired.generation);
-                    let wanted = desired.directive;
-                    if std::mem::replace(&mut directive, wanted) != wanted {
-                        log_directive(worker, wanted);
+                    let directive_now = desired.directive;
+                    if std::mem::replace(&mut directive, directive_now) != directive_now {
+                        log_directive(worker, directive_now);
                     }
                     let changed = apply(context, desired);
-                    if wanted == Directive::RegisterAgain {
-                        return Err(Ended::Forgotten);
+                    if directive_now == Directive::RegisterAgain {
+                        return Err(StreamEnd::Forgotten);
                     }
                     if changed || applied != before {
                         break;
@@ -181,12 +189,12 @@ async fn try_speak(
     }
 }
 
-/// Logs that the scheduler wants something else of the worker as a whole. It gives the worker no work then, so
-/// there is nothing to do about it here.
+/// Logs a change of the worker's directive. Nothing else is necessary, because the scheduler grants
+/// no leases meanwhile.
 fn log_directive(worker: &Worker, directive: Directive) {
     let name = &worker.config.worker_name;
     match directive {
-        Directive::Run => tracing::info!(worker.name = name, "this worker may take work"),
+        Directive::Run => tracing::info!(worker.name = name, "this worker takes work"),
         Directive::Cordon => {
             tracing::info!(worker.name = name, "this worker is cordoned: it gets no more work")
         }
@@ -197,14 +205,18 @@ fn log_directive(worker: &Worker, directive: Directive) {
     }
 }
 
-async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, Ended> {
+async fn registration(worker: &Worker, instance: GatewayInstance) -> Result<Registration, StreamEnd> {
     let marker = worker.runtime.marker().await?;
     let disk = worker.runtime.disk().await?;
     let credential = worker.session.current().map(|session| session.credential).unwrap_or_default();
     Ok(Registration::new(&worker.config, instance, marker, disk, worker.runtime.capabilities(), credential))
 }
 
-async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> Result<WorkerState, Ended> {
+async fn worker_state(
+    worker: &Worker,
+    session: &OpenSession,
+    applied: u64,
+) -> Result<WorkerState, StreamEnd> {
     let disk = worker.runtime.disk().await?;
     let attempts = worker.attempts.lock();
     let leases = attempts.iter().map(|(lease, attempt)| LeaseState {
@@ -224,7 +236,7 @@ async fn worker_state(worker: &Worker, session: &OpenSession, applied: u64) -> R
     })
 }
 
-/// Applies the state that the scheduler wants. Returns whether that changed anything here.
+/// Applies the desired state. Returns whether the current state changed.
 fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     let worker = &context.worker;
     let mut named = Vec::with_capacity(desired.leases.len());
@@ -240,10 +252,11 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
         if named.contains(lease) {
             return true;
         }
-        // Over without us: whatever still runs of it has to end. The task tells when it has.
+        // The scheduler no longer knows the lease, so the attempt must stop. Its task reports the
+        // end.
         if attempt.phase != AttemptPhase::Ended {
-            let wish = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
-            attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+            let request = StopRequest { grace: Duration::ZERO, reason: FailureReason::StoppedBeforeStart };
+            attempt.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
             return true;
         }
         changed = true;
@@ -252,21 +265,21 @@ fn apply(context: &Arc<AttemptContext>, desired: DesiredState) -> bool {
     changed
 }
 
-/// Takes a lease up, in a task of its own that `attend` makes.
-fn attend<F>(
+/// Starts the task that handles a lease.
+fn start_task<F>(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
-    wish: Option<StopRequest>,
+    request: Option<StopRequest>,
     (attempt, token): (Option<AttemptId>, String),
-    attend: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
+    work: impl FnOnce(watch::Receiver<Option<StopRequest>>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
     let worker = &context.worker;
-    let (stop, stopped) = watch::channel(wish);
-    let attempting = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
-    worker.attempts.lock().insert(lease, attempting);
-    worker.tasks.spawn(attempt::attended(worker.clone(), lease, attempt, token, attend(stopped)));
+    let (stop, stopped) = watch::channel(request);
+    let entry = AttemptEntry { phase: AttemptPhase::Preparing, inputs: Vec::new(), stop };
+    worker.attempts.lock().insert(lease, entry);
+    worker.tasks.spawn(attempt::run_guarded(worker.clone(), lease, attempt, token, work(stopped)));
 }
 
 fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRequest) -> bool {
@@ -281,42 +294,42 @@ fn apply_request(context: &Arc<AttemptContext>, lease: LeaseId, request: LeaseRe
             false
         }
         LeaseRequest::Run(task) => {
-            let whose = (Some(task.attempt), task.token.clone());
-            attend(context, lease, None, whose, |stopped| attempt::run(context.clone(), *task, stopped));
+            let target = (Some(task.attempt), task.token.clone());
+            start_task(context, lease, None, target, |stopped| attempt::run(context.clone(), *task, stopped));
             true
         }
         LeaseRequest::Invalid { attempt, token, why } => {
-            tracing::error!(lease.id = %lease, error = why, "an attempt cannot be understood");
-            attend(context, lease, None, (attempt, token.clone()), |_| {
-                attempt::refuse(worker.clone(), lease, attempt, token, why)
+            tracing::error!(lease.id = %lease, error = why, "cannot parse an attempt");
+            start_task(context, lease, None, (attempt, token.clone()), |_| {
+                attempt::fail_invalid(worker.clone(), lease, attempt, token, why)
             });
             true
         }
     }
 }
 
-/// Asks the task of an attempt to stop it. Of an attempt without a task, an earlier gateway may have started a
-/// process.
+/// Requests the task of an attempt to stop. If there is no task, an earlier gateway may have
+/// started the process.
 fn stop(
     context: &Arc<AttemptContext>,
     lease: LeaseId,
     (attempt, token): (Option<AttemptId>, String),
-    wish: StopRequest,
+    request: StopRequest,
 ) -> bool {
     let worker = &context.worker;
     if let Some(attempt) = worker.attempts.lock().get(&lease) {
-        return attempt.stop.send_if_modified(|now| now.replace(wish.clone()) != Some(wish));
+        return attempt.stop.send_if_modified(|now| now.replace(request.clone()) != Some(request));
     }
-    let whose = (attempt, token.clone());
+    let target = (attempt, token.clone());
     match attempt {
-        Some(attempt) => attend(context, lease, Some(wish), whose, |stopped| {
-            attempt::stop_unknown(worker.clone(), lease, attempt, token, stopped)
+        Some(attempt) => start_task(context, lease, Some(request), target, |stopped| {
+            attempt::stop_earlier_attempt(worker.clone(), lease, attempt, token, stopped)
         }),
         None => {
-            tracing::error!(lease.id = %lease, "the attempt that shall stop is no UUID");
-            let why = "attempt_id: is no UUID".to_owned();
-            attend(context, lease, Some(wish), whose, |_| {
-                attempt::refuse(worker.clone(), lease, None, token, why)
+            tracing::error!(lease.id = %lease, "cannot parse the id of an attempt that must stop");
+            let why = "attempt_id: must be a UUID".to_owned();
+            start_task(context, lease, Some(request), target, |_| {
+                attempt::fail_invalid(worker.clone(), lease, None, token, why)
             });
         }
     }
@@ -325,7 +338,7 @@ fn stop(
 
 async fn report_contact(worker: Arc<Worker>, sent: Duration, stop_after: Duration) {
     if let Err(error) = worker.runtime.contact(sent, stop_after).await {
-        tracing::warn!(error = %error_chain(&error), "cannot tell the worker's processes that they may go on");
+        tracing::warn!(error = %error_chain(&error), "cannot report contact to the supervisors");
     }
 }
 

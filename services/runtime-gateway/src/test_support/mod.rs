@@ -1,4 +1,4 @@
-//! Gateways for tests, of a worker that is a fake.
+//! Gateways of fake workers, for unit tests.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,11 +21,11 @@ pub(crate) mod scheduler;
 pub(crate) mod served;
 pub(crate) mod store;
 
-/// How long is waited for what must come.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
-/// How many containers gateways in tests destroy at once.
+/// Longest wait for an expected event.
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(60);
+/// Most containers that a gateway destroys at a time in tests.
 pub(crate) const DESTROYED_AT_ONCE: usize = 3;
-/// Pauses that tests need not wait for, and terms that do not end in a test.
+/// Intervals of tests: short pauses, and timeouts that never pass.
 pub(crate) const INTERVALS: Intervals = Intervals {
     peer_transfer: Duration::from_secs(15 * 60),
     peer_quiet: Duration::from_millis(100),
@@ -33,19 +33,19 @@ pub(crate) const INTERVALS: Intervals = Intervals {
     caller_term: Duration::from_secs(5 * 60),
     touch: Duration::from_millis(10),
 };
-/// An address where nobody listens.
-pub(crate) const NOBODY: &str = "http://127.0.0.1:9";
+/// An address without a listener.
+pub(crate) const UNREACHABLE: &str = "http://127.0.0.1:9";
 
 pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
+    tokio::time::timeout(TIMEOUT, future).await.unwrap_or_else(|_| panic!("{what} did not come"))
 }
 
-/// What was put into `mutex`.
-pub(crate) fn noted<T: Clone>(mutex: &Mutex<T>) -> T {
+/// Returns a copy of the value in `mutex`.
+pub(crate) fn read_lock<T: Clone>(mutex: &Mutex<T>) -> T {
     mutex.lock().unwrap_or_else(PoisonError::into_inner).clone()
 }
 
-/// A fake worker that a gateway attends, with its features at hand.
+/// A fake worker that a gateway attends, with its features.
 #[derive(Clone)]
 pub(crate) struct TestWorker {
     pub(crate) worker: Arc<Worker>,
@@ -80,31 +80,31 @@ impl Deref for TestWorker {
     }
 }
 
-/// How gateways attend a fake worker.
-pub(crate) trait Attended {
-    /// A gateway's view of it, with peers at these addresses.
-    fn attended(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
-        self.brought_to(scheduler, artifact_store, NOBODY)
+/// Creates gateways of a fake worker.
+pub(crate) trait FakeGateways {
+    /// Returns a gateway of the worker, with services at these addresses.
+    fn gateway(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
+        self.with_streamer(scheduler, artifact_store, UNREACHABLE)
     }
 
-    /// The view of a gateway whose operator holds destruction.
-    fn holding(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
-        self.configured(scheduler, artifact_store, NOBODY, true)
+    /// Returns a gateway whose operator holds destruction.
+    fn gateway_holding_destruction(&self, scheduler: &str, artifact_store: &str) -> TestWorker {
+        self.configured(scheduler, artifact_store, UNREACHABLE, true)
     }
 
-    /// The view of a gateway whose callers have another term.
+    /// Returns a gateway with another term of callers.
     fn with_caller_term(&self, term: Duration) -> TestWorker {
         TestWorker::new(
             Config {
                 intervals: Intervals { caller_term: term, ..INTERVALS },
-                ..self.config(NOBODY, NOBODY, NOBODY, false)
+                ..self.config(UNREACHABLE, UNREACHABLE, UNREACHABLE, false)
             },
             self.machine().runtime(),
         )
     }
 
-    /// The view of a gateway to which a streamer brings inputs.
-    fn brought_to(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
+    /// Returns a gateway with a streamer that copies inputs.
+    fn with_streamer(&self, scheduler: &str, artifact_store: &str, streamer: &str) -> TestWorker {
         self.configured(scheduler, artifact_store, streamer, false)
     }
 
@@ -127,7 +127,7 @@ pub(crate) trait Attended {
     -> Config;
 }
 
-impl Attended for Arc<FakeWorker> {
+impl FakeGateways for Arc<FakeWorker> {
     fn machine(&self) -> &Arc<FakeWorker> {
         self
     }
@@ -146,7 +146,7 @@ impl Attended for Arc<FakeWorker> {
             team: None,
             amounts: crate::Amounts::default(),
             ephemeral: false,
-            endpoint: NOBODY.to_owned(),
+            endpoint: UNREACHABLE.to_owned(),
             scheduler: scheduler.to_owned(),
             artifact_store: artifact_store.to_owned(),
             streamer: streamer.to_owned(),
@@ -160,9 +160,9 @@ impl Attended for Arc<FakeWorker> {
     }
 }
 
-/// A gateway that attends these workers.
+/// Creates a gateway that attends these workers.
 pub(crate) fn gateway_of(workers: &[TestWorker], scheduler: &str) -> WorkerSet {
     let (tasks, stopping) = (TaskTracker::new(), CancellationToken::new());
     let workers = workers.iter().map(|worker| worker.attended.clone()).collect();
-    WorkerSet::of(workers, scheduler, None, tasks, stopping).expect("an address")
+    WorkerSet::new(workers, scheduler, None, tasks, stopping).expect("an address")
 }

@@ -1,10 +1,10 @@
-//! A scheduler that tells by which key tickets are signed, and nothing else.
+//! A fake scheduler that returns the keys of its tickets, and rejects all other calls.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use super::NOBODY;
+use super::UNREACHABLE;
 use domain::worker::{TicketClaims, TicketOperation};
 use domain::{Timestamp, VolumeHandle, WorkerId};
 use rpc::pb::scheduler as pb;
@@ -19,8 +19,8 @@ pub(crate) struct Schedule {
     calls_for_keys: Arc<AtomicUsize>,
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+fn unused<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("not used in this test"))
 }
 
 impl Schedule {
@@ -28,7 +28,7 @@ impl Schedule {
         Self { signer: TokenSigner::from_seed(&[7; 32]), calls_for_keys: Arc::default() }
     }
 
-    /// How often it was asked for its keys.
+    /// Returns how often the keys were queried.
     pub(crate) fn calls_for_keys(&self) -> usize {
         self.calls_for_keys.load(Ordering::Relaxed)
     }
@@ -37,17 +37,17 @@ impl Schedule {
         WorkersServer::new(self.clone())
     }
 
-    /// A ticket, and what it says.
+    /// Signs a ticket, and returns it with its claims.
     pub(crate) fn ticket(
         &self,
         worker: WorkerId,
         volume: VolumeHandle,
         operation: TicketOperation,
     ) -> (String, TicketClaims) {
-        self.ticket_at(NOBODY, worker, volume, operation)
+        self.ticket_at(UNREACHABLE, worker, volume, operation)
     }
 
-    /// A ticket for a worker whose gateway listens at `endpoint`, and what it says.
+    /// Signs a ticket for a worker whose gateway listens at `endpoint`. Returns it with its claims.
     pub(crate) fn ticket_at(
         &self,
         endpoint: &str,
@@ -70,28 +70,28 @@ impl Workers for Schedule {
         &self,
         _: Request<Streaming<pb::SynchronizeRequest>>,
     ) -> Result<Response<Self::SynchronizeStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_ticket(
         &self,
         _: Request<pb::IssueTicketRequest>,
     ) -> Result<Response<pb::IssueTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_workers(
         &self,
         _: Request<pb::ListWorkersRequest>,
     ) -> Result<Response<pb::ListWorkersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_worker(
         &self,
         _: Request<pb::GetWorkerRequest>,
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
@@ -103,7 +103,7 @@ impl Workers for Schedule {
         &self,
         _: Request<pb::IssueProxyTicketRequest>,
     ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
@@ -112,34 +112,34 @@ impl Workers for Schedule {
         &self,
         _: Request<pb::WatchWorkersRequest>,
     ) -> Result<Response<Self::WatchWorkersStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cordon_worker(
         &self,
         _: Request<pb::CordonWorkerRequest>,
     ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn run_worker(
         &self,
         _: Request<pb::RunWorkerRequest>,
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn retire_worker(
         &self,
         _: Request<pb::RetireWorkerRequest>,
     ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn prune_worker(
         &self,
         _: Request<pb::PruneWorkerRequest>,
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 }

@@ -1,4 +1,4 @@
-//! A server of whatever a test serves.
+//! A server for the services of a test.
 
 use server::{Host, Listener};
 use tokio::net::TcpListener;
@@ -7,20 +7,20 @@ use tokio::task::JoinHandle;
 
 use super::within;
 
-/// Services on a port of their own.
-pub(crate) struct Served {
+/// A running server on its own port.
+pub(crate) struct TestServer {
     pub(crate) endpoint: String,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
-impl Served {
-    /// What `services` adds to a host that asks for no token.
+impl TestServer {
+    /// Starts a server of `services` without a token.
     pub(crate) async fn start(services: impl FnOnce(&mut Host)) -> Self {
         Self::on(Host::new(), services).await
     }
 
-    /// What `services` adds to `host`.
+    /// Starts a server of `services` with `host`.
     #[expect(clippy::disallowed_methods, reason = "the test waits for it in `end`")]
     pub(crate) async fn on(mut host: Host, services: impl FnOnce(&mut Host)) -> Self {
         let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
@@ -33,9 +33,9 @@ impl Served {
         Self { endpoint, stop, served }
     }
 
-    /// Ends it, which must go well.
+    /// Stops the server, and checks that it ends without an error.
     pub(crate) async fn end(self) {
-        self.stop.send(()).expect("it is served");
+        self.stop.send(()).expect("the server runs");
         within("the end of a server", self.served).await.expect("no panic").expect("it ends well");
     }
 }

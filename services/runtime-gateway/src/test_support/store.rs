@@ -1,4 +1,4 @@
-//! An artifact store whose answers each test gives.
+//! A fake artifact store whose answers the tests provide.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,15 +11,15 @@ use tokio::sync::{mpsc, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
-use super::served::Served;
-use super::{noted, within};
+use super::served::TestServer;
+use super::{read_lock, within};
 use crate::worker::session::OpenSession;
 
-/// Where the answer to a call goes. Closed when the caller has gone.
+/// The channel for the answer to a call. It is closed when the caller is gone.
 pub(crate) type Answer<T> = oneshot::Sender<Result<T, Status>>;
 
-/// What the store is asked, and has to answer.
-pub(crate) enum Asked {
+/// A call that the test must answer.
+pub(crate) enum StoreCall {
     Prepare(pb::PrepareRequest, Answer<pb::PrepareResponse>),
     Failed(pb::FailedRequest, Answer<pb::FailedResponse>),
     Touch(pb::TouchRequest, Answer<pb::TouchResponse>),
@@ -27,39 +27,39 @@ pub(crate) enum Asked {
     PrepareImport(pb::PrepareImportRequest, Answer<pb::PrepareImportResponse>),
     CompleteImport(pb::CompleteImportRequest, Answer<pb::CompleteImportResponse>),
     FailImport(pb::FailImportRequest, Answer<pb::FailImportResponse>),
-    /// The volumes that a worker reported, by the credential.
+    /// The credential and the volumes of a report.
     Report(String, Vec<VolumeHandle>, Answer<pb::ReportResponse>),
     DescribeOrphans(pb::DescribeOrphansRequest, Answer<pb::DescribeOrphansResponse>),
     ListVolumes(pb::ListVolumesRequest, Answer<pb::ListVolumesResponse>),
 }
 
-/// The life that a store begins with.
+/// The first store life.
 pub(crate) const LIFE: &str = "0197c1a2-0000-7000-8000-000000000001";
 
 #[derive(Clone)]
 struct Script {
-    ask: mpsc::Sender<Asked>,
+    calls_sender: mpsc::Sender<StoreCall>,
     life: Arc<Mutex<String>>,
-    said: Arc<Mutex<Said>>,
+    report_log: Arc<Mutex<ReportLog>>,
 }
 
-/// What was said when the last report was begun and opened.
+/// The last requests that began and opened a report.
 #[derive(Default)]
-struct Said {
+struct ReportLog {
     begun: Option<pb::BeginReportRequest>,
     opened: Option<pb::ReportOpen>,
 }
 
 impl Script {
-    async fn ask<T>(&self, asked: impl FnOnce(Answer<T>) -> Asked) -> Result<Response<T>, Status> {
+    async fn forward<T>(&self, call: impl FnOnce(Answer<T>) -> StoreCall) -> Result<Response<T>, Status> {
         let (answer, answered) = oneshot::channel();
-        self.ask.send(asked(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
+        self.calls_sender.send(call(answer)).await.map_err(|_| Status::unavailable("the test is over"))?;
         answered.await.map_err(|_| Status::unavailable("the test does not answer"))?.map(Response::new)
     }
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+fn unused<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -71,7 +71,7 @@ impl Inventory for Script {
         &self,
         request: Request<pb::PrepareRequest>,
     ) -> Result<Response<pb::PrepareResponse>, Status> {
-        self.ask(|answer| Asked::Prepare(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Prepare(request.into_inner(), answer)).await
     }
 
     async fn prepared(
@@ -85,125 +85,125 @@ impl Inventory for Script {
         &self,
         request: Request<pb::FailedRequest>,
     ) -> Result<Response<pb::FailedResponse>, Status> {
-        self.ask(|answer| Asked::Failed(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Failed(request.into_inner(), answer)).await
     }
 
     async fn touch(&self, request: Request<pb::TouchRequest>) -> Result<Response<pb::TouchResponse>, Status> {
-        self.ask(|answer| Asked::Touch(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::Touch(request.into_inner(), answer)).await
     }
 
     async fn mark_container(
         &self,
         _: Request<pb::MarkContainerRequest>,
     ) -> Result<Response<pb::MarkContainerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn mark_volume(
         &self,
         _: Request<pb::MarkVolumeRequest>,
     ) -> Result<Response<pb::MarkVolumeResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_volume(
         &self,
         _: Request<pb::GetVolumeRequest>,
     ) -> Result<Response<pb::GetVolumeResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_container(
         &self,
         _: Request<pb::GetContainerRequest>,
     ) -> Result<Response<pb::GetContainerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn describe_orphans(
         &self,
         request: Request<pb::DescribeOrphansRequest>,
     ) -> Result<Response<pb::DescribeOrphansResponse>, Status> {
-        self.ask(|answer| Asked::DescribeOrphans(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::DescribeOrphans(request.into_inner(), answer)).await
     }
 
     async fn list_orphans(
         &self,
         _: Request<pb::ListOrphansRequest>,
     ) -> Result<Response<pb::ListOrphansResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn adopt(&self, _: Request<pb::AdoptRequest>) -> Result<Response<pb::AdoptResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn purge(&self, _: Request<pb::PurgeRequest>) -> Result<Response<pb::PurgeResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn watch_lost(
         &self,
         _: Request<pb::WatchLostRequest>,
     ) -> Result<Response<Self::WatchLostStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_at_risk(
         &self,
         _: Request<pb::ListAtRiskRequest>,
     ) -> Result<Response<pb::ListAtRiskResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn forget_worker(
         &self,
         _: Request<pb::ForgetWorkerRequest>,
     ) -> Result<Response<pb::ForgetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn volume_complete(
         &self,
         request: Request<pb::VolumeCompleteRequest>,
     ) -> Result<Response<pb::VolumeCompleteResponse>, Status> {
-        self.ask(|answer| Asked::VolumeComplete(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::VolumeComplete(request.into_inner(), answer)).await
     }
 
     async fn prepare_import(
         &self,
         request: Request<pb::PrepareImportRequest>,
     ) -> Result<Response<pb::PrepareImportResponse>, Status> {
-        self.ask(|answer| Asked::PrepareImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::PrepareImport(request.into_inner(), answer)).await
     }
 
     async fn complete_import(
         &self,
         request: Request<pb::CompleteImportRequest>,
     ) -> Result<Response<pb::CompleteImportResponse>, Status> {
-        self.ask(|answer| Asked::CompleteImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::CompleteImport(request.into_inner(), answer)).await
     }
 
     async fn fail_import(
         &self,
         request: Request<pb::FailImportRequest>,
     ) -> Result<Response<pb::FailImportResponse>, Status> {
-        self.ask(|answer| Asked::FailImport(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::FailImport(request.into_inner(), answer)).await
     }
 
     async fn list_imports(
         &self,
         _: Request<pb::ListImportsRequest>,
     ) -> Result<Response<pb::ListImportsResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn begin_report(
         &self,
         request: Request<pb::BeginReportRequest>,
     ) -> Result<Response<pb::BeginReportResponse>, Status> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).begun = Some(request.into_inner());
-        let token = pb::ReportToken { sequence: 1, store_life: noted(&self.life) };
+        self.report_log.lock().unwrap_or_else(PoisonError::into_inner).begun = Some(request.into_inner());
+        let token = pb::ReportToken { sequence: 1, store_life: read_lock(&self.life) };
         Ok(Response::new(pb::BeginReportResponse { token: Some(token) }))
     }
 
@@ -217,7 +217,7 @@ impl Inventory for Script {
             match part.message {
                 Some(Part::Open(open)) => {
                     credential.clone_from(&open.session_credential);
-                    self.said.lock().unwrap_or_else(PoisonError::into_inner).opened = Some(open);
+                    self.report_log.lock().unwrap_or_else(PoisonError::into_inner).opened = Some(open);
                 }
                 Some(Part::Holdings(holdings)) => {
                     volumes.extend(
@@ -228,77 +228,77 @@ impl Inventory for Script {
                 None => return Err(Status::invalid_argument("an empty part")),
             }
         }
-        self.ask(|answer| Asked::Report(credential, volumes, answer)).await
+        self.forward(|answer| StoreCall::Report(credential, volumes, answer)).await
     }
 
     async fn watch_destroying(
         &self,
         _: Request<pb::WatchDestroyingRequest>,
     ) -> Result<Response<Self::WatchDestroyingStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_volumes(
         &self,
         request: Request<pb::ListVolumesRequest>,
     ) -> Result<Response<pb::ListVolumesResponse>, Status> {
-        self.ask(|answer| Asked::ListVolumes(request.into_inner(), answer)).await
+        self.forward(|answer| StoreCall::ListVolumes(request.into_inner(), answer)).await
     }
 
     async fn list_containers(
         &self,
         _: Request<pb::ListContainersRequest>,
     ) -> Result<Response<pb::ListContainersResponse>, Status> {
-        no_part()
+        unused()
     }
 }
 
-/// A store that is asked over gRPC.
+/// A fake artifact store that is called over gRPC.
 pub(crate) struct Store {
     pub(crate) endpoint: String,
-    asked: mpsc::Receiver<Asked>,
+    calls: mpsc::Receiver<StoreCall>,
     life: Arc<Mutex<String>>,
-    said: Arc<Mutex<Said>>,
-    served: Served,
+    report_log: Arc<Mutex<ReportLog>>,
+    served: TestServer,
 }
 
 impl Store {
     pub(crate) async fn start() -> Self {
-        let (ask, asked) = mpsc::channel(64);
+        let (calls_sender, calls) = mpsc::channel(64);
         let life = Arc::new(Mutex::new(LIFE.to_owned()));
-        let said = Arc::<Mutex<Said>>::default();
-        let script = Script { ask, life: life.clone(), said: said.clone() };
-        let served = Served::start(|host| host.add_service(InventoryServer::new(script))).await;
-        Self { endpoint: served.endpoint.clone(), asked, life, said, served }
+        let report_log = Arc::<Mutex<ReportLog>>::default();
+        let script = Script { calls_sender, life: life.clone(), report_log: report_log.clone() };
+        let served = TestServer::start(|host| host.add_service(InventoryServer::new(script))).await;
+        Self { endpoint: served.endpoint.clone(), calls, life, report_log, served }
     }
 
-    /// From now on it is a store of this life.
+    /// Changes the store life.
     pub(crate) fn begin_life(&self, life: &str) {
         life.clone_into(&mut self.life.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// How the last report was opened.
+    /// Returns how the last report was opened.
     pub(crate) fn opened(&self) -> Option<pb::ReportOpen> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).opened.clone()
+        self.report_log.lock().unwrap_or_else(PoisonError::into_inner).opened.clone()
     }
 
-    /// How the last report was begun, if one was.
+    /// Returns how the last report was begun.
     pub(crate) fn begun(&self) -> Option<pb::BeginReportRequest> {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).begun.clone()
+        self.report_log.lock().unwrap_or_else(PoisonError::into_inner).begun.clone()
     }
 
-    /// What it is asked next.
-    pub(crate) async fn asked(&mut self) -> Asked {
-        within("a call to the store", self.asked.recv()).await.expect("it is served")
+    /// Waits for the next call.
+    pub(crate) async fn next_call(&mut self) -> StoreCall {
+        within("a call to the store", self.calls.recv()).await.expect("the server runs")
     }
 
     pub(crate) async fn end(self) {
-        drop(self.asked);
+        drop(self.calls);
         self.served.end().await;
     }
 }
 
-/// A session with this credential.
+/// Creates a session with this credential.
 pub(crate) fn session(credential: &str) -> OpenSession {
     OpenSession {
         credential: credential.to_owned(),

@@ -1,6 +1,7 @@
-//! Archives in and out of the worker's volumes.
+//! Transfers of volumes as tar archives.
 //!
-//! The invariant of [`super::write`] holds: what arrives counts only after the caller's `commit`, and only if it is a whole archive.
+//! Invariant: as in [`super::write`], an archive counts only after the caller's `commit`, and only
+//! if it is complete.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -24,7 +25,7 @@ use transfer::{
     ReadOptions, Subtree, TreeReader, TreeWriter, Trust, WriteOptions,
 };
 
-use super::completion::{make_empty, settle};
+use super::completion::{finish_volume, make_empty};
 use super::error::{ReadVolumeError, WriteVolumeError};
 use super::{Transfers, WriterPermit};
 use crate::transfer::blocking_pipe::{Inlet, Outlet, Piece};
@@ -32,25 +33,26 @@ use crate::transfer::remote;
 use crate::util::blocking::blocking;
 use crate::util::disk_reserve;
 
-/// Pieces of an archive that wait for the thread that reads them.
+/// Most pieces of an archive that wait for the unpacking thread.
 const QUEUE: usize = 4;
-/// The name under which a spool begins.
-const SPOOL: &str = ".gantry-spool";
-/// Bytes after which an archive that is unpacked looks at the free space again.
-const LOOK_AFTER: u64 = 64 << 20;
-/// File systems that share blocks share whole ones.
-const BLOCK: u64 = 4096;
+/// Name of the spool file for a moment, until it is unlinked.
+const SPOOL_NAME: &str = ".gantry-spool";
+/// Bytes after which unpacking checks the free space again.
+const CHECK_INTERVAL_BYTES: u64 = 64 << 20;
+/// Block size of file systems that share whole blocks.
+const BLOCK_BYTES: u64 = 4096;
 
-/// An archive that comes in.
+/// An upload of an archive.
 pub(crate) struct ArchiveUpload {
     pieces: mpsc::Sender<Piece>,
-    /// Goes on when the caller leaves: what was made is destroyed before another writer has its turn.
+    /// The task that unpacks. It outlives the caller, so that it can destroy a partial volume
+    /// before another writer starts.
     unpacked: JoinHandle<Result<Arc<Manifest>, WriteVolumeError>>,
 }
 
 impl ArchiveUpload {
-    /// Makes the volume, and unpacks what comes. An earlier try at the same volume is thrown away, unless its bytes were final: then what
-    /// comes is only compared.
+    /// Makes the volume and starts to unpack. A partial volume of an earlier try is destroyed. If
+    /// the volume is already complete, the archive is only compared.
     pub(crate) fn begin(transfers: &Arc<Transfers>, ticket: TicketClaims) -> Self {
         let (pieces, queue) = mpsc::channel(QUEUE);
         let tasks = transfers.worker.tasks.clone();
@@ -59,7 +61,7 @@ impl ArchiveUpload {
         Self { pieces, unpacked: tasks.spawn(unpacked.in_current_span()) }
     }
 
-    /// Takes some of the archive. Waits when the disk is slower than the sender.
+    /// Adds some bytes of the archive. Waits if the disk is slower than the sender.
     pub(crate) async fn data(&mut self, data: Bytes) -> Result<(), WriteVolumeError> {
         if self.pieces.send(Some(data)).await.is_err() {
             return self.ended().await.map(|_| ());
@@ -67,16 +69,16 @@ impl ArchiveUpload {
         Ok(())
     }
 
-    /// Ends the volume: everything is there, and known to the artifact store.
+    /// Completes the volume, and reports it to the artifact store.
     pub(crate) async fn commit(mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
-        // Whoever does not take it says why.
+        // If the task has ended, its result has the cause.
         self.pieces.send(None).await.ok();
         self.ended().await
     }
 
     async fn ended(&mut self) -> Result<Arc<Manifest>, WriteVolumeError> {
         (&mut self.unpacked).await.unwrap_or_else(|error| {
-            Err(RuntimeError::Other(format!("the unpacking of an archive broke off: {error}")).into())
+            Err(RuntimeError::Other(format!("cannot unpack an archive: its task failed: {error}")).into())
         })
     }
 }
@@ -86,18 +88,19 @@ async fn unpack(
     ticket: &TicketClaims,
     archive: Inlet,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    let turn =
-        WriterPermit::take(&transfers.filling, ticket.volume).ok_or(WriteVolumeError::Busy(ticket.volume))?;
-    if let Some(kept) = transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await? {
-        let again = blocking(move || {
+    let permit = WriterPermit::acquire(&transfers.filling, ticket.volume)
+        .ok_or(WriteVolumeError::Busy(ticket.volume))?;
+    if let Some(stored) = transfers.manifests.stored(transfers.worker.runtime.as_ref(), ticket.volume).await?
+    {
+        let received = blocking(move || {
             Ok::<_, WriteVolumeError>(ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()))?)
         });
-        if again.await?.tree_digest() != kept.tree_digest() {
+        if received.await?.tree_digest() != stored.tree_digest() {
             return Err(WriteVolumeError::Complete(ticket.volume));
         }
-        // Whether the store knows was not heard, by the caller or by us. It is told again.
+        // An earlier report to the store may have been lost, so the volume is reported again.
         let manifest = transfers.manifest(ticket).await?;
-        return settle(transfers, ticket.volume, &ticket.team, manifest, turn).await;
+        return finish_volume(transfers, ticket.volume, &ticket.team, manifest, permit).await;
     }
     make_empty(transfers, ticket.volume).await?;
     let unpacked = async {
@@ -107,28 +110,29 @@ async fn unpack(
         }
     };
     match unpacked.await {
-        Ok(manifest) => settle(transfers, ticket.volume, &ticket.team, manifest, turn).await,
+        Ok(manifest) => finish_volume(transfers, ticket.volume, &ticket.team, manifest, permit).await,
         Err(error) => {
-            turn.discard(transfers).await;
+            permit.discard(transfers).await;
             Err(error)
         }
     }
 }
 
-/// Unpacks `archive` in the empty directory `root`.
+/// Unpacks `archive` into the empty directory `root`.
 ///
-/// What an entry is, is sure only when the archive has ended: later entries replace earlier ones. So content waits in a file without a name,
-/// each extent once, and is copied from there, or shared where the file system can do that.
+/// Later entries of an archive replace earlier ones, so the tree is known only at the end. Until
+/// then, the contents are kept in an unlinked spool file, each extent once. Then they are copied,
+/// or shared if the file system supports that.
 fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVolumeError> {
     let spool = spool(root).map_err(|error| RuntimeError::io("making a spool", error))?;
     let (mut places, mut end) = (HashMap::new(), 0_u64);
-    let mut guard = Guard::new(&spool);
+    let mut guard = ReserveGuard::new(&spool);
     let manifest = ArchiveReader::new(archive).read(Limits::of_process(), |passing| {
         if let Entry::Vacant(place) = places.entry(passing.extent.digest) {
-            guard.before(passing.extent.length)?;
+            guard.check(passing.extent.length)?;
             spool.write_all_at(passing.data, end)?;
             place.insert(end);
-            end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK);
+            end = (end + u64::from(passing.extent.length)).next_multiple_of(BLOCK_BYTES);
         }
         Ok(())
     })?;
@@ -137,7 +141,7 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     let mut writer = TreeWriter::new(root, manifest.clone(), options)?;
     for located in manifest.extents() {
         let full = |error| RuntimeError::io("unpacking an archive", error);
-        guard.before(located.extent.length).map_err(full)?;
+        guard.check(located.extent.length).map_err(full)?;
         let place = places.get(&located.extent.digest).copied().unwrap_or_default();
         writer.copy_extent(located.ordinal, &spool, place, Trust::Trusted)?;
     }
@@ -145,42 +149,43 @@ fn unpack_into(root: &Path, archive: impl Read) -> Result<Arc<Manifest>, WriteVo
     Ok(manifest)
 }
 
-/// Keeps an archive, which does not say before how much it holds, from the reserve of the disk.
-struct Guard<'f> {
+/// Keeps the disk reserve free while an archive of unknown size is unpacked.
+struct ReserveGuard<'f> {
     on: &'f File,
-    /// Bytes that may be written before the disk is looked at again.
-    left: u64,
+    /// Bytes that may be written before the next check.
+    remaining: u64,
 }
 
-impl<'f> Guard<'f> {
+impl<'f> ReserveGuard<'f> {
     fn new(on: &'f File) -> Self {
-        Self { on, left: 0 }
+        Self { on, remaining: 0 }
     }
 
-    fn before(&mut self, bytes: u32) -> io::Result<()> {
+    fn check(&mut self, bytes: u32) -> io::Result<()> {
         let bytes = u64::from(bytes);
-        if bytes > self.left {
-            let found = rustix::fs::fstatvfs(self.on)?;
-            let total = found.f_blocks.saturating_mul(found.f_frsize);
-            let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if bytes > self.remaining {
+            let status = rustix::fs::fstatvfs(self.on)?;
+            let total = status.f_blocks.saturating_mul(status.f_frsize);
+            let free = status.f_bavail.saturating_mul(status.f_frsize);
             if free < disk_reserve::reserve(total).saturating_add(bytes) {
                 return Err(io::ErrorKind::StorageFull.into());
             }
-            self.left = LOOK_AFTER;
+            self.remaining = CHECK_INTERVAL_BYTES;
         }
-        self.left -= bytes.min(self.left);
+        self.remaining -= bytes.min(self.remaining);
         Ok(())
     }
 }
 
 fn spool(root: &Path) -> io::Result<File> {
-    let path = root.join(SPOOL);
+    let path = root.join(SPOOL_NAME);
     let spool = File::options().read(true).write(true).create_new(true).open(&path)?;
     std::fs::remove_file(path)?;
     Ok(spool)
 }
 
-/// Packs a volume, or the directory of it at `path`. Answers the digest of the tree if it was the whole.
+/// Packs a volume or one directory of it. Returns the digest of the tree if the whole volume was
+/// packed.
 pub(crate) async fn pack(
     transfers: &Transfers,
     ticket: &TicketClaims,
@@ -205,7 +210,7 @@ pub(crate) async fn pack(
     Ok(digest)
 }
 
-/// Packs a directory, or that directory of it.
+/// Packs a local volume, or one directory of it.
 fn pack_from(
     root: &Path,
     manifest: Arc<Manifest>,

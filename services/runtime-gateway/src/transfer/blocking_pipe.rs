@@ -1,4 +1,4 @@
-//! Bytes between tasks and threads that block, bounded on the way.
+//! Bounded pipes between async tasks and blocking threads.
 
 use std::io::{self, Read, Write};
 
@@ -10,13 +10,13 @@ use tokio::sync::mpsc;
 use tokio_util::io::StreamReader;
 use transfer::{Manifest, Nameless};
 
-/// Bytes, or the end. A sender that goes away before the end is an error to who reads.
+/// Some bytes, or `None` for the end. If the sender is dropped before the end, the reader fails.
 pub(crate) type Piece = Option<Bytes>;
 
-/// Bytes of one message.
+/// Most bytes of one message.
 const CHUNK: usize = 256 << 10;
 
-/// What comes from a task, for a thread that reads.
+/// The blocking reader of a pipe.
 pub(crate) struct Inlet {
     pieces: mpsc::Receiver<Piece>,
     current: Bytes,
@@ -24,7 +24,7 @@ pub(crate) struct Inlet {
 }
 
 impl Inlet {
-    /// Reads what comes as `pieces`.
+    /// Creates a reader of `pieces`.
     pub(crate) fn new(pieces: mpsc::Receiver<Piece>) -> Self {
         Self { pieces, current: Bytes::new(), ended: false }
     }
@@ -45,19 +45,19 @@ impl Read for Inlet {
     }
 }
 
-/// What a thread writes, for a task. It is whole only after [`Outlet::end`].
+/// The blocking writer of a pipe. The pipe is complete only after [`Outlet::end`].
 pub(crate) struct Outlet {
     pieces: mpsc::Sender<Piece>,
     buffer: BytesMut,
 }
 
 impl Outlet {
-    /// Sends what is written as `pieces`.
+    /// Creates a writer to `pieces`.
     pub(crate) fn new(pieces: mpsc::Sender<Piece>) -> Self {
         Self { pieces, buffer: BytesMut::new() }
     }
 
-    /// Sends what is left, and the end.
+    /// Sends the remaining bytes and the end.
     pub(crate) fn end(mut self) -> io::Result<()> {
         self.flush()?;
         self.pieces.blocking_send(None).map_err(|_| io::ErrorKind::BrokenPipe.into())
@@ -82,7 +82,7 @@ impl Write for Outlet {
     }
 }
 
-/// What comes as `pieces`, as an archive for a worker.
+/// Converts `pieces` to an archive for a worker.
 pub(crate) fn archive(pieces: mpsc::Receiver<Piece>) -> Archive {
     let stream = futures::stream::unfold(Some(pieces), async |pieces| {
         let mut pieces = pieces?;
@@ -95,73 +95,76 @@ pub(crate) fn archive(pieces: mpsc::Receiver<Piece>) -> Archive {
     Box::pin(StreamReader::new(Box::pin(stream)))
 }
 
-/// An archive of a worker, for a thread that reads.
-pub(crate) struct Arriving {
+/// A blocking reader of an archive from a worker.
+pub(crate) struct ArchiveSource {
     archive: Archive,
     runtime: Handle,
-    /// Bytes that may still come.
-    left: u64,
+    /// Bytes that may still arrive.
+    remaining: u64,
 }
 
-/// Bytes of headers, in an archive, of an entry without long names and attributes; and more than that.
+/// Most bytes of the headers of an archive entry without long names and attributes, with a margin.
 const HEADERS: u64 = 16 << 10;
-/// Bytes that an archive may have besides its entries.
+/// Most bytes of an archive besides its entries.
 const PADDING: u64 = 1 << 20;
 
-impl Arriving {
-    /// Reads `archive`, of which nothing is known. Called where tasks run.
+impl ArchiveSource {
+    /// Creates a reader without a limit. It must be called in a Tokio runtime.
     pub(crate) fn new(archive: Archive) -> Self {
-        Self { archive, runtime: Handle::current(), left: u64::MAX }
+        Self { archive, runtime: Handle::current(), remaining: u64::MAX }
     }
 
-    /// Reads `archive`, which is one of this tree. A few KiB may decode to more than anybody ever reads, so a longer one is refused.
+    /// Creates a reader of an archive with the tree of `manifest`. A longer archive is rejected,
+    /// because a few compressed KiB may expand without end.
     pub(crate) fn of(manifest: &Manifest, archive: Archive) -> Self {
         let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
         let headers =
             entries.saturating_mul(HEADERS).saturating_add(manifest.encoded_bytes().saturating_mul(4));
-        let left = manifest.size_bytes().saturating_add(headers).saturating_add(PADDING);
-        Self { left, ..Self::new(archive) }
+        let remaining = manifest.size_bytes().saturating_add(headers).saturating_add(PADDING);
+        Self { remaining, ..Self::new(archive) }
     }
 }
 
-impl Read for Arriving {
+impl Read for ArchiveSource {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = self.runtime.block_on(self.archive.read(buffer))?;
-        let left = self.left.checked_sub(length as u64);
-        self.left = left.ok_or_else(|| {
-            io::Error::new(io::ErrorKind::InvalidData, "the archive is larger than one of its tree can be")
+        let remaining = self.remaining.checked_sub(length as u64);
+        self.remaining = remaining.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidData, "the archive is larger than its tree")
         })?;
         Ok(length)
     }
 }
 
-/// Passes on what is read through it, each piece only when the next is asked for: by then whoever reads has judged it. Names of users and
-/// groups stay behind: another machine would take them for its own.
+/// A reader that forwards what is read. Each piece is forwarded only with the next read, after the
+/// caller has checked it.
+///
+/// Names of users and groups are removed, because another machine maps them to other ids.
 pub(crate) struct Tee<R> {
     source: R,
     out: Nameless<Outlet>,
-    held: Vec<u8>,
+    pending: Vec<u8>,
 }
 
 impl<R> Tee<R> {
-    /// Passes what `source` yields on to `out`.
+    /// Creates a reader of `source` that forwards to `out`.
     pub(crate) fn new(source: R, out: Outlet) -> Self {
-        Self { source, out: Nameless::new(out), held: Vec::new() }
+        Self { source, out: Nameless::new(out), pending: Vec::new() }
     }
 
-    /// Passes on what is left, and the end.
+    /// Forwards the remaining bytes and the end.
     pub(crate) fn end(mut self) -> io::Result<()> {
-        self.out.write_all(&self.held)?;
+        self.out.write_all(&self.pending)?;
         self.out.finish()?.end()
     }
 }
 
 impl<R: Read> Read for Tee<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.out.write_all(&self.held)?;
-        self.held.clear();
+        self.out.write_all(&self.pending)?;
+        self.pending.clear();
         let length = self.source.read(buffer)?;
-        self.held.extend_from_slice(&buffer[..length]);
+        self.pending.extend_from_slice(&buffer[..length]);
         Ok(length)
     }
 }
@@ -173,7 +176,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn archive_longer_than_its_tree_is_refused() {
+    async fn archive_longer_than_its_tree_is_rejected() {
         let root = Entry {
             path: Vec::new(),
             mode: 0o755,
@@ -186,8 +189,8 @@ mod tests {
         };
         let manifest = Manifest::new([root], Limits::default()).expect("valid");
         let archive = |bytes| -> Archive { Box::pin(tokio::io::repeat(0).take(bytes)) };
-        let mut whole = Arriving::of(&manifest, archive(PADDING));
-        let mut endless = Arriving::of(&manifest, archive(u64::MAX));
+        let mut whole = ArchiveSource::of(&manifest, archive(PADDING));
+        let mut endless = ArchiveSource::of(&manifest, archive(u64::MAX));
         let read = tokio::task::spawn_blocking(move || {
             let whole = io::copy(&mut whole, &mut io::sink()).expect("it is small enough");
             (whole, io::copy(&mut endless, &mut io::sink()).expect_err("it never ends").kind())

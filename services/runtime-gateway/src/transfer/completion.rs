@@ -1,4 +1,4 @@
-//! The beginning and the end of a volume that a transfer fills.
+//! The start and the completion of a volume that a transfer fills.
 
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use super::error::WriteVolumeError;
 use super::{Transfers, WriterPermit};
 use crate::util::retry::{is_superseded, until_answered};
 
-/// Makes the volume of a transfer, empty. What an earlier try left in it is thrown away.
+/// Makes an empty volume for a transfer. A partial volume of an earlier try is destroyed.
 ///
-/// Refused where the volume exists and no transfer fills it.
+/// Errors: [`WriteVolumeError::InUse`] if the volume exists and no transfer fills it.
 pub(crate) async fn make_empty(transfers: &Transfers, volume: VolumeHandle) -> Result<(), WriteVolumeError> {
     if transfers.manifests.is_filling(volume) {
         transfers.worker.runtime.destroy_volume(volume).await?;
@@ -28,29 +28,30 @@ pub(crate) async fn make_empty(transfers: &Transfers, volume: VolumeHandle) -> R
     Ok(transfers.worker.runtime.create_volume(volume, VolumeSource::Empty).await?)
 }
 
-/// Ends a volume that has its final bytes: its manifest is kept, and the artifact store told.
-pub(crate) async fn settle(
+/// Completes a volume: stores its manifest, and reports it to the artifact store.
+pub(crate) async fn finish_volume(
     transfers: &Transfers,
     volume: VolumeHandle,
     team: &str,
     manifest: Arc<Manifest>,
-    turn: WriterPermit,
+    permit: WriterPermit,
 ) -> Result<Arc<Manifest>, WriteVolumeError> {
-    // StoredManifest before the store is told: what it knows as complete must never be taken for a half-written volume here.
+    // The manifest is stored first. Otherwise a volume that the store counts as complete could look
+    // partial here.
     if let Err(error) =
-        transfers.manifests.keep(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
+        transfers.manifests.store(transfers.worker.runtime.as_ref(), volume, team, manifest.clone()).await
     {
-        turn.discard(transfers).await;
+        permit.discard(transfers).await;
         return Err(error.into());
     }
     transfers.manifests.end_filling(volume).await;
-    if let Err(refusal) = complete(transfers, volume, &manifest).await {
-        // To the gateway that speaks for this worker now, it may be complete.
+    if let Err(refusal) = report_complete(transfers, volume, &manifest).await {
+        // The gateway with the newer session may have completed the volume.
         if !is_superseded(&refusal) {
             transfers.manifests.forget(volume).await;
-            // What is kept beside a volume goes with it only.
+            // A manifest on the worker is removed only together with its volume.
             if let Ok(Contents::Remote(_)) = transfers.worker.runtime.contents(volume).await {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
             }
         }
         return Err(refusal.into());
@@ -58,8 +59,9 @@ pub(crate) async fn settle(
     Ok(manifest)
 }
 
-/// Tells the artifact store that a volume has its final bytes. Whose they are is noted with the volume, and nobody waits for that.
-pub(crate) async fn complete(
+/// Reports to the artifact store that a volume has its final bytes. The artifact is noted with the
+/// volume in the background.
+pub(crate) async fn report_complete(
     transfers: &Transfers,
     volume: VolumeHandle,
     manifest: &transfer::Manifest,
@@ -68,12 +70,12 @@ pub(crate) async fn complete(
     let (size_bytes, digest) = (manifest.size_bytes(), manifest.tree_digest());
     let store = &transfers.worker.clients.store;
     let call = || store.complete_volume(&session.credential, volume, size_bytes, digest);
-    let artifact = until_answered("say that a volume is complete", call).await?;
+    let artifact = until_answered("report that a volume is complete", call).await?;
     if let Some(artifact) = artifact {
         let runtime = transfers.worker.runtime.clone();
         transfers.worker.tasks.spawn(async move {
             if let Err(error) = runtime.note_artifact(volume, artifact).await {
-                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note whose a volume is");
+                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot note the artifact of a volume");
             }
         });
     }

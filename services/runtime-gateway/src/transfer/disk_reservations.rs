@@ -1,8 +1,10 @@
-//! Reservations of disk space by transfers, which say before the first byte how much they write.
+//! Reservations of disk space for transfers, made before the first byte.
 //!
-//! [`crate::transfer::write`] declares what a manifest says when a transfer begins. Each copy of an extent counts,
-//! because each is written. Invariant: the bytes that all transfers have declared and not written yet fit the free
-//! space less a reserve. The lock on the sum enforces it. What containers write is not known before, so a disk may
+//! [`crate::transfer::write`] reserves the size of the manifest when a transfer begins. Each copy
+//! of an extent counts, because each is written.
+//!
+//! Invariant: the reserved bytes that are not written yet fit into the free space minus the disk
+//! reserve. The lock on the sum enforces it. Containers write without reservations, so a disk may
 //! be full nevertheless.
 
 use std::sync::{Arc, Mutex};
@@ -13,68 +15,68 @@ use transfer::Manifest;
 use crate::util::disk_reserve::reserve;
 use crate::util::keyed_locks::lock;
 
-/// Bytes that an entry takes on a disk, besides content: its inode, and the end of its last block.
+/// Bytes of an entry on the disk besides its contents: the inode, and the rest of the last block.
 const ENTRY_BYTES: u64 = 4096;
 
-/// Bytes that a tree takes on a disk. Each copy of an extent counts; holes do not.
-pub(crate) fn needs(manifest: &Manifest) -> u64 {
+/// Returns the bytes of a tree on a disk. Each copy of an extent counts, holes do not.
+pub(crate) fn required_bytes(manifest: &Manifest) -> u64 {
     let entries = u64::try_from(manifest.entries().len()).unwrap_or(u64::MAX);
     manifest.extent_bytes().saturating_add(entries.saturating_mul(ENTRY_BYTES))
 }
 
-/// A transfer declares more than there is room for.
+/// The error of a transfer for which the disk has too little space.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot begin a transfer of {needs} bytes: transfers may take {available} bytes of the worker's disk now"
+    "cannot begin a transfer of {required} bytes: only {available} bytes of the worker's disk are available for transfers"
 )]
 pub(crate) struct InsufficientDisk {
-    needs: u64,
+    required: u64,
     available: u64,
 }
 
-/// Bytes that transfers have declared and not written yet.
+/// Bytes that transfers have reserved and not written yet.
 #[derive(Debug, Default)]
 pub(crate) struct DiskReservations(Arc<Mutex<u64>>);
 
 impl DiskReservations {
-    /// Declares a transfer, if `disk` has room for it beside the others. `None`: the worker does not say how large its disk is.
-    pub(crate) fn declare(
+    /// Reserves space for a transfer. `disk` is `None` if the worker does not report its disk.
+    pub(crate) fn reserve(
         &self,
         disk: Option<Disk>,
-        needs: u64,
+        required: u64,
     ) -> Result<DiskReservation, InsufficientDisk> {
-        let mut declared = lock(&self.0);
+        let mut reserved = lock(&self.0);
         if let Some(Disk { total_bytes, free_bytes }) = disk {
-            let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*declared);
-            if needs > available {
-                return Err(InsufficientDisk { needs, available });
+            let available = free_bytes.saturating_sub(reserve(total_bytes)).saturating_sub(*reserved);
+            if required > available {
+                return Err(InsufficientDisk { required, available });
             }
         }
-        *declared = declared.saturating_add(needs);
-        Ok(DiskReservation { of: self.0.clone(), left: needs })
+        *reserved = reserved.saturating_add(required);
+        Ok(DiskReservation { total: self.0.clone(), remaining: required })
     }
 }
 
-/// A transfer that was declared. Gives back what it has not written when it is dropped.
+/// The reservation of one transfer. The unwritten rest is released on drop.
 #[derive(Debug)]
 pub(crate) struct DiskReservation {
-    of: Arc<Mutex<u64>>,
-    left: u64,
+    total: Arc<Mutex<u64>>,
+    remaining: u64,
 }
 
 impl DiskReservation {
-    /// So much of it was written: the free space says so from now on.
-    pub(crate) fn wrote(&mut self, bytes: u64) {
-        let bytes = bytes.min(self.left);
-        self.left -= bytes;
-        let mut declared = lock(&self.of);
-        *declared = declared.saturating_sub(bytes);
+    /// Reduces the reservation by bytes that were written and now count as used space.
+    pub(crate) fn record_written(&mut self, bytes: u64) {
+        let bytes = bytes.min(self.remaining);
+        self.remaining -= bytes;
+        let mut reserved = lock(&self.total);
+        *reserved = reserved.saturating_sub(bytes);
     }
 }
 
 impl Drop for DiskReservation {
     fn drop(&mut self) {
-        self.wrote(self.left);
+        self.record_written(self.remaining);
     }
 }
 
@@ -89,18 +91,18 @@ mod tests {
     }
 
     #[test]
-    fn transfers_together_fit_the_free_space_less_the_reserve() {
+    fn reservations_fit_the_free_space_minus_the_reserve() {
         let room = DiskReservations::default();
-        let mut one = room.declare(disk(1000), 500).expect("there is room");
-        room.declare(disk(1000), 401).expect_err("the reserve is 100");
-        let two = room.declare(disk(1000), 400).expect("there is room");
+        let mut one = room.reserve(disk(1000), 500).expect("there is room");
+        room.reserve(disk(1000), 401).expect_err("the reserve is 100");
+        let two = room.reserve(disk(1000), 400).expect("there is room");
         drop(two);
-        one.wrote(300);
-        room.declare(disk(700), 401).expect_err("200 are to come");
-        room.declare(disk(700), 400).expect("there is room");
+        one.record_written(300);
+        room.reserve(disk(700), 401).expect_err("200 are to come");
+        room.reserve(disk(700), 400).expect("there is room");
         drop(one);
-        room.declare(disk(700), 601).expect_err("the reserve is left free");
-        room.declare(None, u64::MAX).expect("nobody knows");
+        room.reserve(disk(700), 601).expect_err("the reserve is left free");
+        room.reserve(None, u64::MAX).expect("the disk is unknown");
         assert_eq!(*lock(&room.0), 0);
     }
 
@@ -121,6 +123,6 @@ mod tests {
         let file = entry(b"file".to_vec(), EntryKind::File { size_bytes: 1 << 40, extents });
         let root = entry(Vec::new(), EntryKind::Directory);
         let manifest = Manifest::new([root, file], Limits::default()).expect("valid");
-        assert_eq!(needs(&manifest), (1000 << 20) + 2 * ENTRY_BYTES);
+        assert_eq!(required_bytes(&manifest), (1000 << 20) + 2 * ENTRY_BYTES);
     }
 }

@@ -1,4 +1,4 @@
-//! Why a volume cannot be read or written, with a variant for each thing that a caller may do about it.
+//! Errors of reading and writing volumes, with a variant for each reaction of a caller.
 
 use std::path::PathBuf;
 
@@ -9,89 +9,89 @@ use transfer::{ArchiveError, ArchiveWriteError, ReadError, WriteError};
 
 use super::disk_reservations::InsufficientDisk;
 
-/// The bytes of a volume cannot be had.
+/// The reason why a manifest cannot be read or is not valid.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ManifestError {
-    /// They did not survive a crash of the machine.
-    #[error("the volume {0} does not hold what it should any more")]
+    /// The bytes of the volume were damaged by a machine crash.
+    #[error("volume {0} is damaged: its contents differ from its manifest")]
     Damaged(VolumeHandle),
-    /// The worker failed.
+    /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
 }
 
-/// A volume cannot be read.
+/// The reason why a volume cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReadVolumeError {
-    /// The worker failed.
+    /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    /// The bytes of the volume are not those that its manifest says.
-    #[error("the volume {0} does not hold what it should any more")]
+    /// The bytes of the volume differ from its manifest.
+    #[error("volume {0} is damaged: its contents differ from its manifest")]
     Damaged(VolumeHandle),
     /// The tree cannot be read.
     #[error("cannot read the volume")]
     Read(#[from] ReadError),
-    /// The archive that the worker sends cannot be read.
+    /// The archive from the worker cannot be read.
     #[error(transparent)]
     Archive(ArchiveError),
-    /// An archive cannot be made.
+    /// The archive for the caller cannot be written.
     #[error("cannot pack the volume")]
     Pack(#[source] ArchiveWriteError),
-    /// The file is not there.
+    /// The path does not exist.
     #[error("there is no {0:?}")]
     PathNotFound(PathBuf),
-    /// The path is something else than a regular file.
-    #[error("{path:?} is {what}")]
+    /// The path is not a regular file.
+    #[error("{path:?} is {kind}")]
     NotAFile {
         /// The path that the caller named.
         path: PathBuf,
         /// The type of the file at the path.
-        what: String,
+        kind: String,
     },
-    /// The receiver is gone.
-    #[error("the caller is gone")]
+    /// The caller is gone.
+    #[error("cannot read the volume: the caller is gone")]
     CallerGone,
 }
 
-/// A volume cannot be written.
+/// The reason why a volume cannot be written.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WriteVolumeError {
-    /// The worker failed.
+    /// The runtime failed.
     #[error(transparent)]
     Worker(#[from] RuntimeError),
-    /// The bytes of the volume are not those that its manifest says.
-    #[error("the volume {0} does not hold what it should any more")]
+    /// The bytes of the volume differ from its manifest.
+    #[error("volume {0} is damaged: its contents differ from its manifest")]
     Damaged(VolumeHandle),
     /// The tree cannot be written.
     #[error(transparent)]
     Write(#[from] WriteError),
-    /// The archive that arrives is no archive of a tree.
+    /// The archive from the caller is invalid.
     #[error(transparent)]
     Archive(ArchiveError),
-    /// An archive for the worker cannot be made.
+    /// The archive for the worker cannot be written.
     #[error("cannot pack the volume")]
     Pack(#[source] ArchiveWriteError),
-    /// The store refused.
+    /// The artifact store rejected a call.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// Another transfer fills the volume at this moment.
-    #[error("volume {0} is being filled")]
+    /// Another transfer is filling the volume.
+    #[error("cannot fill volume {0}: another transfer is filling it; try again later")]
     Busy(VolumeHandle),
-    /// The volume has its final bytes.
-    #[error("volume {0} was filled before")]
+    /// The volume already has its final bytes.
+    #[error("cannot fill volume {0}: it is already complete")]
     Complete(VolumeHandle),
-    /// The disk has no room for what the manifest declares.
+    /// The disk has no space for the tree of the manifest.
     #[error(transparent)]
     InsufficientDisk(#[from] InsufficientDisk),
-    /// The volume exists, and no transfer fills it: a container may use it.
+    /// The volume exists, and no transfer fills it. A container may use it.
     #[error("cannot fill volume {0}: it exists, and no transfer fills it")]
     InUse(VolumeHandle),
-    /// The worker takes no more, or no caller wants the volume any more.
-    #[error("the caller is gone")]
+    /// The worker accepts no more bytes, or the caller is gone.
+    #[error("cannot fill the volume: the receiver is gone")]
     CallerGone,
-    /// The sender is gone, and has not committed.
-    #[error("the transfer was broken off")]
+    /// The caller is gone, and has not committed.
+    #[error("cannot fill the volume: the transfer ended without a commit")]
     BrokenOff,
 }
 

@@ -1,4 +1,4 @@
-//! The files in which manifests are kept: the boot, the team, and the entries of the tree.
+//! Manifest files, which contain the boot id, the team, and the entries of a tree.
 
 use std::io;
 use std::path::Path;
@@ -6,10 +6,11 @@ use std::path::Path;
 use domain::VolumeHandle;
 use transfer::{InvalidManifest, Limits, Manifest};
 
-/// What the name of a manifest that is being written ends with.
-pub(super) const UNFINISHED: &str = "tmp";
+/// Suffix of a manifest file that is being written.
+pub(super) const PARTIAL_SUFFIX: &str = "tmp";
 
-/// The digest of the tree; the boot and the team, each with its length before it; the entries.
+/// Encodes a manifest file: the tree's digest, the boot id and the team with a length each, and the
+/// entries.
 pub(super) fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<Vec<u8>> {
     let length = |text: &str| u8::try_from(text.len()).map_err(io::Error::other);
     let (boot_length, team_length) = ([length(boot)?], [length(team)?]);
@@ -19,33 +20,34 @@ pub(super) fn encode(boot: &str, team: &str, manifest: &Manifest) -> io::Result<
 }
 
 pub(super) fn save(path: &Path, boot: &str, team: &str, manifest: &Manifest) -> io::Result<()> {
-    let temporary = path.with_extension(UNFINISHED);
+    let temporary = path.with_extension(PARTIAL_SUFFIX);
     let file = encode(boot, team, manifest)?;
     let saved = std::fs::write(&temporary, file).and_then(|()| std::fs::rename(&temporary, path));
     if saved.is_err() {
-        // Half of a manifest is of no use to anybody, least of all on a full disk.
+        // A partial manifest is useless, and uses space on a disk that may be full.
         _ = std::fs::remove_file(&temporary);
     }
     saved
 }
 
-/// The manifests that were kept in this boot, the oldest first: the youngest that fit into `most_bytes`.
-pub(super) fn recalled(
+/// Loads the manifests of this boot, oldest first. Only the newest ones that fit into `most_bytes`
+/// are loaded.
+pub(super) fn load_recent(
     directory: &Path,
     boot: &str,
     most_bytes: u64,
 ) -> io::Result<Vec<(VolumeHandle, String, Manifest)>> {
-    let mut kept = Vec::new();
+    let mut files = Vec::new();
     for entry in std::fs::read_dir(directory)? {
         let entry = entry?;
         let Some(volume) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // One that is gone meanwhile is not missed.
+        // A file that was removed meanwhile is skipped.
         let Ok(metadata) = entry.metadata() else { continue };
-        kept.push((metadata.modified()?, metadata.len(), volume, entry.path()));
+        files.push((metadata.modified()?, metadata.len(), volume, entry.path()));
     }
-    kept.sort_unstable_by(|a, b| b.cmp(a));
+    files.sort_unstable_by(|a, b| b.cmp(a));
     let (mut recalled, mut bytes) = (Vec::new(), 0);
-    for (_, length, volume, path) in kept {
+    for (_, length, volume, path) in files {
         bytes += length;
         if bytes > most_bytes {
             break;
@@ -64,21 +66,21 @@ pub(super) fn load(path: &Path) -> io::Result<(String, String, Manifest)> {
     decode(&std::fs::read(path)?)
 }
 
-/// A text with its length before it, and what comes after it.
+/// Splits a text with its length from the bytes that follow.
 fn text(rest: &[u8]) -> Option<(String, &[u8])> {
     let (length, rest) = rest.split_first()?;
     let (text, rest) = rest.split_at_checked(usize::from(*length))?;
     Some((String::from_utf8(text.to_vec()).ok()?, rest))
 }
 
-/// The boot, the team and the manifest.
+/// Decodes a manifest file into the boot id, the team and the manifest.
 pub(super) fn decode(file: &[u8]) -> io::Result<(String, String, Manifest)> {
     let malformed = || io::Error::from(io::ErrorKind::InvalidData);
     let (digest, rest) = file.split_at_checked(32).ok_or_else(malformed)?;
     let (boot, rest) = text(rest).ok_or_else(malformed)?;
     let (team, entries) = text(rest).ok_or_else(malformed)?;
     let manifest = Manifest::decode(entries, Limits::of_process()).map_err(|error| match error {
-        // It is one, and there is no room for it now.
+        // The file is valid, but there is no memory for it now.
         InvalidManifest::NoMemory => io::Error::new(io::ErrorKind::OutOfMemory, error),
         _ => malformed(),
     })?;

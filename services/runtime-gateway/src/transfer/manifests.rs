@@ -1,16 +1,20 @@
-//! Manifests of complete volumes, and where on this worker an extent of content can be found.
+//! The manifests of complete volumes, and the index of extents on this worker.
 //!
-//! A manifest is proof: a volume whose manifest was kept in this boot holds what it says. After a crash of the machine that is no longer
-//! sure, for contents are not synced before they are called complete; so what a manifest of an earlier boot says is read again and
-//! compared before anything is made from it or sent ([`Manifests::proven`]). A volume that holds something else is remembered as damaged:
-//! nothing is made from it or read any more, and it is left out of what the worker reports, so that the artifact store counts it as lost.
+//! [`super`] asks for the manifest before it reads a volume, and stores it when a volume is
+//! complete. [`super::write`] looks up extents that need not be sent.
 //!
-//! The manifest of a volume that is far is kept by its worker, beside it and for as long: any gateway finds it there, and what it says is
-//! compared whenever content is read ([`crate::transfer::remote`]).
+//! Invariant: a volume whose manifest was stored in this boot holds the tree of the manifest. After
+//! a machine crash this is no longer certain, because contents are not synced before a volume is
+//! complete. So [`Manifests::load_verified`] compares a volume from an earlier boot before it is used. A
+//! volume that differs is remembered as damaged. It is no longer read, and the report omits it, so
+//! that the artifact store counts it as lost.
 //!
-//! Both are caches: a manifest that is not here is made again by scanning the volume; an extent that is not found is sent again. The memory
-//! they take is bounded by [`MEMORY`]. Extents are found only for the team whose volume has them, so that nobody learns from what need
-//! not be sent what others have.
+//! The manifest of a volume on another machine is stored by its worker beside the volume. Its
+//! contents are compared whenever they are read ([`crate::transfer::remote`]).
+//!
+//! Manifests and extents are only caches, bounded by [`MAX_MANIFEST_BYTES`]. A missing manifest is made again
+//! by a scan, and a missing extent is sent again. Extents are found only for the team of their
+//! volume. Otherwise a team could detect the contents of another team by what it need not send.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::io;
@@ -22,83 +26,83 @@ use runtime::{Contents, Runtime, RuntimeError};
 use transfer::Manifest;
 
 use super::error::ManifestError;
-use super::local_dir::directory;
-use super::manifest_file::{UNFINISHED, decode, encode, load, recalled, save};
+use super::local_dir::local_directory;
+use super::manifest_file::{PARTIAL_SUFFIX, decode, encode, load, load_recent, save};
 use super::remote;
-use super::scan::{left_out, scan};
+use super::scan::{omitted, scan};
 use super::verify::{self, Comparison};
 use crate::util::blocking::blocking;
 use crate::util::keyed_locks::lock;
-/// What the name of the mark of a damaged volume ends with.
-const DAMAGED: &str = "damaged";
-/// What the name of the mark of a volume ends with that a transfer fills.
-const FILLING: &str = "filling";
+/// Suffix of the file that marks a damaged volume.
+const DAMAGED_SUFFIX: &str = "damaged";
+/// Suffix of the file that marks a volume that a transfer fills.
+const FILLING_SUFFIX: &str = "filling";
 
-/// Most bytes of manifests, encoded, that are held in memory.
-const MEMORY: u64 = 64 << 20;
+/// Most bytes of encoded manifests in memory.
+const MAX_MANIFEST_BYTES: u64 = 64 << 20;
 
-/// Manifests of complete volumes on this worker.
+/// The manifests of complete volumes on one worker.
 pub(crate) struct Manifests {
     directory: PathBuf,
-    /// The life of the machine.
+    /// The boot id of the machine.
     boot: String,
     state: Mutex<State>,
-    /// Whether what earlier gateways kept was looked through.
-    recalled: tokio::sync::OnceCell<()>,
+    /// Whether the manifests of earlier gateways were loaded.
+    loaded_earlier: tokio::sync::OnceCell<()>,
 }
 
 #[derive(Default)]
 struct State {
     trees: HashMap<VolumeHandle, Tree>,
-    /// In the order in which they came.
+    /// Volumes in the order of insertion.
     order: VecDeque<VolumeHandle>,
     bytes: u64,
     extents: HashMap<Digest, (VolumeHandle, u64)>,
     damaged: BTreeSet<VolumeHandle>,
-    /// Volumes that transfers began to fill and that have no final bytes yet.
+    /// Volumes that transfers fill and that are not complete.
     filling: BTreeSet<VolumeHandle>,
 }
 
 struct Tree {
     team: String,
     manifest: Arc<Manifest>,
-    /// Whether its extents can be copied from here.
-    near: bool,
+    /// Whether the volume is local, so that its extents can be copied.
+    is_local: bool,
 }
 
-/// A manifest that was kept.
+/// A stored manifest.
 pub(crate) struct StoredManifest {
     team: String,
     manifest: Arc<Manifest>,
-    /// Whether it was in this boot, so that the volume holds what it says.
+    /// Whether the manifest was stored in this boot, so that the volume certainly holds its tree.
     this_boot: bool,
 }
 
 impl StoredManifest {
-    /// Whose it is.
+    /// Returns the team of the volume.
     pub(crate) fn team(&self) -> &str {
         &self.team
     }
 
-    /// Bytes of its files.
+    /// Returns the total size of the files, in bytes.
     pub(crate) fn size_bytes(&self) -> u64 {
         self.manifest.size_bytes()
     }
 
-    /// What the volume held when it was complete.
+    /// Returns the digest of the tree.
     pub(crate) fn tree_digest(&self) -> Digest {
         self.manifest.tree_digest()
     }
 }
 
-/// A volume that was scanned.
+/// The result of a scan.
 pub(crate) struct ScanResult {
     pub(crate) manifest: Arc<Manifest>,
-    /// What of it was left out, with the first paths. `None`: nothing.
-    pub(crate) left_out: Option<String>,
+    /// Omitted entries, with the first paths. `None`: nothing was omitted.
+    pub(crate) omitted: Option<String>,
 }
 
-/// Where some content is.
+/// The location of an extent.
 pub(crate) struct ExtentLocation {
     pub(crate) volume: VolumeHandle,
     pub(crate) path: PathBuf,
@@ -106,7 +110,7 @@ pub(crate) struct ExtentLocation {
 }
 
 impl Manifests {
-    /// The cache in `directory`, which is made. `boot` is the life of the machine.
+    /// Opens the manifests in `directory`, which is created. `boot` is the boot id of the machine.
     pub(crate) fn open(directory: &Path, boot: String) -> io::Result<Self> {
         std::fs::create_dir_all(directory)?;
         let mut state = State::default();
@@ -114,12 +118,12 @@ impl Manifests {
             let path = entry?.path();
             let handle = || path.file_stem().and_then(|stem| stem.to_str()?.parse::<VolumeHandle>().ok());
             match path.extension().and_then(|extension| extension.to_str()) {
-                // A gateway was killed while it wrote it.
-                Some(UNFINISHED) => std::fs::remove_file(&path)?,
-                Some(DAMAGED) => state.damaged.extend(handle()),
-                // A gateway was killed after the volume had its final bytes.
-                Some(FILLING) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
-                Some(FILLING) => state.filling.extend(handle()),
+                // A gateway was killed while it wrote this file.
+                Some(PARTIAL_SUFFIX) => std::fs::remove_file(&path)?,
+                Some(DAMAGED_SUFFIX) => state.damaged.extend(handle()),
+                // A gateway was killed after the volume was complete.
+                Some(FILLING_SUFFIX) if path.with_extension("").exists() => std::fs::remove_file(&path)?,
+                Some(FILLING_SUFFIX) => state.filling.extend(handle()),
                 _ => {}
             }
         }
@@ -127,12 +131,13 @@ impl Manifests {
             directory: directory.to_owned(),
             boot,
             state: Mutex::new(state),
-            recalled: tokio::sync::OnceCell::new(),
+            loaded_earlier: tokio::sync::OnceCell::new(),
         })
     }
 
-    /// The manifest of a volume that surely holds what it says, for which the volume is read if nothing of this boot says so.
-    pub(crate) async fn proven(
+    /// Returns the manifest of a volume that certainly holds its tree. The volume is read if no
+    /// manifest of this boot exists.
+    pub(crate) async fn load_verified(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
@@ -141,13 +146,13 @@ impl Manifests {
         if self.state().damaged.contains(&volume) {
             return Err(ManifestError::Damaged(volume));
         }
-        let Some(StoredManifest { team, manifest, this_boot }) = self.kept_of(runtime, volume).await? else {
+        let Some(StoredManifest { team, manifest, this_boot }) = self.stored(runtime, volume).await? else {
             return Ok(self.scan(runtime, volume, team).await?);
         };
         if this_boot {
             return Ok(manifest);
         }
-        let root = directory(runtime, volume).await?;
+        let root = local_directory(runtime, volume).await?;
         let expected = manifest.clone();
         match blocking(move || verify::compare(&root, &expected)).await? {
             Comparison::Same => {
@@ -158,7 +163,7 @@ impl Manifests {
                 tracing::error!(
                     volume.handle = %volume,
                     path = %path.display(),
-                    "a volume did not survive a crash of the machine; nothing is made from it"
+                    "volume damaged by a machine crash: it is no longer used"
                 );
                 self.mark_damaged(volume).await;
                 Err(ManifestError::Damaged(volume))
@@ -166,7 +171,7 @@ impl Manifests {
         }
     }
 
-    /// Makes sure that a volume holds the tree with this digest.
+    /// Verifies that a volume holds the tree with this digest.
     pub(crate) async fn verify(
         &self,
         runtime: &dyn Runtime,
@@ -174,27 +179,26 @@ impl Manifests {
         team: &str,
         digest: Digest,
     ) -> Result<Arc<Manifest>, ManifestError> {
-        let manifest = self.proven(runtime, volume, team).await?;
+        let manifest = self.load_verified(runtime, volume, team).await?;
         if manifest.tree_digest() == digest {
             return Ok(manifest);
         }
-        tracing::error!(volume.handle = %volume, "a volume holds another tree than the artifact store says; nothing is made from it");
+        tracing::error!(volume.handle = %volume, "volume damaged: its tree differs from that in the artifact store, so it is no longer used");
         self.mark_damaged(volume).await;
         Err(ManifestError::Damaged(volume))
     }
 
-    /// The volumes that do not hold what they should.
+    /// Returns the damaged volumes.
     pub(crate) fn damaged(&self) -> BTreeSet<VolumeHandle> {
         self.state().damaged.clone()
     }
 
-    /// Marks a volume that does not exist yet as one that a transfer fills. The mark is durable when this returns, as far as the manifests
-    /// are.
+    /// Marks a new volume as one that a transfer fills. The mark is as durable as the manifests.
     ///
-    /// Only a volume with this mark is ever emptied for a transfer. So no ticket, however it was got, empties a volume that a container uses or
-    /// an artifact has.
+    /// Only a volume with this mark is emptied for a transfer. So no ticket can empty a volume that
+    /// a container or an artifact uses.
     pub(crate) async fn begin_filling(&self, volume: VolumeHandle) -> Result<(), RuntimeError> {
-        let path = self.path(volume).with_extension(FILLING);
+        let path = self.path(volume).with_extension(FILLING_SUFFIX);
         let written = tokio::fs::write(&path, b"").await;
         written.map_err(|error| RuntimeError::io("marking a volume that is filled", error))?;
         self.state().filling.insert(volume);
@@ -206,16 +210,16 @@ impl Manifests {
         self.state().filling.contains(&volume)
     }
 
-    /// Removes the mark: the volume has its final bytes, or does not exist any more.
+    /// Removes the mark of a volume that is complete or destroyed.
     pub(crate) async fn end_filling(&self, volume: VolumeHandle) {
         if !self.state().filling.remove(&volume) {
             return;
         }
-        let path = self.path(volume).with_extension(FILLING);
+        let path = self.path(volume).with_extension(FILLING_SUFFIX);
         if let Err(error) = tokio::fs::remove_file(&path).await
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!(volume.handle = %volume, %error, "cannot remove the mark of a volume that was filled");
+            tracing::warn!(volume.handle = %volume, %error, "cannot remove the mark of a filled volume");
         }
     }
 
@@ -225,14 +229,14 @@ impl Manifests {
             state.remove(volume);
             state.damaged.insert(volume);
         }
-        let path = self.path(volume).with_extension(DAMAGED);
+        let path = self.path(volume).with_extension(DAMAGED_SUFFIX);
         if let Err(error) = tokio::fs::write(&path, b"").await {
-            // It is found out again.
-            tracing::warn!(volume.handle = %volume, %error, "cannot remember that a volume is damaged");
+            // The damage is detected again at the next use.
+            tracing::warn!(volume.handle = %volume, %error, "cannot mark a damaged volume");
         }
     }
 
-    /// Scans a volume that has its final bytes, and keeps what was found.
+    /// Scans a complete volume, and stores its manifest.
     pub(crate) async fn scan(
         &self,
         runtime: &dyn Runtime,
@@ -242,99 +246,107 @@ impl Manifests {
         self.scan_all(runtime, volume, team).await.map(|scanned| scanned.manifest)
     }
 
-    /// Scans a volume as [`Self::scan`] does, and says what a manifest cannot hold of it.
+    /// Scans a complete volume, stores its manifest, and returns also the omitted entries.
     pub(crate) async fn scan_all(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
     ) -> Result<ScanResult, RuntimeError> {
-        let (manifest, left_out) = match runtime.contents(volume).await? {
+        let (manifest, omitted) = match runtime.contents(volume).await? {
             Contents::Directory(root) => {
                 let transfer::Scan { manifest, problems, .. } = blocking(move || scan(&root)).await?;
-                (manifest, left_out(&problems))
+                (manifest, omitted(&problems))
             }
             Contents::Remote(remote) => (remote::scan(&remote).await?, None),
         };
-        if let Some(left_out) = &left_out {
-            tracing::info!(volume.handle = %volume, left_out, "a manifest does not hold all of a volume");
+        if let Some(omitted) = &omitted {
+            tracing::info!(volume.handle = %volume, omitted, "a manifest omits some entries of a volume");
         }
         let manifest = Arc::new(manifest);
         self.insert(runtime, volume, team, manifest.clone()).await;
-        Ok(ScanResult { manifest, left_out })
+        Ok(ScanResult { manifest, omitted })
     }
 
-    /// Keeps the manifest of a volume that has its final bytes, and that can be scanned for it otherwise.
+    /// Stores the manifest of a complete volume. If that fails, a later gateway scans the volume
+    /// again.
     async fn insert(&self, runtime: &dyn Runtime, volume: VolumeHandle, team: &str, manifest: Arc<Manifest>) {
-        if let Err(error) = self.keep(runtime, volume, team, manifest.clone()).await {
-            tracing::warn!(volume.handle = %volume, error = error_chain(&error), "a manifest has to be made again");
-            self.state().insert(volume, Tree { team: team.to_owned(), manifest, near: false });
+        if let Err(error) = self.store(runtime, volume, team, manifest.clone()).await {
+            tracing::warn!(volume.handle = %volume, error = error_chain(&error), "cannot store a manifest: the volume will be scanned again");
+            self.state().insert(volume, Tree { team: team.to_owned(), manifest, is_local: false });
         }
     }
 
-    /// Keeps the manifest of a volume that has its final bytes, so that the next gateway finds it as well: beside the volume, where that is
-    /// far.
-    pub(crate) async fn keep(
+    /// Stores the manifest of a complete volume for later gateways. If the volume is on another
+    /// machine, so is the manifest.
+    pub(crate) async fn store(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
         team: &str,
         manifest: Arc<Manifest>,
     ) -> Result<(), RuntimeError> {
-        let (whose, kept) = (team.to_owned(), manifest.clone());
+        let (owner_team, stored) = (team.to_owned(), manifest.clone());
         let failed = |error| RuntimeError::io("keeping a manifest", error);
-        let near = match runtime.contents(volume).await? {
+        let is_local = match runtime.contents(volume).await? {
             Contents::Directory(_) => {
                 let (path, boot) = (self.path(volume), self.boot.clone());
-                blocking(move || save(&path, &boot, &whose, &kept).map_err(failed)).await?;
+                blocking(move || save(&path, &boot, &owner_team, &stored).map_err(failed)).await?;
                 true
             }
             Contents::Remote(remote) => {
-                // What happens to the machine of the worker, its marker says; there is no boot to compare.
-                let file = blocking(move || encode("", &whose, &kept).map_err(failed)).await?;
+                // The marker of the worker covers crashes of its machine, so there is no boot to
+                // compare.
+                let file = blocking(move || encode("", &owner_team, &stored).map_err(failed)).await?;
                 remote.keep_manifest(file).await?;
                 false
             }
         };
-        self.state().insert(volume, Tree { team: team.to_owned(), manifest, near });
+        self.state().insert(volume, Tree { team: team.to_owned(), manifest, is_local });
         Ok(())
     }
 
-    /// The manifest that was kept of a volume, here or on its worker. `None`: it is not complete, or it has to be scanned.
-    pub(crate) async fn kept_of(
+    /// Returns the stored manifest of a volume, from here or from its worker. `None`: the volume is
+    /// not complete, or must be scanned.
+    pub(crate) async fn stored(
         &self,
         runtime: &dyn Runtime,
         volume: VolumeHandle,
     ) -> Result<Option<StoredManifest>, RuntimeError> {
-        if let Some(kept) = self.kept(volume).await? {
-            return Ok(Some(kept));
+        if let Some(stored) = self.stored_here(volume).await? {
+            return Ok(Some(stored));
         }
         let remote = match runtime.contents(volume).await {
             Ok(Contents::Remote(remote)) => remote,
             Ok(Contents::Directory(_)) | Err(RuntimeError::VolumeNotFound(_)) => return Ok(None),
-            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) => return Err(error),
         };
         let Some(file) = remote.kept_manifest().await? else { return Ok(None) };
         let decoded = blocking(move || match decode(&file) {
             Ok(decoded) => Ok(Some(decoded)),
-            // What is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) if error.kind() == io::ErrorKind::OutOfMemory => {
                 Err(RuntimeError::io("reading a manifest", error))
             }
-            // One that makes no sense is as good as none.
+            // An invalid file counts as missing.
             Err(_) => Ok(None),
         });
         let decoded = decoded.await?;
         let Some((_, team, manifest)) = decoded else { return Ok(None) };
         let manifest = Arc::new(manifest);
-        let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: false };
+        let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: false };
         self.state().insert(volume, tree);
         Ok(Some(StoredManifest { team, manifest, this_boot: true }))
     }
 
-    /// The manifest that was kept here of a volume.
-    pub(crate) async fn kept(&self, volume: VolumeHandle) -> Result<Option<StoredManifest>, RuntimeError> {
+    /// Returns the manifest of a volume that is stored on this machine.
+    pub(crate) async fn stored_here(
+        &self,
+        volume: VolumeHandle,
+    ) -> Result<Option<StoredManifest>, RuntimeError> {
         if let Some(tree) = self.state().trees.get(&volume) {
             let (team, manifest) = (tree.team.clone(), tree.manifest.clone());
             return Ok(Some(StoredManifest { team, manifest, this_boot: true }));
@@ -345,44 +357,49 @@ impl Manifests {
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData) => {
                 Ok(None)
             }
-            // Whether there is one is not known, and what is taken for unfinished is thrown away.
+            // An error must not look like a missing manifest, because a volume without one is
+            // destroyed.
             Err(error) => Err(RuntimeError::io("reading a manifest", error)),
         });
         let Some((boot, team, manifest)) = loaded.await? else { return Ok(None) };
         let (manifest, this_boot) = (Arc::new(manifest), boot == self.boot);
         if this_boot {
-            let tree = Tree { team: team.clone(), manifest: manifest.clone(), near: true };
+            let tree = Tree { team: team.clone(), manifest: manifest.clone(), is_local: true };
             self.state().insert(volume, tree);
         }
         Ok(Some(StoredManifest { team, manifest, this_boot }))
     }
 
-    /// Takes in, once, what earlier gateways kept in this boot, so that [`Self::find`] finds it: the youngest, as far as there is memory.
-    pub(crate) async fn recall(&self) {
-        let recall = || async {
+    /// Loads the newest manifests of earlier gateways from this boot, once, so that [`Self::find`]
+    /// finds their extents.
+    pub(crate) async fn load_earlier(&self) {
+        let load = || async {
             let (directory, boot) = (self.directory.clone(), self.boot.clone());
             let recalled = blocking(move || {
-                recalled(&directory, &boot, MEMORY)
+                load_recent(&directory, &boot, MAX_MANIFEST_BYTES)
                     .map_err(|error| RuntimeError::io("reading manifests", error))
             });
             match recalled.await {
                 Ok(recalled) => recalled.into_iter().for_each(|(volume, team, manifest)| {
-                    self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), near: true });
-                    // It may have been forgotten since it was read.
+                    self.state().insert(volume, Tree { team, manifest: Arc::new(manifest), is_local: true });
+                    // The manifest may have been removed since it was read.
                     if !self.path(volume).exists() {
                         self.state().remove(volume);
                     }
                 }),
-                // What is not found is sent again.
+                // An extent that is not found is sent again.
                 Err(error) => {
-                    tracing::warn!(error = error_chain(&error), "cannot look for what is here already")
+                    tracing::warn!(
+                        error = error_chain(&error),
+                        "cannot load the manifests of earlier gateways"
+                    )
                 }
             }
         };
-        self.recalled.get_or_init(recall).await;
+        self.loaded_earlier.get_or_init(load).await;
     }
 
-    /// Where a volume of `team` has the content with this digest.
+    /// Returns the location of the extent with this digest in a volume of `team`.
     pub(crate) fn find(&self, team: &str, digest: &Digest) -> Option<ExtentLocation> {
         let state = self.state();
         let (volume, ordinal) = state.extents.get(digest)?;
@@ -392,8 +409,10 @@ impl Manifests {
         Some(ExtentLocation { volume: *volume, path, offset: located.extent.offset })
     }
 
-    /// Forgets a volume that is destroyed: before it is, so that nothing more is made from it, and again after, for what had begun to read
-    /// it may have kept it since.
+    /// Removes the manifest of a volume that is being destroyed.
+    ///
+    /// It must be called before the destruction, so that the volume is no longer used. It must be
+    /// called again afterwards, because a concurrent reader may have stored the manifest meanwhile.
     pub(crate) async fn forget(&self, volume: VolumeHandle) {
         {
             let mut state = self.state();
@@ -402,7 +421,7 @@ impl Manifests {
         }
         self.end_filling(volume).await;
         let path = self.path(volume);
-        for path in [path.with_extension(DAMAGED), path] {
+        for path in [path.with_extension(DAMAGED_SUFFIX), path] {
             match tokio::fs::remove_file(path).await {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -423,18 +442,18 @@ impl Manifests {
 impl State {
     fn insert(&mut self, volume: VolumeHandle, tree: Tree) {
         self.remove(volume);
-        if tree.manifest.encoded_bytes() > MEMORY {
+        if tree.manifest.encoded_bytes() > MAX_MANIFEST_BYTES {
             return;
         }
-        // From here on, `MEMORY` bounds it.
+        // From here on, `MAX_MANIFEST_BYTES` bounds the manifest instead of the budget.
         tree.manifest.release_budget();
         self.bytes += tree.manifest.encoded_bytes();
-        for located in tree.manifest.extents().filter(|_| tree.near) {
+        for located in tree.manifest.extents().filter(|_| tree.is_local) {
             self.extents.insert(located.extent.digest, (volume, located.ordinal));
         }
         self.order.push_back(volume);
         self.trees.insert(volume, tree);
-        while self.bytes > MEMORY
+        while self.bytes > MAX_MANIFEST_BYTES
             && let Some(oldest) = self.order.front().copied()
         {
             self.remove(oldest);
@@ -444,9 +463,9 @@ impl State {
     fn remove(&mut self, volume: VolumeHandle) {
         let Some(tree) = self.trees.remove(&volume) else { return };
         self.bytes -= tree.manifest.encoded_bytes();
-        self.order.retain(|kept| *kept != volume);
+        self.order.retain(|stored| *stored != volume);
         for located in tree.manifest.extents() {
-            if self.extents.get(&located.extent.digest).is_some_and(|(kept, _)| *kept == volume) {
+            if self.extents.get(&located.extent.digest).is_some_and(|(stored, _)| *stored == volume) {
                 self.extents.remove(&located.extent.digest);
             }
         }

@@ -1,9 +1,10 @@
-//! Bytes in and out of the volumes of a worker.
+//! Transfers of bytes to and from the volumes of a worker.
 //!
-//! [`mod@write`] fills a volume and [`read`] reads one; [`pull`] fills one from other gateways, and [`archives`]
-//! does both with tar archives. The manifest of each complete volume is kept by [`manifests`].
+//! [`mod@write`] fills a volume and [`read`] reads one. [`pull`] fills a volume from other
+//! gateways, and [`archives`] transfers tar archives. [`manifests`] stores the manifest of each
+//! complete volume.
 //!
-//! Callers are the handlers of `Volumes`, and attempts, which read and publish volumes.
+//! Callers are the handlers of `Volumes`, and attempts, which verify inputs and publish outputs.
 
 pub(crate) mod archives;
 mod blocking_pipe;
@@ -35,18 +36,18 @@ use disk_reservations::DiskReservations;
 use error::ManifestError;
 use manifests::Manifests;
 
-/// The volumes of one worker, as transfers read and write them.
+/// The volumes of one worker, for transfers.
 pub(crate) struct Transfers {
     pub(crate) worker: Arc<Worker>,
     pub(crate) manifests: Manifests,
-    /// Volumes that are being filled, by one writer each.
+    /// Volumes that are being filled. Each has one writer.
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
-    /// Bytes that transfers have declared and not written yet.
+    /// Disk space that transfers have reserved.
     reservations: DiskReservations,
 }
 
 impl Transfers {
-    /// `boot` is the life of the machine.
+    /// Opens the transfers of a worker. `boot` is the boot id of the machine.
     ///
     /// # Errors
     ///
@@ -60,9 +61,10 @@ impl Transfers {
         }))
     }
 
-    /// The manifest of a complete volume, whose bytes are those that it says.
+    /// Returns the manifest of a complete volume that certainly holds its tree.
     pub(crate) async fn manifest(&self, ticket: &TicketClaims) -> Result<Arc<Manifest>, ManifestError> {
-        let proven = self.manifests.proven(self.worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
+        let proven =
+            self.manifests.load_verified(self.worker.runtime.as_ref(), ticket.volume, &ticket.team).await;
         if let Err(ManifestError::Damaged(_)) = proven {
             self.worker.report_due.notify_one();
         }
@@ -70,25 +72,25 @@ impl Transfers {
     }
 }
 
-/// The right to fill a volume: one writer at a time.
+/// The permit to fill a volume. A volume has one writer at a time.
 pub(crate) struct WriterPermit {
     filling: Arc<Mutex<HashSet<VolumeHandle>>>,
     volume: VolumeHandle,
 }
 
 impl WriterPermit {
-    pub(crate) fn take(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
-        let mine = lock(filling).insert(volume);
-        mine.then(|| Self { filling: filling.clone(), volume })
+    pub(crate) fn acquire(filling: &Arc<Mutex<HashSet<VolumeHandle>>>, volume: VolumeHandle) -> Option<Self> {
+        let is_free = lock(filling).insert(volume);
+        is_free.then(|| Self { filling: filling.clone(), volume })
     }
 
-    /// Frees what could not be written as a whole. The artifact store knows the volume as unfinished and has it destroyed in the end; on a
-    /// full disk, though, it may have no room to write that down, and needs this room first.
+    /// Destroys a volume that was not filled completely, to free its space at once. The artifact
+    /// store would collect it too, but on a full disk the store may need that space first.
     pub(crate) async fn discard(self, transfers: &Transfers) {
         match transfers.worker.runtime.destroy_volume(self.volume).await {
             Ok(()) => transfers.manifests.end_filling(self.volume).await,
             Err(error) => {
-                tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a volume that could not be filled");
+                tracing::warn!(volume.handle = %self.volume, %error, "cannot destroy a partial volume");
             }
         }
     }

@@ -1,14 +1,16 @@
-//! The copy of a volume that one Concourse worker sends straight to another, past both gateways.
+//! The direct copy of a volume from one Concourse worker to another.
 //!
 //! ```text
-//! nothing sent ──▶ the way through the gateways
-//! sent ──▶ read again and compared ──▶ the volume holds the tree
-//!   └──anything else──▶ emptied ──▶ the way through the gateways
+//! not sent ──▶ copy through the gateways
+//! sent ──▶ read back and compared ──▶ complete
+//!   └──failed or different──▶ emptied ──▶ copy through the gateways
 //! ```
 //!
-//! No gateway has seen these bytes. Invariant: the volume counts only after all of it was read at its own worker
-//! and compared with the manifest that was asked for ([`transfer::ArchiveReader::compare`]). Nothing of it stays
-//! in a volume that is filled in another way afterwards. See
+//! [`super::write`] tries it before a copy through the gateways.
+//!
+//! Invariant: the volume counts only after all of it was read back and compared with the requested
+//! manifest ([`transfer::ArchiveReader::compare`]). The gateways have not seen these bytes before.
+//! If the copy fails, the volume is emptied before it is filled in another way. See
 //! `docs/decisions/0008-let-concourse-workers-send-volumes-directly.md`.
 
 use std::path::Path;
@@ -27,57 +29,57 @@ use transfer::{ArchiveError, ArchiveReader, Limits, Manifest};
 use super::Transfers;
 use super::error::WriteVolumeError;
 use crate::clients::gateway::{Source, SourceError};
-use crate::transfer::blocking_pipe::Arriving;
+use crate::transfer::blocking_pipe::ArchiveSource;
 use crate::transfer::remote::SharedRemoteVolume;
 use crate::util::blocking::blocking;
 
-/// How it ends that another worker is asked to send, as metrics call it.
+/// Outcomes of direct copies, as labels of the metric.
 pub(crate) const OUTCOMES: [&str; 5] = ["done", "refused", "cancelled", "corrupted", "failed"];
-/// How long a worker may take to say where it is reached.
-const ASK: Duration = Duration::from_secs(5);
-/// What a worker sends in a second, if it is a large volume.
-const SLOWEST: u64 = 2 << 20;
-/// Longest time in which emptying a volume is tried again.
-const CLEARING: Duration = Duration::from_secs(180);
+/// Timeout of the query for a worker's peer address.
+const INLET_TIMEOUT: Duration = Duration::from_secs(5);
+/// Slowest transfer rate of a large volume, in bytes per second.
+const MIN_BYTES_PER_SECOND: u64 = 2 << 20;
+/// Longest time for which emptying a volume is tried again.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// A volume elsewhere whose worker is asked to send it.
-pub(crate) struct Sender {
+/// A volume on another worker, which is asked to send it.
+pub(crate) struct PeerSource {
     pub(crate) source: Source,
-    /// Permits to write the volume that is to be filled.
+    /// Ticket that permits to write the destination.
     pub(crate) ticket: String,
-    /// Is told how many bytes were compared.
+    /// Number of bytes that were compared.
     pub(crate) compared: watch::Sender<u64>,
-    /// Nobody wants the volume any more.
-    pub(crate) left: CancellationToken,
+    /// Cancelled when the caller is gone.
+    pub(crate) caller_gone: CancellationToken,
 }
 
-/// A worker could not send a volume to this one.
+/// The reason why a direct copy failed.
 #[derive(Debug, thiserror::Error)]
 enum PeerError {
-    /// Its gateway cannot be called.
+    /// The gateway of the source cannot be called.
     #[error(transparent)]
     Source(SourceError),
-    /// It has not begun.
-    #[error("the other worker does not send: {0}")]
-    NotBegun(Refusal),
-    /// It said that it could not.
-    #[error("the other worker could not send: {0}")]
+    /// The other worker has not started to send.
+    #[error("the other worker rejected the copy: {0}")]
+    Rejected(Refusal),
+    /// The other worker failed, and sends no more.
+    #[error("the other worker failed to send: {0}")]
     Failed(Refusal),
-    /// It may be sending still.
-    #[error("whether the other worker still sends is not known: {0}")]
-    Lost(Refusal),
-    /// So may it here.
+    /// The other worker may still send.
+    #[error("the other worker may still be sending: {0}")]
+    Unknown(Refusal),
+    /// The other worker took too long, and may still send.
     #[error("the other worker took too long")]
-    Late,
-    /// So may it here.
-    #[error("nobody wants it any more")]
-    Left,
-    /// What arrived cannot be read.
-    #[error("what arrived cannot be read")]
+    TimedOut,
+    /// The caller is gone. The other worker may still send.
+    #[error("the caller is gone")]
+    CallerGone,
+    /// The received volume cannot be read.
+    #[error("cannot read the received volume")]
     Worker(#[from] RuntimeError),
-    /// It is not what was asked for.
-    #[error("what arrived is not what was asked for")]
-    Arrived(#[source] ArchiveError),
+    /// The received tree differs from the requested one.
+    #[error("the received volume has another tree")]
+    Differs(#[source] ArchiveError),
 }
 
 impl From<SourceError> for PeerError {
@@ -86,7 +88,7 @@ impl From<SourceError> for PeerError {
             SourceError::Refused(refusal) => refusal,
             error => return Self::Source(error),
         };
-        let not_begun = [
+        let rejections = [
             Reason::NoPeers,
             Reason::InvalidField,
             Reason::InvalidToken,
@@ -95,33 +97,33 @@ impl From<SourceError> for PeerError {
             Reason::VolumeNotFound,
             Reason::DigestMismatch,
         ];
-        if refusal.code == Code::Unimplemented || not_begun.into_iter().any(|reason| refusal.is(reason)) {
-            Self::NotBegun(refusal)
+        if refusal.code == Code::Unimplemented || rejections.into_iter().any(|reason| refusal.is(reason)) {
+            Self::Rejected(refusal)
         } else if refusal.is(Reason::PeerFailed) {
             Self::Failed(refusal)
         } else {
-            Self::Lost(refusal)
+            Self::Unknown(refusal)
         }
     }
 }
 
 impl PeerError {
-    /// Whether the volume is as empty as it was.
+    /// Whether the volume is certainly still empty.
     fn is_untouched(&self) -> bool {
-        matches!(self, Self::Source(_) | Self::NotBegun(_))
+        matches!(self, Self::Source(_) | Self::Rejected(_))
     }
 
-    /// Whether more may come.
-    fn may_go_on(&self) -> bool {
-        matches!(self, Self::Lost(_) | Self::Late | Self::Left)
+    /// Whether the other worker may still send.
+    fn may_still_send(&self) -> bool {
+        matches!(self, Self::Unknown(_) | Self::TimedOut | Self::CallerGone)
     }
 
-    /// As metrics call it.
+    /// Returns the label of the metric.
     fn outcome(&self) -> &'static str {
         match self {
             error if error.is_untouched() => "refused",
-            Self::Left => "cancelled",
-            Self::Arrived(_) => "corrupted",
+            Self::CallerGone => "cancelled",
+            Self::Differs(_) => "corrupted",
             _ => "failed",
         }
     }
@@ -131,9 +133,9 @@ fn count(outcome: &'static str) {
     metrics::counter!("gantry_gateway_peer_transfers_total", "outcome" => outcome).increment(1);
 }
 
-impl Sender {
-    /// Has the worker of the source fill the empty volume `remote`, if both workers do such things. Answers whether it holds the tree of
-    /// `manifest`; if not, it is empty, and stays so.
+impl PeerSource {
+    /// Requests the worker of the source to fill the empty volume `remote`. Returns true if the
+    /// volume holds the tree of `manifest`. Otherwise the volume is empty.
     pub(crate) async fn fill(
         &self,
         transfers: &Transfers,
@@ -141,45 +143,52 @@ impl Sender {
         remote: &SharedRemoteVolume,
         manifest: &Arc<Manifest>,
     ) -> Result<bool, WriteVolumeError> {
-        // Plain tar would make all holes full.
+        // Plain tar fills holes with zeroes, so trees with holes are not copied this way.
         if manifest.extent_bytes() == 0 || manifest.extent_bytes() != manifest.size_bytes() {
             return Ok(false);
         }
-        let inlet = match timeout(ASK, remote.inlet()).await {
+        let inlet = match timeout(INLET_TIMEOUT, remote.inlet()).await {
             Ok(Ok(Some(inlet))) => inlet,
             Ok(Ok(None)) => return Ok(false),
-            Ok(Err(error)) => return Ok(self.without(volume, &error_chain(&error))),
-            Err(late) => return Ok(self.without(volume, &error_chain(&late))),
+            Ok(Err(error)) => return Ok(self.log_fallback(volume, &error_chain(&error))),
+            Err(late) => return Ok(self.log_fallback(volume, &error_chain(&late))),
         };
-        let brought = tokio::select! {
-            brought = self.bring(transfers, remote, manifest, inlet) => brought,
-            () = self.left.cancelled() => Err(PeerError::Left),
+        let result = tokio::select! {
+            result = self.transfer(transfers, remote, manifest, inlet) => result,
+            () = self.caller_gone.cancelled() => Err(PeerError::CallerGone),
         };
-        let Err(error) = brought else {
+        let Err(error) = result else {
             count("done");
             return Ok(true);
         };
         count(error.outcome());
         if error.is_untouched() {
-            return Ok(self.without(volume, &error_chain(&error)));
+            return Ok(self.log_fallback(volume, &error_chain(&error)));
         }
-        self.without(volume, &error_chain(&error));
-        clear(transfers, volume, remote, error.may_go_on(), !matches!(error, PeerError::Left)).await?;
-        if matches!(error, PeerError::Left) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
+        self.log_fallback(volume, &error_chain(&error));
+        empty_volume(
+            transfers,
+            volume,
+            remote,
+            error.may_still_send(),
+            !matches!(error, PeerError::CallerGone),
+        )
+        .await?;
+        if matches!(error, PeerError::CallerGone) { Err(WriteVolumeError::CallerGone) } else { Ok(false) }
     }
 
-    /// Says why a volume goes through the gateways.
-    fn without(&self, volume: VolumeHandle, why: &str) -> bool {
+    /// Logs why a volume is copied through the gateways.
+    fn log_fallback(&self, volume: VolumeHandle, why: &str) -> bool {
         tracing::info!(
             volume.handle = %volume,
             source = ?self.source.endpoint,
             error = why,
-            "a volume is not sent from worker to worker"
+            "cannot copy a volume directly: copying through the gateways"
         );
         false
     }
 
-    async fn bring(
+    async fn transfer(
         &self,
         transfers: &Transfers,
         remote: &SharedRemoteVolume,
@@ -187,16 +196,16 @@ impl Sender {
         inlet: Inlet,
     ) -> Result<(), PeerError> {
         self.compared.send_replace(0);
-        let patience = transfers
+        let time_limit = transfers
             .worker
             .config
             .intervals
             .peer_transfer
-            .max(Duration::from_secs(manifest.extent_bytes() / SLOWEST));
-        let sent = timeout(patience, self.source.stream_to_peer(&self.ticket, inlet)).await;
-        sent.map_err(|_| PeerError::Late)??;
+            .max(Duration::from_secs(manifest.extent_bytes() / MIN_BYTES_PER_SECOND));
+        let sent = timeout(time_limit, self.source.stream_to_peer(&self.ticket, inlet)).await;
+        sent.map_err(|_| PeerError::TimedOut)??;
 
-        let archive = Arriving::of(manifest, remote.read(Path::new("")).await?);
+        let archive = ArchiveSource::of(manifest, remote.read(Path::new("")).await?);
         let (manifest, compared) = (manifest.clone(), self.compared.clone());
         let mut done = 0;
         blocking(move || {
@@ -204,48 +213,50 @@ impl Sender {
                 done += bytes;
                 compared.send_replace(done);
             });
-            compared.map_err(PeerError::Arrived)
+            compared.map_err(PeerError::Differs)
         })
         .await
     }
 }
 
-/// Empties a volume, so that nothing comes any more: where something `may_come`, only after it was gone for so long that nothing does. Makes
-/// it `again`, empty.
+/// Empties a volume. With `may_receive`, the other worker may still send, so the volume is destroyed
+/// for a while first. With `recreate`, the volume is made again, empty.
 ///
-/// To a worker whose volume is gone nothing can be sent, and what writes into a directory that is gone writes nowhere. But one that unpacks
-/// at this moment may keep the directory, and have it found again by the volume that comes after it; so that one is looked into.
-async fn clear(
+/// A worker rejects bytes for a destroyed volume, and writes to a deleted directory are lost. But a
+/// worker that is unpacking may keep the directory, and a new volume may then show its contents. So
+/// the new volume is checked.
+async fn empty_volume(
     transfers: &Transfers,
     volume: VolumeHandle,
     remote: &SharedRemoteVolume,
-    mut may_come: bool,
-    again: bool,
+    mut may_receive: bool,
+    recreate: bool,
 ) -> Result<(), RuntimeError> {
     let intervals = &transfers.worker.config.intervals;
-    let until = Instant::now() + CLEARING + if may_come { intervals.peer_quiet } else { Duration::ZERO };
+    let until =
+        Instant::now() + CLEAR_TIMEOUT + if may_receive { intervals.peer_quiet } else { Duration::ZERO };
     loop {
         let cleared = async {
             transfers.worker.runtime.destroy_volume(volume).await?;
-            if std::mem::take(&mut may_come) {
+            if std::mem::take(&mut may_receive) {
                 tokio::select! {
                     () = tokio::time::sleep(intervals.peer_quiet) => {}
                     () = transfers.worker.stopping.cancelled() => {}
                 }
             }
-            if !again {
+            if !recreate {
                 return Ok(());
             }
             transfers.worker.runtime.create_volume(volume, VolumeSource::Empty).await?;
             if is_empty(remote).await? {
                 return Ok(());
             }
-            Err(RuntimeError::Other("something is left in a volume that was made anew".to_owned()))
+            Err(RuntimeError::Other("cannot empty a volume: the new volume is not empty".to_owned()))
         };
         match cleared.await {
             Err(error) if Instant::now() < until && !transfers.worker.stopping.is_cancelled() => {
-                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "a volume is not empty yet");
-                may_come = true;
+                tracing::debug!(volume.handle = %volume, error = error_chain(&error), "cannot empty a volume: trying again");
+                may_receive = true;
                 tokio::time::sleep(intervals.clear_retry).await;
             }
             cleared => return cleared,
@@ -254,10 +265,10 @@ async fn clear(
 }
 
 async fn is_empty(remote: &SharedRemoteVolume) -> Result<bool, RuntimeError> {
-    let archive = Arriving::new(remote.read(Path::new("")).await?);
+    let archive = ArchiveSource::new(remote.read(Path::new("")).await?);
     blocking(move || {
         let read = ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
-        // What is left of an archive that is being unpacked may change while it is read.
+        // An archive that is still being unpacked may change while it is read.
         Ok::<_, RuntimeError>(read.is_ok_and(|manifest| manifest.entries().len() == 1))
     })
     .await

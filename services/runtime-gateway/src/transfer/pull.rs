@@ -1,14 +1,15 @@
-//! The copy of a volume from other workers into a planned volume.
+//! The copy of a volume from other workers to this one.
 //!
-//! The manifest comes first. Extents that this worker has are copied here. The rest is read from one source after
-//! the other, and each goes on where the one before broke off. So a source that dies costs only what was in
-//! flight. A worker on another machine takes whole files, so the next source begins again.
+//! `api` calls it for `Volumes.Fetch`. The manifest comes first. Extents that this worker has are
+//! copied locally. The other extents are read from the sources in turn. A source continues where
+//! the previous one failed. A worker on another machine accepts only whole files, so there the next
+//! source starts from the beginning.
 //!
-//! If both workers are on other machines and reach one another, the source's worker sends the volume itself
-//! ([`crate::transfer::peer_copy`]). A failure of that costs only time.
+//! If both workers are on other machines and can reach each other, the worker of the source sends
+//! the volume directly ([`crate::transfer::peer_copy`]). A failure of that costs only time.
 //!
-//! Invariant: the volume counts only if it has the tree that was asked for ([`super::write`]): its manifest has
-//! that digest, and each extent has the digest that the manifest says.
+//! Invariant: the volume counts only if it holds the requested tree. [`super::write`] verifies the
+//! digest of the manifest and of each extent.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -24,72 +25,73 @@ use super::Transfers;
 use super::error::WriteVolumeError;
 use super::write::VolumeWriter;
 use crate::clients::gateway::{Source, SourceError, VolumeReader};
-use crate::transfer::peer_copy::Sender;
+use crate::transfer::peer_copy::PeerSource;
 
-/// Longest pause of a source, which may have to scan a large volume before it goes on.
+/// Longest pause of a source, which may have to scan a large volume.
 const SOURCE_PAUSE: Duration = Duration::from_secs(60 * 60);
 
-/// How far a fetch is, in bytes of content.
+/// The progress of a copy, in bytes of content.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Progress {
     pub(crate) done: u64,
     pub(crate) total: u64,
-    /// What this worker had already.
+    /// Bytes that this worker already had.
     pub(crate) saved: u64,
-    /// The place of the source that is read.
+    /// Index of the source that is read.
     pub(crate) source: usize,
-    /// Whether the worker of that source sent it all by itself.
+    /// Whether the worker of that source sends the volume directly.
     pub(crate) by_peer: bool,
 }
 
-/// A volume could not be fetched.
+/// The reason why a volume cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FetchError {
-    /// This worker failed, or the store refused.
+    /// The worker of this gateway failed, or the store rejected a call.
     #[error(transparent)]
-    Here(#[from] WriteVolumeError),
-    /// Each source failed, in their order.
-    #[error("no source could give all that is missing: {}", listed(.0))]
+    Local(#[from] WriteVolumeError),
+    /// All sources failed. The errors are in the order of the sources.
+    #[error("cannot copy the volume from any source: {}", join_errors(.0))]
     Sources(Vec<SourceError>),
 }
 
-/// The errors of sources, for people.
-fn listed(errors: &[SourceError]) -> String {
+/// Joins the errors of sources to a message.
+fn join_errors(errors: &[SourceError]) -> String {
     let mut text = String::new();
-    for (place, error) in errors.iter().enumerate() {
-        let separator = if place == 0 { "" } else { "; " };
-        // Writing to a string does not fail.
+    for (index, error) in errors.iter().enumerate() {
+        let separator = if index == 0 { "" } else { "; " };
+        // Writing to a string cannot fail.
         _ = write!(text, "{separator}{}", error_chain(error));
     }
     text
 }
 
-/// Why nothing more came from a source.
-enum Failed {
-    There(SourceError),
-    Here(WriteVolumeError),
+/// The reason why a source was given up.
+enum SourceFailure {
+    Source(SourceError),
+    Local(WriteVolumeError),
 }
 
-impl From<SourceError> for Failed {
+impl From<SourceError> for SourceFailure {
     fn from(error: SourceError) -> Self {
-        Self::There(error)
+        Self::Source(error)
     }
 }
 
 /// Longest pause of a source while there are others to try.
-const OTHERS_LEFT: Duration = Duration::from_secs(120);
+const SOURCE_PAUSE_WITH_OTHERS: Duration = Duration::from_secs(120);
 
-/// The volume to be filled, and what permits it.
+/// The volume that is filled.
 pub(crate) struct Destination {
-    /// What the ticket says.
+    /// Claims of its ticket.
     pub(crate) ticket: TicketClaims,
-    /// The ticket itself.
+    /// The signed ticket.
     pub(crate) signed: String,
 }
 
-/// Fills the volume that the ticket of `to` names with the tree that has `digest`, from the first of `sources` that can, and tells `progress`.
+/// Fills the volume of `to` with the tree of `digest`, from the first of `sources` that works.
+/// Reports to `progress`.
 ///
-/// Cancel safe: one that is dropped leaves a volume that is not complete, for the artifact store to collect.
+/// Cancel safe: if it is dropped, the volume stays incomplete, and the artifact store collects it.
 pub(crate) async fn fetch(
     transfers: &Arc<Transfers>,
     to: Destination,
@@ -97,15 +99,15 @@ pub(crate) async fn fetch(
     sources: Vec<Source>,
     progress: impl Fn(Progress),
 ) -> Result<Arc<Manifest>, FetchError> {
-    let mut fetch = Fetch { transfers, to, digest, under_way: None, progress };
+    let mut fetch = Fetch { transfers, to, digest, partial: None, progress };
     let mut failed = Vec::new();
-    for (place, source) in sources.iter().enumerate() {
-        let pause = if place + 1 < sources.len() { OTHERS_LEFT } else { SOURCE_PAUSE };
-        match fetch.from(place, source, pause).await {
+    for (index, source) in sources.iter().enumerate() {
+        let pause = if index + 1 < sources.len() { SOURCE_PAUSE_WITH_OTHERS } else { SOURCE_PAUSE };
+        match fetch.fetch_from(index, source, pause).await {
             Ok(filling) => return Ok(filling.commit(transfers).await?),
-            Err(Failed::Here(error)) => return Err(error.into()),
-            Err(Failed::There(error)) => {
-                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "a source failed");
+            Err(SourceFailure::Local(error)) => return Err(error.into()),
+            Err(SourceFailure::Source(error)) => {
+                tracing::info!(volume.handle = %fetch.to.ticket.volume, source = ?source.endpoint, error = error_chain(&error), "cannot copy from a source: trying the next one");
                 failed.push(error);
             }
         }
@@ -113,131 +115,146 @@ pub(crate) async fn fetch(
     Err(FetchError::Sources(failed))
 }
 
-/// What is kept from one source to the next.
+/// The state of a copy across sources.
 struct Fetch<'w, P> {
     transfers: &'w Arc<Transfers>,
     to: Destination,
     digest: Digest,
-    under_way: Option<UnderWay>,
+    partial: Option<PartialVolume>,
     progress: P,
 }
 
-/// A volume of which some is there.
-struct UnderWay {
+/// A volume that is partially filled.
+struct PartialVolume {
     filling: VolumeWriter,
     manifest: Arc<Manifest>,
-    /// What no source has sent yet.
+    /// Extents that no source has sent yet.
     missing: OrdinalRanges,
     progress: Progress,
 }
 
 impl<P: Fn(Progress)> Fetch<'_, P> {
-    /// Takes all that is missing from `source`. Answers the volume, which lacks nothing then but its end.
-    async fn from(&mut self, place: usize, source: &Source, pause: Duration) -> Result<VolumeWriter, Failed> {
+    /// Copies all missing extents from `source`. Returns the volume, ready to commit.
+    async fn fetch_from(
+        &mut self,
+        index: usize,
+        source: &Source,
+        pause: Duration,
+    ) -> Result<VolumeWriter, SourceFailure> {
         let mut reader = source.read(pause).await?;
         let manifest = reader.manifest().await?;
         if manifest.tree_digest() != self.digest {
             return Err(SourceError::OtherBytes.into());
         }
-        let mut under_way = match self.under_way.take() {
-            Some(under_way) => under_way,
-            None => self.begin(place, source, Arc::new(manifest)).await.map_err(Failed::Here)?,
+        let mut partial = match self.partial.take() {
+            Some(partial) => partial,
+            None => self.begin(index, source, Arc::new(manifest)).await.map_err(SourceFailure::Local)?,
         };
-        under_way.progress.source = place;
-        (self.progress)(under_way.progress);
+        partial.progress.source = index;
+        (self.progress)(partial.progress);
 
-        match self.receive(&mut under_way, &mut reader).await {
+        match self.receive(&mut partial, &mut reader).await {
             Ok(()) => {
-                debug_assert!(under_way.missing.is_empty(), "everything was received");
-                Ok(under_way.filling)
+                debug_assert!(partial.missing.is_empty(), "everything was received");
+                Ok(partial.filling)
             }
-            // The next source may begin with another file.
-            Err(failed) if under_way.filling.takes_whole_files() => {
-                under_way.filling.abandon().await;
+            // The next source may send files in another order.
+            Err(failed) if partial.filling.takes_whole_files() => {
+                partial.filling.abandon().await;
                 Err(failed)
             }
             Err(failed) => {
-                self.under_way = Some(under_way);
+                self.partial = Some(partial);
                 Err(failed)
             }
         }
     }
 
-    /// Makes the volume. Where the worker of `source` can, it fills it, too.
+    /// Makes the volume. If possible, the worker of `source` fills it directly.
     async fn begin(
         &self,
-        place: usize,
+        index: usize,
         source: &Source,
         manifest: Arc<Manifest>,
-    ) -> Result<UnderWay, WriteVolumeError> {
+    ) -> Result<PartialVolume, WriteVolumeError> {
         let total = manifest.extent_bytes();
-        let (compared, mut told) = watch::channel(0);
-        let left = CancellationToken::new();
-        let _left = left.clone().drop_guard();
-        let peer = Sender { source: source.clone(), ticket: self.to.signed.clone(), compared, left };
-        let begun =
+        let (compared, mut updates) = watch::channel(0);
+        let caller_gone = CancellationToken::new();
+        let _guard = caller_gone.clone().drop_guard();
+        let peer =
+            PeerSource { source: source.clone(), ticket: self.to.signed.clone(), compared, caller_gone };
+        let begin_result =
             VolumeWriter::begin_with(self.transfers, self.to.ticket.clone(), manifest.clone(), Some(peer));
-        let telling = async {
-            while told.changed().await.is_ok() {
-                let done = *told.borrow_and_update();
-                (self.progress)(Progress { done, total, saved: 0, source: place, by_peer: true });
+        let forwarding = async {
+            while updates.changed().await.is_ok() {
+                let done = *updates.borrow_and_update();
+                (self.progress)(Progress { done, total, saved: 0, source: index, by_peer: true });
             }
             std::future::pending::<()>().await;
         };
         let filling = tokio::select! {
-            begun = begun => begun?,
-            () = telling => return Err(WriteVolumeError::BrokenOff),
+            begin_result = begin_result => begin_result?,
+            () = forwarding => return Err(WriteVolumeError::BrokenOff),
         };
         let (missing, by_peer) = (filling.missing_bytes(), filling.by_peer);
         let done = total.saturating_sub(missing);
         let saved = if by_peer { 0 } else { done };
-        let progress = Progress { done, total, saved, source: place, by_peer };
-        Ok(UnderWay { missing: filling.missing.clone(), filling, manifest, progress })
+        let progress = Progress { done, total, saved, source: index, by_peer };
+        Ok(PartialVolume { missing: filling.missing.clone(), filling, manifest, progress })
     }
 
-    async fn receive(&self, under_way: &mut UnderWay, reader: &mut VolumeReader) -> Result<(), Failed> {
-        if under_way.missing.is_empty() {
+    async fn receive(
+        &self,
+        partial: &mut PartialVolume,
+        reader: &mut VolumeReader,
+    ) -> Result<(), SourceFailure> {
+        if partial.missing.is_empty() {
             return Ok(());
         }
-        let bytes = under_way.manifest.bytes_of(&under_way.missing);
-        reader.request(&under_way.missing, bytes).await?;
-        let wanted = under_way.missing.clone();
+        let bytes = partial.manifest.bytes_of(&partial.missing);
+        reader.request(&partial.missing, bytes).await?;
+        let wanted = partial.missing.clone();
         let (mut expected, mut missing) = (PendingExtents::new(&wanted), PendingExtents::new(&wanted));
         let received = loop {
             match reader.extents().await {
                 Ok(Some(extents)) => {
-                    let verified = verify(&under_way.manifest, extents, &mut expected);
+                    let verified = verify(&partial.manifest, extents, &mut expected);
                     let verified = match verified {
                         Ok(verified) => verified,
                         Err(error) => break Err(error.into()),
                     };
                     let ordinals: Vec<_> = verified.iter().map(|(ordinal, _, _)| *ordinal).collect();
-                    under_way.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
+                    partial.progress.done += verified.iter().map(|(_, length, _)| length).sum::<u64>();
                     let extents = verified.into_iter().map(|(_, _, extent)| extent).collect();
-                    under_way.filling.put_verified(self.transfers, extents).await.map_err(Failed::Here)?;
+                    partial
+                        .filling
+                        .put_verified(self.transfers, extents)
+                        .await
+                        .map_err(SourceFailure::Local)?;
                     for ordinal in ordinals {
                         missing.remove(ordinal);
                     }
-                    (self.progress)(under_way.progress);
+                    (self.progress)(partial.progress);
                 }
                 Ok(None) if expected.is_empty() => break Ok(()),
                 Ok(None) => break Err(SourceError::Truncated.into()),
                 Err(error) => break Err(error.into()),
             }
         };
-        under_way.missing = missing.runs();
+        partial.missing = missing.runs();
         received
     }
 }
 
-type Received = (u64, u64, Verified<bytes::Bytes>);
+type VerifiedExtent = (u64, u64, Verified<bytes::Bytes>);
 
-/// Verifies extents that arrived: those that are expected, each once. Returns their ordinals and lengths, too.
+/// Verifies received extents. Each must be expected, and may arrive once. Returns them with their
+/// ordinals and lengths.
 fn verify(
     manifest: &Manifest,
     extents: Vec<ExtentData>,
     expected: &mut PendingExtents,
-) -> Result<Vec<Received>, SourceError> {
+) -> Result<Vec<VerifiedExtent>, SourceError> {
     let verified = extents.into_iter().map(|extent| {
         if !expected.take(manifest, extent.ordinal) {
             return Err(SourceError::Protocol);
@@ -262,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_expected_is_taken_from_a_source_in_any_order_and_once() {
+    fn only_expected_extents_are_accepted_once() {
         let directory = tempfile::tempdir().expect("a directory");
         for name in ["a", "b", "c"] {
             std::fs::write(directory.path().join(name), name.repeat(3)).expect("write");
@@ -285,18 +302,18 @@ mod tests {
         let mut expected = PendingExtents::new(&wanted);
         let verified =
             verify(&manifest, chunk(&[(2, "ccc"), (0, "aaa")]), &mut expected).expect("it is right");
-        let taken: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
-        assert_eq!((taken, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
+        let accepted: Vec<_> = verified.iter().map(|(ordinal, length, _)| (*ordinal, *length)).collect();
+        assert_eq!((accepted, expected.is_empty()), (vec![(2, 3), (0, 3)], true));
         verify(&manifest, chunk(&[(2, "ccc")]), &mut expected).map(|_| ()).expect_err("again");
     }
 
     #[tokio::test]
-    async fn source_that_says_nothing_is_left() {
-        // The kernel accepts connections, and no process reads them.
+    async fn silent_source_times_out() {
+        // The kernel accepts connections, but no process reads from them.
         let silent = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", silent.local_addr().expect("an address"));
         let source = Source { endpoint: Some(endpoint), ticket: "ticket".to_owned() };
-        let left = source.read(Duration::from_millis(50)).await;
-        assert!(matches!(left, Err(SourceError::Truncated)));
+        let result = source.read(Duration::from_millis(50)).await;
+        assert!(matches!(result, Err(SourceError::Truncated)));
     }
 }

@@ -1,4 +1,4 @@
-//! Bytes out of the volumes of a worker.
+//! Reading the volumes of a worker.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,10 +16,10 @@ use super::error::ReadVolumeError;
 use super::{Transfers, remote};
 use crate::util::blocking::blocking;
 
-/// Bytes of one message of a file.
+/// Most bytes of one message of a file.
 const FILE_CHUNK: usize = 1 << 20;
 
-/// Reads extents of a volume into `batches`, which holds the reader back when it is full.
+/// Reads extents of a volume into `batches`. Waits when the channel is full.
 pub(crate) async fn read(
     transfers: &Transfers,
     volume: VolumeHandle,
@@ -45,7 +45,7 @@ pub(crate) async fn read(
     .await
 }
 
-/// Reads one regular file of a volume: its size first, then its bytes.
+/// Reads one regular file of a volume: first its size, then its bytes.
 pub(crate) async fn read_file(
     transfers: &Transfers,
     volume: VolumeHandle,
@@ -71,24 +71,24 @@ pub(crate) async fn read_file(
                 let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
                 let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let link = openat2(&root, &path, flags, Mode::empty(), resolve);
-                let what = match link.and_then(|link| rustix::fs::readlinkat(link, "", Vec::new())) {
+                let kind = match link.and_then(|link| rustix::fs::readlinkat(link, "", Vec::new())) {
                     Ok(to) => format!("a symbolic link to {to:?}, and links are not followed"),
                     Err(_) => "behind a symbolic link, and links are not followed".to_owned(),
                 };
-                return Err(ReadVolumeError::NotAFile { path, what });
+                return Err(ReadVolumeError::NotAFile { path, kind });
             }
             Err(rustix::io::Errno::XDEV) => {
-                return Err(ReadVolumeError::NotAFile { path, what: "outside of the volume".to_owned() });
+                return Err(ReadVolumeError::NotAFile { path, kind: "outside of the volume".to_owned() });
             }
             Err(rustix::io::Errno::NXIO) => {
-                return Err(ReadVolumeError::NotAFile { path, what: "no regular file".to_owned() });
+                return Err(ReadVolumeError::NotAFile { path, kind: "not a regular file".to_owned() });
             }
             Err(error) => return Err(failed(error.into()).into()),
         };
         let metadata = file.metadata().map_err(failed)?;
         if !metadata.is_file() {
-            let what = if metadata.is_dir() { "a directory" } else { "no regular file" };
-            return Err(ReadVolumeError::NotAFile { path, what: what.to_owned() });
+            let kind = if metadata.is_dir() { "a directory" } else { "not a regular file" };
+            return Err(ReadVolumeError::NotAFile { path, kind: kind.to_owned() });
         }
         let size = metadata.len();
         let mut offset = 0;

@@ -1,8 +1,9 @@
-//! Volumes on another machine, whose bytes a worker gives and takes as tar archives.
+//! Volumes on another machine, which a worker sends and receives as tar archives.
 //!
-//! Such archives do not hold all that a manifest says: parts of seconds, extended attributes, holes. Their files
-//! come in the order in which the worker's tar finds them. So the manifest is kept beside the volume for as long
-//! as the volume is there, and each extent that is read is compared with it. See
+//! Such archives lack parts of a manifest: fractions of seconds, extended attributes and holes.
+//! Their files are in the order of the worker's tar. So the manifest is stored beside the volume.
+//!
+//! Invariant: each extent that is read is compared with the manifest. See
 //! `docs/decisions/0005-keep-manifests-beside-remote-volumes.md`.
 
 use std::io;
@@ -20,28 +21,29 @@ use transfer::{
 };
 
 use super::error::{ReadVolumeError, WriteVolumeError};
-use crate::transfer::blocking_pipe::{self, Arriving, Inlet, Outlet, Piece, Tee};
+use crate::transfer::blocking_pipe::{self, ArchiveSource, Inlet, Outlet, Piece, Tee};
 use crate::util::blocking::blocking;
 
-/// Pieces of an archive that wait for a worker, of 256 KiB at most.
-const QUEUE: usize = 8;
-/// About how many bytes of extents make a batch.
-const BATCH: usize = 1 << 20;
-/// Bytes of zeroes that are sent at once for a hole.
-const HOLE: u64 = 1 << 20;
+/// Most pieces of an archive that wait for a worker. A piece has at most 256 KiB.
+const QUEUE_PIECES: usize = 8;
+/// Bytes of extents that make a batch, approximately.
+const BATCH_BYTES: usize = 1 << 20;
+/// Most zero bytes that are sent at once for a hole.
+const HOLE_BYTES: u64 = 1 << 20;
 
-/// A volume that is far.
+/// A volume on another machine.
 pub(crate) type SharedRemoteVolume = Arc<dyn RemoteVolume>;
 
 fn failed(error: &ArchiveError) -> RuntimeError {
     RuntimeError::Other(format!("cannot read a volume of the worker: {}", error_chain(error)))
 }
 
-/// Learns what a volume holds by reading all of it.
+/// Makes the manifest of a volume by reading all of it.
 pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, RuntimeError> {
-    let archive = Arriving::new(volume.read(Path::new("")).await?);
+    let archive = ArchiveSource::new(volume.read(Path::new("")).await?);
     let read = move || ArchiveReader::new(archive).read(Limits::of_process(), |_| Ok(()));
-    // Whether the container or its worker made what is no tree cannot be told; of these, the container can.
+    // Whether the container or the worker caused an invalid tree is unknown. These errors count as
+    // the container's.
     let failed = |error: ArchiveError| match error {
         ArchiveError::Manifest(transfer::InvalidManifest::NoMemory) => failed(&error),
         ArchiveError::Manifest(_) | ArchiveError::UnsafePath { .. } | ArchiveError::Type { .. } => {
@@ -52,31 +54,31 @@ pub(crate) async fn scan(volume: &SharedRemoteVolume) -> Result<Manifest, Runtim
     blocking(move || read().map_err(failed)).await
 }
 
-/// Reads extents of a volume into `batches`, file by file, in the order of its worker's archive.
+/// Reads extents of a volume into `batches`, file by file, in the order of the worker's archive.
 pub(crate) async fn read(
     volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
-    wanted: OrdinalRanges,
+    extents_wanted: OrdinalRanges,
     batches: mpsc::Sender<Vec<ExtentData>>,
 ) -> Result<(), ReadVolumeError> {
-    if wanted.is_empty() {
+    if extents_wanted.is_empty() {
         return Ok(());
     }
-    let archive = Arriving::of(&manifest, volume.read(Path::new("")).await?);
+    let archive = ArchiveSource::of(&manifest, volume.read(Path::new("")).await?);
     blocking(move || {
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
         let (mut batch, mut bytes) = (Vec::new(), 0);
         ArchiveReader::new(archive)
-            .extents(&manifest, &wanted, |extent| {
+            .extents(&manifest, &extents_wanted, |extent| {
                 bytes += extent.data.len();
                 batch.push(extent);
-                if bytes < BATCH {
+                if bytes < BATCH_BYTES {
                     return Ok(());
                 }
                 bytes = 0;
                 batches.blocking_send(std::mem::take(&mut batch)).map_err(gone)
             })
-            .map_err(arriving)?;
+            .map_err(read_error)?;
         if !batch.is_empty() {
             batches.blocking_send(batch).map_err(|_| ReadVolumeError::CallerGone)?;
         }
@@ -85,31 +87,31 @@ pub(crate) async fn read(
     .await
 }
 
-/// What went wrong with an archive that a worker sends.
-fn arriving(error: ArchiveError) -> ReadVolumeError {
+/// Converts an error of an archive that a worker sends.
+fn read_error(error: ArchiveError) -> ReadVolumeError {
     match error {
         ArchiveError::Sink(_) => ReadVolumeError::CallerGone,
-        // The manifest of the volume is right, so what it holds is not.
+        // The manifest is valid, so the contents are damaged.
         ArchiveError::Changed { .. } => ReadVolumeError::Archive(error),
         error => failed(&error).into(),
     }
 }
 
-/// Reads one regular file of a volume: its size with each piece of its bytes.
+/// Reads one regular file of a volume. Each piece comes with the size of the file.
 pub(crate) async fn read_file(
     volume: &SharedRemoteVolume,
     manifest: &Manifest,
     path: PathBuf,
     chunks: mpsc::Sender<(u64, Bytes)>,
 ) -> Result<(), ReadVolumeError> {
-    let entry = file(manifest, &path)?.clone();
+    let entry = find_file(manifest, &path)?.clone();
     let EntryKind::File { size_bytes: size, .. } = entry.kind else {
         return Err(ReadVolumeError::PathNotFound(path));
     };
     if entry.extents().is_empty() {
         return blocking(move || zeroes(&chunks, size, 0, size)).await;
     }
-    let archive = Arriving::of(manifest, volume.read(&path).await?);
+    let archive = ArchiveSource::of(manifest, volume.read(&path).await?);
     blocking(move || {
         let mut at = 0;
         let gone = |_| io::Error::from(io::ErrorKind::BrokenPipe);
@@ -121,16 +123,16 @@ pub(crate) async fn read_file(
                 at = extent.offset + u64::from(extent.length);
                 chunks.blocking_send((size, data)).map_err(|_| gone(()))
             })
-            .map_err(arriving)?;
+            .map_err(read_error)?;
         if at < size { zeroes(&chunks, size, at, size) } else { Ok(()) }
     })
     .await
 }
 
-/// The regular file at `path`, to which no link leads.
-fn file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
+/// Returns the regular file at `path`, without following symbolic links.
+fn find_file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolumeError> {
     let not_found = || ReadVolumeError::PathNotFound(path.to_owned());
-    let not_a_file = |what: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), what });
+    let not_a_file = |kind: String| Err(ReadVolumeError::NotAFile { path: path.to_owned(), kind });
     let bytes = path.as_os_str().as_bytes();
     let Some(index) = manifest.find(bytes) else {
         let behind = path.ancestors().skip(1).filter_map(|above| manifest.find(above.as_os_str().as_bytes()));
@@ -150,11 +152,11 @@ fn file<'m>(manifest: &'m Manifest, path: &Path) -> Result<&'m Entry, ReadVolume
             not_a_file(format!("a symbolic link to {target:?}, and links are not followed"))
         }
         EntryKind::Directory => not_a_file("a directory".to_owned()),
-        EntryKind::Fifo | EntryKind::Device { .. } => not_a_file("no regular file".to_owned()),
+        EntryKind::Fifo | EntryKind::Device { .. } => not_a_file("not a regular file".to_owned()),
     }
 }
 
-/// Sends what a hole reads as; of an empty file, its size.
+/// Sends the zeroes of a hole. For an empty file, it sends only the size.
 fn zeroes(
     chunks: &mpsc::Sender<(u64, Bytes)>,
     size: u64,
@@ -162,7 +164,7 @@ fn zeroes(
     to: u64,
 ) -> Result<(), ReadVolumeError> {
     loop {
-        let length = (to - from).min(HOLE);
+        let length = (to - from).min(HOLE_BYTES);
         let data = Bytes::from(vec![0; usize::try_from(length).unwrap_or_default()]);
         chunks.blocking_send((size, data)).map_err(|_| ReadVolumeError::CallerGone)?;
         from += length;
@@ -172,27 +174,28 @@ fn zeroes(
     }
 }
 
-/// Packs a volume, or the directory of it at `path`, as its manifest says that it is. Files come in the order of the worker.
+/// Packs a volume, or its directory at `path`, with the metadata of its manifest. Files are in the
+/// order of the worker.
 pub(crate) async fn pack(
     volume: &SharedRemoteVolume,
     manifest: Arc<Manifest>,
     path: &Path,
     pieces: mpsc::Sender<Piece>,
 ) -> Result<(), ReadVolumeError> {
-    let archive = Arriving::of(&manifest, volume.read(path).await?);
+    let archive = ArchiveSource::of(&manifest, volume.read(path).await?);
     blocking(move || {
         let mut writer = ArchiveWriter::new(Outlet::new(pieces), manifest.clone());
-        let wanted = OrdinalRanges::all(manifest.extent_count());
-        // What cannot be sent is told apart from what the worker sends.
+        let extents_wanted = OrdinalRanges::all(manifest.extent_count());
+        // Errors of sending are kept apart from errors of the worker's archive.
         let mut refused = None;
-        let packed = ArchiveReader::new(archive).extents(&manifest, &wanted, |extent| {
+        let packed = ArchiveReader::new(archive).extents(&manifest, &extents_wanted, |extent| {
             writer.put(extent.ordinal, &extent.data).map_err(|error| {
                 refused = Some(error);
                 io::ErrorKind::Other.into()
             })
         });
         match refused {
-            // The one before it was not what the manifest says, and so was passed over.
+            // The previous extent differed from the manifest, and was skipped.
             Some(ArchiveWriteError::OutOfOrder(ordinal)) => {
                 let file = manifest.locate(ordinal).map(|located| &manifest.entries()[located.entry]);
                 let path = file.map(|file| file.path().to_owned()).unwrap_or_default();
@@ -201,31 +204,32 @@ pub(crate) async fn pack(
             Some(error) => return Err(error.into()),
             None => {}
         }
-        packed.map_err(arriving)?;
+        packed.map_err(read_error)?;
         writer.finish()?.end().map_err(ArchiveWriteError::from)?;
         Ok(())
     })
     .await
 }
 
-/// Unpacks on the worker what `feed`, which may block, writes into the outlet that it is given.
+/// Unpacks on the worker what `feed` writes. `feed` may block.
 ///
-/// What the worker says goes first: when it takes no more, the writer cannot know why.
+/// An error of the worker takes precedence, because the writer only sees a closed pipe.
 pub(crate) async fn write<T: Send + 'static>(
     volume: &SharedRemoteVolume,
     feed: impl FnOnce(Outlet) -> Result<T, WriteVolumeError> + Send + 'static,
 ) -> Result<T, WriteVolumeError> {
-    let (pieces, queue) = mpsc::channel(QUEUE);
+    let (pieces, queue) = mpsc::channel(QUEUE_PIECES);
     let feeding = blocking(move || feed(Outlet::new(pieces)));
-    let (fed, taken) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
-    match (fed, taken) {
+    let (fed, written) = tokio::join!(feeding, volume.write(Path::new(""), blocking_pipe::archive(queue)));
+    match (fed, written) {
         (Ok(fed), Ok(())) => Ok(fed),
         (Err(WriteVolumeError::CallerGone) | Ok(_), Err(error)) => Err(error.into()),
         (Err(error), _) => Err(error),
     }
 }
 
-/// Passes an archive on to the worker, and answers what it holds. Nothing is passed on that was not found to be safe before.
+/// Forwards an archive to the worker, and returns its manifest. Each piece is checked before it is
+/// forwarded.
 pub(crate) async fn unpack(
     volume: &SharedRemoteVolume,
     archive: Inlet,
@@ -234,7 +238,7 @@ pub(crate) async fn unpack(
         let mut tee = Tee::new(archive, out);
         let read = ArchiveReader::new(&mut tee).read(Limits::of_process(), |_| Ok(()));
         let manifest = read.map_err(|error| match error {
-            // The worker takes no more.
+            // The worker accepts no more bytes.
             ArchiveError::Source(error) if error.kind() == io::ErrorKind::BrokenPipe => {
                 WriteVolumeError::CallerGone
             }

@@ -1,4 +1,4 @@
-//! The manifest of a volume, as it is found by reading all of it, and the problems that are met.
+//! The scan of a volume, and the problems that are found.
 
 use std::io;
 use std::path::Path;
@@ -7,10 +7,10 @@ use domain::error_chain;
 use runtime::RuntimeError;
 use transfer::{InvalidManifest, Limits, Problem, ProblemKind, ScanError, ScanOptions};
 
-/// Most paths that a message about a volume names.
-const NAMED: usize = 3;
+/// Most paths in a message about a volume.
+const MAX_LISTED: usize = 3;
 
-/// Reads everything in a volume. A volume that no manifest can describe is the fault of the process that wrote it.
+/// Scans a volume. A volume that no manifest can describe is an error of the process that wrote it.
 pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
     let options = ScanOptions { limits: Limits::of_process(), ..ScanOptions::default() };
     let scanned = transfer::scan(root, &options, None).map_err(|error| match error {
@@ -19,56 +19,57 @@ pub(crate) fn scan(root: &Path) -> Result<transfer::Scan, RuntimeError> {
         }
         error => RuntimeError::Other(format!("cannot read a volume: {}", error_chain(&error))),
     })?;
-    let (invalid, others) = scanned.problems.iter().partition::<Vec<_>, _>(|problem| cannot_travel(problem));
-    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unread(problem)).collect();
-    // Any of these is no less a part of the volume than what was read.
-    if let Some(invalid) = named(&invalid) {
+    let (invalid, others) =
+        scanned.problems.iter().partition::<Vec<_>, _>(|problem| is_undescribable(problem));
+    let unreadable: Vec<_> = others.into_iter().filter(|problem| is_unreadable(problem)).collect();
+    // Omitting such an entry would lose a part of the volume.
+    if let Some(invalid) = format_problems(&invalid) {
         return Err(RuntimeError::InvalidOutput(invalid));
     }
-    if let Some(unreadable) = named(&unreadable) {
+    if let Some(unreadable) = format_problems(&unreadable) {
         return Err(RuntimeError::UnreadableOutput(unreadable));
     }
     Ok(scanned)
 }
 
-/// Whether no manifest can hold what is at a path.
-fn cannot_travel(problem: &Problem) -> bool {
+/// Whether a problem makes the volume impossible to describe.
+fn is_undescribable(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::PathTooLong => true,
-        // Attributes together are too large.
+        // All attributes of the entry are too large together.
         ProblemKind::Unreadable(error) => error.kind() == io::ErrorKind::ArgumentListTooLong,
-        // Overlays over the volume would act on it.
+        // An overlay above the volume would interpret these attributes.
         ProblemKind::SkippedXattr(name) => name.starts_with("trusted.overlay."),
         ProblemKind::ChangedWhileRead | ProblemKind::SkippedSocket => false,
     }
 }
 
-/// Whether what is at a path could not be read as a whole.
-fn is_unread(problem: &Problem) -> bool {
+/// Whether an entry could not be read completely.
+fn is_unreadable(problem: &Problem) -> bool {
     match &problem.what {
         ProblemKind::Unreadable(_) | ProblemKind::ChangedWhileRead => true,
         ProblemKind::PathTooLong | ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_) => false,
     }
 }
 
-/// The first problems, and how many more there are. `None`: there is none.
-fn named(problems: &[&Problem]) -> Option<String> {
-    let first: Vec<_> = problems.iter().take(NAMED).map(|problem| shortened(problem)).collect();
+/// Formats the first problems, and the number of others. `None`: there are none.
+fn format_problems(problems: &[&Problem]) -> Option<String> {
+    let first: Vec<_> = problems.iter().take(MAX_LISTED).map(|problem| format_problem(problem)).collect();
     let more = problems.len().saturating_sub(first.len());
     let more = if more > 0 { format!(", and {more} more") } else { String::new() };
     (!first.is_empty()).then(|| first.join(", ") + &more)
 }
 
-/// What was left out of a manifest: sockets and extended attributes, with the first paths. `None`: nothing.
-pub(super) fn left_out(problems: &[Problem]) -> Option<String> {
-    let is_left_out = |problem: &&Problem| {
+/// Formats the sockets and extended attributes that a manifest omits. `None`: there are none.
+pub(super) fn omitted(problems: &[Problem]) -> Option<String> {
+    let is_omitted = |problem: &&Problem| {
         matches!(problem.what, ProblemKind::SkippedSocket | ProblemKind::SkippedXattr(_))
     };
-    named(&problems.iter().filter(is_left_out).collect::<Vec<_>>())
+    format_problems(&problems.iter().filter(is_omitted).collect::<Vec<_>>())
 }
 
-/// A problem with the beginning of its path.
-fn shortened(problem: &Problem) -> String {
+/// Formats a problem with a shortened path.
+fn format_problem(problem: &Problem) -> String {
     const SHOWN: usize = 200;
     let path = problem.path.to_string_lossy();
     let (shown, more) = match path.floor_char_boundary(SHOWN) {
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn volume_that_no_manifest_describes_is_an_invalid_output() {
+    fn undescribable_volume_is_an_invalid_output() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let mut descent = transfer::Descent::open(directory.path()).expect("opened");
         for _ in 0..3000 {
@@ -92,14 +93,14 @@ mod tests {
         }
         let refused = scan(directory.path()).expect_err("too deep");
         assert_eq!(refused.reason(), domain::workload::FailureReason::OutputInvalid);
-        let said = refused.to_string();
-        assert!(said.starts_with("it cannot be kept: \"d/d/") && said.len() < 400, "{said}");
-        assert!(said.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{said}");
+        let message = refused.to_string();
+        assert!(message.starts_with("it cannot be kept: \"d/d/") && message.len() < 400, "{message}");
+        assert!(message.ends_with("has a path of more than 4096 bytes, which cannot travel"), "{message}");
         transfer::remove_tree(&directory.path().join("d")).expect("removed");
     }
 
     #[test]
-    fn sockets_are_named_and_left_out() {
+    fn sockets_are_omitted_and_listed() {
         let directory = tempfile::tempdir().expect("a temporary directory");
         let bind = |name: &str| std::os::unix::net::UnixListener::bind(directory.path().join(name));
         let _sockets: Vec<_> =
@@ -107,7 +108,7 @@ mod tests {
         let scanned = scan(directory.path()).expect("scanned");
         assert_eq!(scanned.manifest.entries().len(), 1);
         let expected = "\"0\" is a socket, \"1\" is a socket, \"2\" is a socket, and 2 more";
-        assert_eq!(left_out(&scanned.problems).as_deref(), Some(expected));
+        assert_eq!(omitted(&scanned.problems).as_deref(), Some(expected));
     }
 
     #[test]
@@ -116,12 +117,15 @@ mod tests {
         let unread =
             [ProblemKind::ChangedWhileRead, ProblemKind::Unreadable(io::ErrorKind::PermissionDenied.into())];
         assert!(
-            unread.into_iter().map(problem).all(|problem| is_unread(&problem) && !cannot_travel(&problem))
+            unread
+                .into_iter()
+                .map(problem)
+                .all(|problem| is_unreadable(&problem) && !is_undescribable(&problem))
         );
         let invalid =
             [ProblemKind::PathTooLong, ProblemKind::SkippedXattr("trusted.overlay.opaque".to_owned())];
-        assert!(invalid.into_iter().map(problem).all(|problem| cannot_travel(&problem)));
+        assert!(invalid.into_iter().map(problem).all(|problem| is_undescribable(&problem)));
         let left = problem(ProblemKind::SkippedXattr("trusted.own".to_owned()));
-        assert!(!is_unread(&left) && !cannot_travel(&left));
+        assert!(!is_unreadable(&left) && !is_undescribable(&left));
     }
 }

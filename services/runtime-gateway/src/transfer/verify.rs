@@ -1,7 +1,7 @@
-//! Whether a volume still holds what its manifest says.
+//! The comparison of a volume with its manifest.
 //!
-//! Where a file system keeps holes differs from one time to the next: what was just written lies in no blocks yet, and blocks may be set
-//! aside before they are written. So extents are compared by what they hold, not by where a new scan finds some.
+//! The places of holes in a file may change without a write, because file systems allocate late or
+//! in advance. So extents are compared by their contents, not by the extents of a new scan.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,39 +11,39 @@ use transfer::{Entry, EntryKind, Extent, Manifest, ReadError, ReadOptions, TreeR
 
 use super::scan;
 
-/// Bytes that are read at a time.
-const CHUNK: usize = 1 << 16;
+/// Bytes of one read.
+const CHUNK_BYTES: usize = 1 << 16;
 
-/// What was found.
+/// The result of a comparison.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Comparison {
-    /// It holds what the manifest says.
+    /// The volume holds the tree of the manifest.
     Same,
-    /// This entry is missing, is not in the manifest, or is another one.
+    /// This entry is missing, is not in the manifest, or differs.
     Differs(PathBuf),
 }
 
 /// Reads everything below `root`, and compares it with `expected`.
 pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Comparison, RuntimeError> {
-    let found = scan::scan(root)?.manifest;
-    if found.tree_digest() == expected.tree_digest() {
+    let actual = scan::scan(root)?.manifest;
+    if actual.tree_digest() == expected.tree_digest() {
         return Ok(Comparison::Same);
     }
     let mut reader: Option<TreeReader> = None;
-    for index in 0..expected.entries().len().max(found.entries().len()) {
-        let (expected_entry, found_entry) = match (expected.entries().get(index), found.entries().get(index))
-        {
-            (Some(expected), Some(found)) => (expected, found),
-            (one, other) => {
-                let path = one.or(other).map(|entry| entry.path().to_owned());
-                return Ok(Comparison::Differs(path.unwrap_or_default()));
-            }
-        };
-        if expected_entry == found_entry {
+    for index in 0..expected.entries().len().max(actual.entries().len()) {
+        let (expected_entry, actual_entry) =
+            match (expected.entries().get(index), actual.entries().get(index)) {
+                (Some(expected), Some(actual)) => (expected, actual),
+                (one, other) => {
+                    let path = one.or(other).map(|entry| entry.path().to_owned());
+                    return Ok(Comparison::Differs(path.unwrap_or_default()));
+                }
+            };
+        if expected_entry == actual_entry {
             continue;
         }
         let differs = || Ok(Comparison::Differs(expected_entry.path().to_owned()));
-        if without_extents(expected_entry) != without_extents(found_entry) {
+        if without_extents(expected_entry) != without_extents(actual_entry) {
             return differs();
         }
         let reader = match &mut reader {
@@ -60,7 +60,7 @@ pub(crate) fn compare(root: &Path, expected: &Arc<Manifest>) -> Result<Compariso
                 Err(error) => return Err(failed(error)),
             }
         }
-        for (from, to) in outside(found_entry.extents(), expected_entry.extents()) {
+        for (from, to) in uncovered_ranges(actual_entry.extents(), expected_entry.extents()) {
             if !is_zero(reader, index, from, to).map_err(failed)? {
                 return differs();
             }
@@ -73,7 +73,7 @@ fn failed(error: ReadError) -> RuntimeError {
     RuntimeError::Other(format!("cannot read a volume: {}", domain::error_chain(&error)))
 }
 
-/// An entry but for where its content is.
+/// Returns an entry without its extents.
 fn without_extents(entry: &Entry) -> Entry {
     let mut entry = entry.clone();
     if let EntryKind::File { extents, .. } = &mut entry.kind {
@@ -82,32 +82,32 @@ fn without_extents(entry: &Entry) -> Entry {
     entry
 }
 
-/// What lies in one of `extents` and in none of `others`, from and to. Both ascend.
-fn outside(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
+/// Returns the ranges in `extents` that no extent in `others` covers. Both lists ascend.
+fn uncovered_ranges(extents: &[Extent], others: &[Extent]) -> Vec<(u64, u64)> {
     let end = |extent: &Extent| extent.offset + u64::from(extent.length);
-    let mut found = Vec::new();
+    let mut ranges = Vec::new();
     for extent in extents {
         let mut at = extent.offset;
         let first = others.partition_point(|other| end(other) <= at);
         for other in others[first..].iter().take_while(|other| other.offset < end(extent)) {
             if other.offset > at {
-                found.push((at, other.offset));
+                ranges.push((at, other.offset));
             }
             at = at.max(end(other));
         }
         if at < end(extent) {
-            found.push((at, end(extent)));
+            ranges.push((at, end(extent)));
         }
     }
-    found
+    ranges
 }
 
-/// Whether there are only zeroes in a part of the file of an entry.
+/// Whether a range of a file contains only zeroes.
 fn is_zero(reader: &mut TreeReader, entry: usize, from: u64, to: u64) -> Result<bool, ReadError> {
-    let mut buffer = vec![0; CHUNK];
+    let mut buffer = vec![0; CHUNK_BYTES];
     let mut at = from;
     while at < to {
-        let length = usize::try_from(to - at).unwrap_or(CHUNK).min(CHUNK);
+        let length = usize::try_from(to - at).unwrap_or(CHUNK_BYTES).min(CHUNK_BYTES);
         let read = reader.read_file_at(entry, &mut buffer[..length], at)?;
         if read < length || buffer[..length].iter().any(|byte| *byte != 0) {
             return Ok(false);
@@ -127,7 +127,8 @@ mod tests {
 
     const SIZE: u64 = 4 << 20;
 
-    /// A tree with a file that is `whole` or has holes, with the same bytes and times either way.
+    /// Creates a tree with a file that is `whole` or has holes. Bytes and times are the same in
+    /// both cases.
     fn tree(root: &Path, whole: bool, change: impl FnOnce(&File)) {
         fs::create_dir_all(root.join("directory")).expect("make");
         fs::write(root.join("directory/small"), "small").expect("write");
@@ -140,7 +141,7 @@ mod tests {
         file.set_len(SIZE).expect("resize");
         change(&file);
         for path in ["directory/small", "sparse", "directory", "."] {
-            // One of them may have been removed.
+            // One of these files may have been removed.
             if let Ok(file) = File::open(root.join(path)) {
                 file.set_modified(SystemTime::UNIX_EPOCH).expect("set the time");
             }
@@ -159,12 +160,12 @@ mod tests {
     }
 
     #[test]
-    fn where_holes_are_makes_no_difference() {
+    fn places_of_holes_are_ignored() {
         assert_eq!(compared(|_, _| {}), Comparison::Same);
     }
 
     #[test]
-    fn whatever_is_not_as_it_was_is_found() {
+    fn every_change_is_detected() {
         let sparse = Comparison::Differs("sparse".into());
         let write = |at: u64| compared(|_, file| file.write_all_at(b"x", at).expect("write"));
         for at in [0, SIZE / 2, SIZE / 2 + 5, SIZE - 1] {

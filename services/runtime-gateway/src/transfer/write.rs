@@ -1,8 +1,8 @@
-//! Bytes into the volumes of a worker.
+//! Writing the volumes of a worker.
 //!
-//! Invariant: a volume becomes known as complete only after its manifest was validated, every extent had the
-//! digest that the manifest says, and the writer said `commit`. Bytes that arrive before that lie in a volume
-//! that the artifact store knows as unfinished, and collects when its transfer ends.
+//! [`crate::api`] and [`super::pull`] use it. Invariant: a volume counts as complete only after its
+//! manifest was validated, every extent has its digest, and the writer committed. Until then the
+//! artifact store counts the volume as incomplete, and collects it when its transfer ends.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -20,15 +20,15 @@ use transfer::{
 };
 
 use super::blocking_pipe::Outlet;
-use super::completion::{make_empty, settle};
+use super::completion::{finish_volume, make_empty};
 use super::disk_reservations::{self, DiskReservation};
 use super::error::WriteVolumeError;
-use super::local_dir::directory;
+use super::local_dir::local_directory;
 use super::remote::{self, SharedRemoteVolume};
 use super::{Transfers, WriterPermit, peer_copy};
 use crate::util::blocking::blocking;
 
-/// Verified extents that wait for the thread that writes them, in batches of about 1 MiB.
+/// Most batches of verified extents that wait for the writing thread. A batch has about 1 MiB.
 const QUEUE: usize = 16;
 
 /// A volume that is being filled.
@@ -36,14 +36,14 @@ pub(crate) struct VolumeWriter {
     volume: VolumeHandle,
     team: String,
     manifest: Arc<Manifest>,
-    /// What has to be sent.
+    /// Extents that must be sent.
     pub(crate) missing: OrdinalRanges,
-    /// Whether a file must be whole before another begins.
+    /// Whether a file must be complete before the next one starts.
     whole_files: bool,
-    /// Whether the worker that has the bytes sent them all by itself.
+    /// Whether the worker of the source has sent all extents directly.
     pub(crate) by_peer: bool,
-    /// What it will write. `None`: it writes nothing, or its worker has another disk.
-    declared: Option<DiskReservation>,
+    /// Disk space of the transfer. `None`: nothing is written here.
+    reserved: Option<DiskReservation>,
     queue: mpsc::Sender<Step>,
     writer: tokio::task::JoinHandle<(WriterPermit, Result<(), WriteVolumeError>)>,
 }
@@ -54,10 +54,12 @@ enum Step {
 }
 
 impl VolumeWriter {
-    /// Makes the volume, copies what this worker has already, and says what is missing. An earlier try at the same volume is thrown away,
-    /// unless it got as far as that its bytes were final: then nothing is missing.
+    /// Makes the volume, copies the extents that this worker has, and determines the missing ones.
+    /// A partial volume of an earlier try is destroyed. If the volume is already complete, nothing
+    /// is missing.
     ///
-    /// A caller who goes away does not break this off: what destroys, makes or copies would go on in its thread, beside the next writer.
+    /// A caller that is dropped does not interrupt it, because its blocking steps would continue
+    /// beside the next writer.
     pub(crate) async fn begin(
         transfers: &Arc<Transfers>,
         ticket: TicketClaims,
@@ -66,39 +68,39 @@ impl VolumeWriter {
         Self::begin_with(transfers, ticket, manifest, None).await
     }
 
-    /// The same of a volume that `peer` may fill, if both workers do such things: then nothing is missing.
+    /// Begins a volume that `peer` may fill. If `peer` does, nothing is missing.
     pub(crate) async fn begin_with(
         transfers: &Arc<Transfers>,
         ticket: TicketClaims,
         manifest: Arc<Manifest>,
-        peer: Option<peer_copy::Sender>,
+        peer: Option<peer_copy::PeerSource>,
     ) -> Result<Self, WriteVolumeError> {
         let transfers = transfers.clone();
         let tasks = transfers.worker.tasks.clone();
-        let begin = async move { Self::begin_whole(&transfers, &ticket, manifest, peer).await };
-        let begun = tasks.spawn(begin.in_current_span());
-        begun.await.unwrap_or_else(|error| {
-            Err(RuntimeError::Other(format!("the start of a transfer broke off: {error}")).into())
+        let begin = async move { Self::try_begin(&transfers, &ticket, manifest, peer).await };
+        let begin_result = tasks.spawn(begin.in_current_span());
+        begin_result.await.unwrap_or_else(|error| {
+            Err(RuntimeError::Other(format!("cannot begin a transfer: its task failed: {error}")).into())
         })
     }
 
-    async fn begin_whole(
+    async fn try_begin(
         transfers: &Transfers,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
-        peer: Option<peer_copy::Sender>,
+        peer: Option<peer_copy::PeerSource>,
     ) -> Result<Self, WriteVolumeError> {
-        let turn = WriterPermit::take(&transfers.filling, ticket.volume)
+        let permit = WriterPermit::acquire(&transfers.filling, ticket.volume)
             .ok_or(WriteVolumeError::Busy(ticket.volume))?;
-        if let Some(kept) =
-            transfers.manifests.kept_of(transfers.worker.runtime.as_ref(), ticket.volume).await?
+        if let Some(stored) =
+            transfers.manifests.stored(transfers.worker.runtime.as_ref(), ticket.volume).await?
         {
-            if kept.tree_digest() != manifest.tree_digest() {
+            if stored.tree_digest() != manifest.tree_digest() {
                 return Err(WriteVolumeError::Complete(ticket.volume));
             }
-            // Whether the store knows was not heard, by the caller or by us. It is told again.
+            // An earlier report to the store may have been lost, so the volume is reported again.
             transfers.manifest(ticket).await?;
-            return Ok(Self::whole(ticket, manifest, turn));
+            return Ok(Self::filled(ticket, manifest, permit));
         }
         make_empty(transfers, ticket.volume).await?;
         let root = match transfers.worker.runtime.contents(ticket.volume).await? {
@@ -108,48 +110,48 @@ impl VolumeWriter {
                 if let Some(peer) = peer
                     && peer.fill(transfers, volume, &remote, &manifest).await?
                 {
-                    return Ok(Self { by_peer: true, ..Self::whole(ticket, manifest, turn) });
+                    return Ok(Self { by_peer: true, ..Self::filled(ticket, manifest, permit) });
                 }
-                return Ok(Self::far(transfers, ticket, manifest, turn, remote));
+                return Ok(Self::remote(transfers, ticket, manifest, permit, remote));
             }
         };
 
-        let declared = match transfers.worker.runtime.disk().await {
+        let reserved = match transfers.worker.runtime.disk().await {
             Ok(disk) => transfers
                 .reservations
-                .declare(disk, disk_reservations::needs(&manifest))
+                .reserve(disk, disk_reservations::required_bytes(&manifest))
                 .map_err(WriteVolumeError::from),
             Err(error) => Err(error.into()),
         };
-        let mut declared = match declared {
-            Ok(declared) => declared,
+        let mut reserved = match reserved {
+            Ok(reserved) => reserved,
             Err(error) => {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
                 return Err(error);
             }
         };
-        let sources = Sources::find(transfers, &ticket.team, &manifest).await?;
+        let sources = LocalExtents::find(transfers, &ticket.team, &manifest).await?;
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let tree = manifest.clone();
-        let begun = blocking(move || {
+        let begin_result = blocking(move || {
             let mut writer = TreeWriter::new(&root, tree.clone(), options)?;
             let missing = sources.copy(&mut writer, &tree)?;
             Ok::<_, WriteVolumeError>((writer, missing))
         })
         .await;
-        let (writer, missing) = match begun {
-            Ok(begun) => begun,
+        let (writer, missing) = match begin_result {
+            Ok(begin_result) => begin_result,
             Err(error) => {
-                turn.discard(transfers).await;
+                permit.discard(transfers).await;
                 return Err(error);
             }
         };
 
-        declared.wrote(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
+        reserved.record_written(manifest.extent_bytes().saturating_sub(manifest.bytes_of(&missing)));
         let (queue, steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
-            // The turn is kept until the last byte that this writer may write, and by who waits for it longer than that.
-            (turn, write(writer, steps).map_err(WriteVolumeError::from))
+            // The thread holds the permit until its last write, even if its caller is dropped.
+            (permit, write(writer, steps).map_err(WriteVolumeError::from))
         });
         Ok(Self {
             volume: ticket.volume,
@@ -158,27 +160,27 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
-            declared: Some(declared),
+            reserved: Some(reserved),
             queue,
             writer,
         })
     }
 
-    /// A volume on another machine, to which everything is sent.
-    fn far(
+    /// Creates a writer for a volume on another machine. All extents must be sent.
+    fn remote(
         transfers: &Transfers,
         ticket: &TicketClaims,
         manifest: Arc<Manifest>,
-        turn: WriterPermit,
+        permit: WriterPermit,
         remote: SharedRemoteVolume,
     ) -> Self {
         let (queue, steps) = mpsc::channel(QUEUE);
         let tree = manifest.clone();
         let writer = transfers.worker.tasks.spawn(async move {
             let packed = remote::write(&remote, move |out| pack(ArchiveWriter::new(out, tree), steps));
-            // One that was broken off is left unfinished.
+            // An aborted volume stays incomplete.
             (
-                turn,
+                permit,
                 packed.await.or_else(|error| {
                     if matches!(error, WriteVolumeError::BrokenOff) { Ok(()) } else { Err(error) }
                 }),
@@ -192,18 +194,18 @@ impl VolumeWriter {
             missing,
             whole_files: true,
             by_peer: false,
-            declared: None,
+            reserved: None,
             queue,
             writer,
         }
     }
 
-    /// A volume that has all of its bytes.
-    fn whole(ticket: &TicketClaims, manifest: Arc<Manifest>, turn: WriterPermit) -> Self {
+    /// Creates a writer for a volume that is already filled.
+    fn filled(ticket: &TicketClaims, manifest: Arc<Manifest>, permit: WriterPermit) -> Self {
         let (queue, mut steps) = mpsc::channel(QUEUE);
         let writer = tokio::task::spawn_blocking(move || {
             while let Some(Step::Put(_)) = steps.blocking_recv() {}
-            (turn, Ok(()))
+            (permit, Ok(()))
         });
         let missing = OrdinalRanges::new();
         Self {
@@ -213,30 +215,31 @@ impl VolumeWriter {
             missing,
             whole_files: false,
             by_peer: false,
-            declared: None,
+            reserved: None,
             queue,
             writer,
         }
     }
 
-    /// Whether what was broken off within a file can only be begun again.
+    /// Whether a partial file can only be sent again from its beginning.
     pub(crate) fn takes_whole_files(&self) -> bool {
         self.whole_files
     }
 
-    /// Gives up what arrived, and waits until somebody else may fill the volume.
+    /// Aborts the transfer, and waits until another writer may fill the volume.
     pub(crate) async fn abandon(self) {
         drop(self.queue);
-        // What it fails with does not matter any more.
+        // The error of an aborted transfer is not relevant.
         self.writer.await.ok();
     }
 
-    /// Bytes that have to be sent.
+    /// Returns the number of bytes that must be sent.
     pub(crate) fn missing_bytes(&self) -> u64 {
         self.manifest.bytes_of(&self.missing)
     }
 
-    /// Takes some extents: file by file, those of a file in ascending order. Waits when the disk is slower than the sender.
+    /// Writes some extents. Files come one after the other, and the extents of a file ascend. Waits
+    /// if the disk is slower than the sender.
     pub(crate) async fn put(
         &mut self,
         transfers: &Transfers,
@@ -250,7 +253,7 @@ impl VolumeWriter {
         self.put_verified(transfers, verified?).await
     }
 
-    /// Takes some extents, as [`Self::put`] does.
+    /// Writes some verified extents, in the order that [`Self::put`] requires.
     pub(crate) async fn put_verified(
         &mut self,
         transfers: &Transfers,
@@ -260,39 +263,41 @@ impl VolumeWriter {
         if self.queue.send(Step::Put(extents)).await.is_err() {
             return Err(self.writer_failed(transfers).await);
         }
-        if let Some(declared) = &mut self.declared {
-            declared.wrote(bytes as u64);
+        if let Some(reserved) = &mut self.reserved {
+            reserved.record_written(bytes as u64);
         }
         Ok(())
     }
 
-    /// Ends the volume: everything is there, verified, and known to the artifact store.
+    /// Completes the volume, and reports it to the artifact store.
     pub(crate) async fn commit(mut self, transfers: &Transfers) -> Result<Arc<Manifest>, WriteVolumeError> {
         if self.queue.send(Step::Commit).await.is_err() {
             return Err(self.writer_failed(transfers).await);
         }
-        let (turn, written) = (&mut self.writer)
-            .await
-            .map_err(|error| RuntimeError::Other(format!("a thread died: {error}")))?;
+        let (permit, written) = (&mut self.writer).await.map_err(|error| {
+            RuntimeError::Other(format!("cannot fill a volume: its writer failed: {error}"))
+        })?;
         if let Err(error) = written {
-            turn.discard(transfers).await;
+            permit.discard(transfers).await;
             return Err(error);
         }
-        settle(transfers, self.volume, &self.team, self.manifest, turn).await
+        finish_volume(transfers, self.volume, &self.team, self.manifest, permit).await
     }
 
     async fn writer_failed(&mut self, transfers: &Transfers) -> WriteVolumeError {
         match (&mut self.writer).await {
-            Ok((turn, Err(error))) => {
-                turn.discard(transfers).await;
+            Ok((permit, Err(error))) => {
+                permit.discard(transfers).await;
                 error
             }
-            Ok((_, Ok(()))) | Err(_) => RuntimeError::Other("the writing thread died".to_owned()).into(),
+            Ok((_, Ok(()))) | Err(_) => {
+                RuntimeError::Other("cannot fill a volume: its writer failed".to_owned()).into()
+            }
         }
     }
 }
 
-/// Writes until it is told to commit. A queue that ends before that leaves the volume unfinished.
+/// Writes extents until the commit. If the queue ends earlier, the volume stays incomplete.
 fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteError> {
     while let Some(step) = steps.blocking_recv() {
         match step {
@@ -303,7 +308,7 @@ fn write(mut writer: TreeWriter, mut steps: mpsc::Receiver<Step>) -> Result<(), 
     Ok(())
 }
 
-/// Packs for another machine until it is told to commit.
+/// Packs extents for another machine until the commit.
 fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> Result<(), WriteVolumeError> {
     while let Some(step) = steps.blocking_recv() {
         match step {
@@ -317,42 +322,44 @@ fn pack(mut writer: ArchiveWriter<Outlet>, mut steps: mpsc::Receiver<Step>) -> R
     Err(WriteVolumeError::BrokenOff)
 }
 
-/// Files of this worker that have some of the content that is wanted.
-struct Sources {
-    /// For each ordinal that can be copied: the file's index, and where in it.
+/// Files of this worker that contain some of the required extents.
+struct LocalExtents {
+    /// For each extent: its ordinal, the index of the file, and the offset in the file.
     extents: Vec<(u64, usize, u64)>,
     files: Vec<PathBuf>,
 }
 
-impl Sources {
+impl LocalExtents {
     async fn find(transfers: &Transfers, team: &str, manifest: &Manifest) -> Result<Self, RuntimeError> {
-        transfers.manifests.recall().await;
+        transfers.manifests.load_earlier().await;
         let mut sources = Self { extents: Vec::new(), files: Vec::new() };
         let mut roots = std::collections::HashMap::new();
-        let mut known = std::collections::HashMap::new();
+        let mut file_indexes = std::collections::HashMap::new();
         for located in manifest.extents() {
-            let Some(found) = transfers.manifests.find(team, &located.extent.digest) else { continue };
-            let root = match roots.entry(found.volume) {
+            let Some(location) = transfers.manifests.find(team, &located.extent.digest) else { continue };
+            let root = match roots.entry(location.volume) {
                 std::collections::hash_map::Entry::Occupied(root) => root.into_mut(),
                 std::collections::hash_map::Entry::Vacant(vacant) => {
-                    let Ok(root) = directory(transfers.worker.runtime.as_ref(), found.volume).await else {
+                    let Ok(root) = local_directory(transfers.worker.runtime.as_ref(), location.volume).await
+                    else {
                         continue;
                     };
                     vacant.insert(root)
                 }
             };
-            let path = root.join(&found.path);
+            let path = root.join(&location.path);
             let next = sources.files.len();
-            let file = *known.entry(path.clone()).or_insert(next);
+            let file = *file_indexes.entry(path.clone()).or_insert(next);
             if file == next {
                 sources.files.push(path);
             }
-            sources.extents.push((located.ordinal, file, found.offset));
+            sources.extents.push((located.ordinal, file, location.offset));
         }
         Ok(sources)
     }
 
-    /// Copies what can be copied, verifying it: the source may be going at this moment. Answers what is missing.
+    /// Copies extents from local files, and verifies them, because a file may be deleted meanwhile.
+    /// Returns the missing extents.
     fn copy(self, writer: &mut TreeWriter, manifest: &Manifest) -> Result<OrdinalRanges, WriteError> {
         let mut copied = OrdinalRanges::new();
         let mut open: Option<(usize, File)> = None;
@@ -362,7 +369,7 @@ impl Sources {
             }
             let Some((_, file)) = &open else { continue };
             match writer.copy_extent(ordinal, file, offset, Trust::Verify) {
-                // Ordinals ascend, so this cannot be refused.
+                // Cannot fail, because ordinals ascend.
                 Ok(()) => copied.insert(ordinal).unwrap_or_default(),
                 Err(WriteError::DigestMismatch { .. }) => {}
                 Err(error) => return Err(error),

@@ -1,8 +1,8 @@
-//! What blocks, in threads that may.
+//! Blocking work.
 
 use runtime::RuntimeError;
 
-/// Runs what blocks on a thread that may.
+/// Runs `work` on a blocking thread.
 pub(crate) async fn blocking<T, E>(work: impl FnOnce() -> Result<T, E> + Send + 'static) -> Result<T, E>
 where
     T: Send + 'static,
@@ -10,5 +10,5 @@ where
 {
     let span = tracing::Span::current();
     let done = tokio::task::spawn_blocking(move || span.in_scope(work)).await;
-    done.unwrap_or_else(|error| Err(RuntimeError::Other(format!("a thread broke off: {error}")).into()))
+    done.unwrap_or_else(|error| Err(RuntimeError::Other(format!("a blocking task failed: {error}")).into()))
 }

@@ -1,11 +1,11 @@
-//! Locks of a runtime.
+//! Locks by handle, and locking of a mutex that ignores poisoning.
 
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use uuid::Uuid;
 
-/// Keeps operations on the same handle apart.
+/// Locks that serialize operations on the same handle.
 #[derive(Debug)]
 pub(crate) struct Locks([Arc<tokio::sync::Mutex<()>>; 64]);
 
@@ -14,7 +14,8 @@ impl Locks {
         Self(std::array::from_fn(|_| Arc::default()))
     }
 
-    /// Waits for its turn. Nobody holds two, so nobody waits for each other.
+    /// Waits for the lock of `handle`. A caller holds at most one of these locks, so they cannot
+    /// deadlock.
     pub(crate) async fn lock(&self, handle: Uuid) -> tokio::sync::OwnedMutexGuard<()> {
         let hash = BuildHasherDefault::<DefaultHasher>::default().hash_one(handle);
         let slot = usize::try_from(hash % self.0.len() as u64).unwrap_or(0);
@@ -22,7 +23,8 @@ impl Locks {
     }
 }
 
-/// Locks `mutex`, which guards a value that no panic leaves half changed. Held for a moment, never across an await.
+/// Locks `mutex` even if it is poisoned, because no panic leaves its value half changed. The guard
+/// must not be held across an await.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

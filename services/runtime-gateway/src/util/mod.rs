@@ -1,4 +1,4 @@
-//! Helpers without a subject of their own.
+//! Small helpers that several chapters share.
 
 pub(crate) mod blocking;
 pub(crate) mod clock;

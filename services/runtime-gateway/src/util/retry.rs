@@ -1,13 +1,12 @@
-//! Calls that are repeated until they are answered.
+//! Calls that are repeated until the other service answers.
 
 use std::future::Future;
 use std::time::Duration;
 
 use rpc::{Reason, Refusal};
 
-/// Repeats `call` until it is answered or refused for a reason that repeating does not change.
-///
-/// Every call made through this may be repeated safely: the contracts say so.
+/// Repeats `call` until it succeeds or is rejected with a permanent error. `call` must be
+/// idempotent.
 pub(crate) async fn until_answered<T, F>(doing: &str, mut call: impl FnMut() -> F) -> Result<T, Refusal>
 where
     F: Future<Output = Result<T, Refusal>>,
@@ -17,7 +16,7 @@ where
         match call().await {
             Ok(answer) => return Ok(answer),
             Err(refusal) if refusal.is_transient() => {
-                tracing::debug!(error = %refusal, "cannot {doing} just now");
+                tracing::debug!(error = %refusal, "cannot {doing}: trying again");
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_secs(2));
             }
@@ -26,7 +25,7 @@ where
     }
 }
 
-/// Whether a call was refused because its session is not the worker's session any more.
+/// Whether a call was rejected because another session has replaced this one.
 pub(crate) fn is_superseded(refusal: &Refusal) -> bool {
     refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation)
 }

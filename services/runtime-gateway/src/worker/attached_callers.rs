@@ -1,10 +1,12 @@
-//! The attendance of processes: whether a caller is attached to one that may wait for a caller.
+//! Callers attached to processes, and processes that wait for a caller.
 //!
-//! A process waits for its caller when it reads its standard input, and when it has written more output than is
-//! kept. A caller that died never comes back. So the caller has a term, which it renews by being attached. After
-//! the term the gateway leaves the process to itself: its input ends, and its output waits for no reader.
+//! A process waits for its caller when it reads its standard input, and when its output buffer is
+//! full. A dead caller never returns. So the term of a caller starts when its last call ends. After
+//! the term the gateway abandons the process: it closes the input, and the output no longer waits
+//! for a reader.
 //!
-//! [`crate::attempt`] minds the term of its process; each `Attach` call counts as long as it lasts.
+//! [`crate::attempt`] enforces the term of its process. Each `Attach` call counts for as long as it
+//! lasts.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -20,39 +22,39 @@ use tokio::time::Instant;
 
 use crate::util::keyed_locks::lock;
 
-/// Longest term of a caller whose connection was closed at its end. One that lives is attached again within seconds; one that does not
-/// answer may be asleep, and has the whole term.
+/// Longest term of a caller that closed its connection. A live caller attaches again within
+/// seconds. A caller that just does not answer may be suspended, and keeps the whole term.
 const AFTER_HANG_UP: Duration = Duration::from_secs(30);
 
-/// Pause before a process that could not be left to itself is asked again.
-const ASK_AGAIN: Duration = Duration::from_secs(5);
+/// Pause before the gateway tries again to abandon a process.
+const RETRY_PAUSE: Duration = Duration::from_secs(5);
 
-/// How a process stands with its callers.
+/// The callers of one process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttendanceState {
-    /// Whether its attempt minds the term.
-    is_minded: bool,
+    /// Whether an attempt enforces the term.
+    is_enforced: bool,
     /// Callers that are attached.
     pub(crate) attached: u32,
-    /// Since when none is, or the last change.
+    /// Time of the last change, or since when no caller is attached.
     since: (Instant, Timestamp),
     term: Duration,
-    /// Whether it was left to itself.
-    pub(crate) is_left: bool,
+    /// Whether the process was abandoned.
+    pub(crate) is_abandoned: bool,
 }
 
 impl AttendanceState {
     fn new(term: Duration) -> Self {
         Self {
-            is_minded: false,
+            is_enforced: false,
             attached: 0,
             since: (Instant::now(), Timestamp::now()),
             term,
-            is_left: false,
+            is_abandoned: false,
         }
     }
 
-    /// Since when no caller is attached, and when the term ends. `None`: one is attached.
+    /// Since when no caller is attached, and when the term ends. `None`: a caller is attached.
     pub(crate) fn unattended(&self) -> Option<(Timestamp, Timestamp)> {
         (self.attached == 0).then_some((self.since.1, self.since.1 + self.term))
     }
@@ -60,7 +62,7 @@ impl AttendanceState {
 
 /// The processes of one worker that may wait for a caller.
 pub(crate) struct Attendance {
-    /// How long a process waits for a caller while none is attached.
+    /// Time that a process waits for a caller while none is attached.
     term: Duration,
     processes: Mutex<HashMap<AttemptId, watch::Sender<AttendanceState>>>,
 }
@@ -74,27 +76,26 @@ impl Attendance {
         lock(&self.processes)
     }
 
-    /// How a process stands with its callers. `None`: it waits for none, or does not run.
-    pub(crate) fn of(&self, process: AttemptId) -> Option<AttendanceState> {
-        self.processes()
-            .get(&process)
-            .map(|standing| *standing.borrow())
-            .filter(|standing| standing.is_minded)
+    /// The callers of a process. `None`: the process does not run, or never waits for a caller.
+    pub(crate) fn state(&self, process: AttemptId) -> Option<AttendanceState> {
+        self.processes().get(&process).map(|state| *state.borrow()).filter(|state| state.is_enforced)
     }
 
-    /// Changes how a process stands. A caller may come back before its attempt is taken up again, after a restart of the gateway. What neither an
-    /// attempt nor a caller needs is forgotten.
+    /// Changes the entry of a process. An entry without attempt and callers is removed.
+    ///
+    /// After a restart of the gateway, a caller may attach before the attempt is resumed. So a
+    /// caller can create the entry too.
     fn change(
         &self,
         process: AttemptId,
         change: impl FnOnce(&mut AttendanceState),
     ) -> watch::Receiver<AttendanceState> {
         let mut processes = self.processes();
-        let standing =
+        let state =
             processes.entry(process).or_insert_with(|| watch::Sender::new(AttendanceState::new(self.term)));
-        standing.send_modify(change);
-        let (changes, now) = (standing.subscribe(), *standing.borrow());
-        if !now.is_minded && now.attached == 0 {
+        state.send_modify(change);
+        let (changes, now) = (state.subscribe(), *state.borrow());
+        if !now.is_enforced && now.attached == 0 {
             processes.remove(&process);
         }
         changes
@@ -110,7 +111,7 @@ pub(crate) struct AttachGuard {
 
 impl AttachGuard {
     pub(crate) fn new(attendance: Arc<Attendance>, process: AttemptId, caller: Option<Caller>) -> Self {
-        attendance.change(process, |standing| standing.attached += 1);
+        attendance.change(process, |state| state.attached += 1);
         Self { attendance, process, caller }
     }
 }
@@ -119,26 +120,26 @@ impl Drop for AttachGuard {
     fn drop(&mut self) {
         let has_hung_up = self.caller.as_ref().is_some_and(Caller::has_hung_up);
         let term = self.attendance.term;
-        self.attendance.change(self.process, |standing| {
-            standing.attached = standing.attached.saturating_sub(1);
-            standing.since = (Instant::now(), Timestamp::now());
-            standing.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
+        self.attendance.change(self.process, |state| {
+            state.attached = state.attached.saturating_sub(1);
+            state.since = (Instant::now(), Timestamp::now());
+            state.term = if has_hung_up { term.min(AFTER_HANG_UP) } else { term };
         });
     }
 }
 
-/// An attempt that minds the term of its process.
+/// An attempt that enforces the term of its process.
 struct TermGuard<'a>(&'a Attendance, AttemptId);
 
 impl Drop for TermGuard<'_> {
     fn drop(&mut self) {
         let Self(attendance, process) = *self;
-        attendance.change(process, |standing| standing.is_minded = false);
+        attendance.change(process, |state| state.is_enforced = false);
     }
 }
 
-/// Leaves a process to itself when no caller has been attached for its term.
-pub(crate) async fn mind(
+/// Abandons a process when no caller has been attached for its term.
+pub(crate) async fn enforce_term(
     attendance: &Attendance,
     runtime: &dyn Runtime,
     process: AttemptId,
@@ -147,35 +148,35 @@ pub(crate) async fn mind(
     if stdin == Stdin::None && output == OutputMode::Spooled {
         return std::future::pending().await;
     }
-    let mut changes = attendance.change(process, |standing| standing.is_minded = true);
-    let _minded = TermGuard(attendance, process);
+    let mut changes = attendance.change(process, |state| state.is_enforced = true);
+    let _term_guard = TermGuard(attendance, process);
     loop {
         let now = *changes.borrow_and_update();
         let term = async {
-            if now.attached > 0 || now.is_left {
+            if now.attached > 0 || now.is_abandoned {
                 std::future::pending::<()>().await;
             }
             tokio::time::sleep_until(now.since.0 + now.term).await;
         };
         tokio::select! {
-            // Its sender is there for as long as the process is minded.
+            // Cannot fail, because the sender lives for as long as `_term_guard`.
             _ = changes.changed() => continue,
             () = term => {}
         }
-        match leave(runtime, process, (stdin, output)).await {
+        match abandon(runtime, process, (stdin, output)).await {
             Ok(()) => {
-                tracing::info!(attempt.id = %process, "no caller has been attached for its term: input ends and output waits for no reader");
-                attendance.change(process, |standing| standing.is_left = true);
+                tracing::info!(attempt.id = %process, "process abandoned by its callers: its input is closed, and its output waits for no reader");
+                attendance.change(process, |state| state.is_abandoned = true);
             }
             Err(error) => {
-                tracing::debug!(attempt.id = %process, error = %domain::error_chain(&error), "cannot leave a process to itself");
-                tokio::time::sleep(ASK_AGAIN).await;
+                tracing::debug!(attempt.id = %process, error = %domain::error_chain(&error), "cannot abandon a process: trying again");
+                tokio::time::sleep(RETRY_PAUSE).await;
             }
         }
     }
 }
 
-async fn leave(
+async fn abandon(
     runtime: &dyn Runtime,
     process: AttemptId,
     (stdin, output): (Stdin, OutputMode),

@@ -1,6 +1,7 @@
-//! The attempts that a gateway works on, by lease, as the scheduler hears of them.
+//! The attempts of a gateway by lease, with the progress that the scheduler receives.
 //!
-//! The stream to the scheduler adds and removes entries. The task of an attempt says how far the attempt is.
+//! The stream to the scheduler adds and removes entries. The task of an attempt reports its
+//! progress.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard};
@@ -20,10 +21,10 @@ pub(crate) struct StopRequest {
     pub(crate) reason: FailureReason,
 }
 
-/// An attempt that this gateway works on, or has ended while the scheduler still names its lease.
+/// An attempt that this gateway runs, or that ended while the scheduler still names its lease.
 pub(crate) struct AttemptEntry {
     pub(crate) phase: AttemptPhase,
-    /// Progress of the inputs that are copied to the worker, while materializing.
+    /// Progress of the inputs that are copied to the worker. Empty outside of `Materializing`.
     pub(crate) inputs: Vec<InputProgress>,
     /// Set when the attempt must stop.
     pub(crate) stop: watch::Sender<Option<StopRequest>>,
@@ -41,18 +42,18 @@ impl AttemptTable {
         lock(&self.entries)
     }
 
-    /// Waits until the scheduler must hear of a change.
+    /// Waits for a change that the scheduler must receive.
     pub(crate) async fn changed(&self) {
         self.changed.notified().await;
     }
 
-    /// Forgets a lease whose task has died.
+    /// Removes a lease whose task has died.
     pub(crate) fn remove(&self, lease: LeaseId) {
         self.lock().remove(&lease);
         self.changed.notify_one();
     }
 
-    /// Sets how far an attempt is.
+    /// Sets the phase of an attempt.
     pub(crate) fn set_phase(&self, lease: LeaseId, phase: AttemptPhase) {
         if let Some(attempt) = self.lock().get_mut(&lease) {
             attempt.phase = phase;
@@ -61,7 +62,7 @@ impl AttemptTable {
         self.changed.notify_one();
     }
 
-    /// Sets how far the inputs of an attempt are, which are copied to the worker.
+    /// Sets the progress of the inputs that are copied to the worker.
     pub(crate) fn set_inputs(&self, lease: LeaseId, inputs: Vec<InputProgress>) {
         let mut is_reported = false;
         if let Some(attempt) = self.lock().get_mut(&lease) {
@@ -76,7 +77,7 @@ impl AttemptTable {
     }
 }
 
-/// How far inputs are together, in tenths, and what each waits for.
+/// Returns the progress of all inputs in tenths, and what each input waits for.
 fn rough_progress(inputs: &[InputProgress]) -> (u64, Vec<&str>) {
     let of = |bytes: fn(&InputProgress) -> u64| inputs.iter().map(bytes).sum::<u64>();
     let tenths = of(|input| input.bytes_done).saturating_mul(10) / of(|input| input.bytes_total).max(1);

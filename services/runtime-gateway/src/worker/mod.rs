@@ -1,7 +1,6 @@
-//! One worker, as its gateway knows it: its runtime, the session in which the gateway speaks for it, and the
-//! attempts under way.
+//! One worker: its runtime, its session, and its attempts.
 //!
-//! All chapters above share a [`Worker`]. It knows nothing of what they keep.
+//! The modules above this one share a [`Worker`]. It does not know their state.
 
 pub(crate) mod attached_callers;
 pub(crate) mod attempts;
@@ -32,17 +31,19 @@ pub(crate) struct Worker {
     pub(crate) clients: Clients,
     pub(crate) session: SessionState,
     pub(crate) attempts: AttemptTable,
-    /// Containers and volumes on the worker.
+    /// Number of containers and volumes on the worker.
     pub(crate) usage: UsageCounter,
-    /// Containers that are being destroyed.
+    /// Containers whose destruction has begun.
     destroying: watch::Sender<BTreeSet<ContainerHandle>>,
-    /// Wakes the task that reports: something was destroyed, or found to be damaged.
+    /// Wakes the report loop after a destruction, or when a volume is found to be damaged.
     pub(crate) report_due: Notify,
     pub(crate) tasks: TaskTracker,
     pub(crate) stopping: CancellationToken,
 }
 
 impl Worker {
+    /// Creates the worker, and the clients for the addresses in `config`.
+    ///
     /// # Errors
     ///
     /// An address in `config` is malformed.
@@ -66,19 +67,19 @@ impl Worker {
         }))
     }
 
-    /// Destroys a container, with all that runs in it.
+    /// Destroys a container with all of its processes.
     pub(crate) async fn destroy_container(&self, container: ContainerHandle) -> Result<(), RuntimeError> {
         self.destroying.send_modify(|destroying| _ = destroying.insert(container));
         let _destruction = Destruction { worker: self, container };
         self.runtime.destroy_container(container).await
     }
 
-    /// Whether a process that has ended did so because its container was destroyed.
+    /// Whether a process ended because its container was destroyed.
     pub(crate) async fn was_destroyed(&self, process: AttemptId) -> Result<bool, RuntimeError> {
         let mut destroying = self.destroying.subscribe();
-        // A process whose container is destroyed from now on had ended before.
+        // A destruction that begins later cannot be the cause.
         let under_way = destroying.borrow_and_update().clone();
-        // Fails only when the sender is gone, and `self` has it.
+        // Cannot fail, because `self` owns the sender.
         destroying.wait_for(|now| now.is_disjoint(&under_way)).await.ok();
         match self.runtime.process(process).await {
             Ok(_) => Ok(false),
@@ -88,7 +89,7 @@ impl Worker {
     }
 }
 
-/// The destruction of a container, until it has ended, whether or not it succeeded.
+/// The destruction of a container until it succeeds or fails.
 struct Destruction<'w> {
     worker: &'w Worker,
     container: ContainerHandle,

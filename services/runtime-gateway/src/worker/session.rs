@@ -1,7 +1,7 @@
-//! The session in which a gateway speaks for its worker, and until when no other gateway can.
+//! The session of a worker, and the time until which it is exclusive.
 //!
-//! The stream to the scheduler opens and ends sessions. All other tasks of the worker wait for one, and ask
-//! before they start or destroy something whether this gateway is exclusive.
+//! The stream to the scheduler opens and ends sessions. All other tasks of the worker wait for a
+//! session. They check that it is exclusive before they start or destroy something.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use crate::util::clock::since_boot;
 use crate::util::keyed_locks::lock;
 
-/// The session in which this gateway speaks.
+/// The open session of a gateway.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct OpenSession {
     pub(crate) credential: String,
@@ -25,8 +25,8 @@ pub(crate) struct OpenSession {
 /// The current session of a worker.
 pub(crate) struct SessionState {
     session: watch::Sender<Option<OpenSession>>,
-    /// Until when the scheduler lets in no other gateway, by `CLOCK_BOOTTIME`. `None`: there was no
-    /// session yet.
+    /// Time by `CLOCK_BOOTTIME` until which the scheduler admits no other gateway. `None`: there
+    /// was no session yet.
     exclusive_until: Mutex<Option<Duration>>,
 }
 
@@ -35,7 +35,7 @@ impl SessionState {
         Self { session: watch::Sender::new(None), exclusive_until: Mutex::default() }
     }
 
-    /// The open session. `None`: the scheduler has not let this gateway in.
+    /// The open session. `None`: the gateway has none.
     pub(crate) fn current(&self) -> Option<OpenSession> {
         self.session.borrow().clone()
     }
@@ -53,18 +53,18 @@ impl SessionState {
         }
     }
 
-    /// Waits until the session is another than `open`.
+    /// Waits until the session differs from `open`.
     pub(crate) async fn changed(&self, open: &OpenSession) {
         let mut session = self.session.subscribe();
-        // Fails only when the sender is gone, and then no task waits.
+        // Fails only if the sender is dropped, and then no task waits.
         session.wait_for(|now| now.as_ref() != Some(open)).await.ok();
     }
 
-    /// Waits until another gateway may speak for the worker than did in `open`.
+    /// Waits until another gateway may have a session that is newer than `open`.
     pub(crate) async fn superseded(&self, open: &OpenSession) {
         let mut session = self.session.subscribe();
         let other = |now: &Option<OpenSession>| now.as_ref().is_none_or(|now| now.session != open.session);
-        // Fails only when the sender is gone, and then no task waits.
+        // Fails only if the sender is dropped, and then no task waits.
         session.wait_for(other).await.ok();
     }
 
@@ -80,15 +80,17 @@ impl SessionState {
         });
     }
 
-    /// The scheduler received a message of this gateway, so that it lets in no other one before `until`.
+    /// Extends the time in which the scheduler admits no other gateway.
     pub(crate) fn extend_exclusive(&self, until: Duration) {
-        let mut known = lock(&self.exclusive_until);
-        *known = Some(known.map_or(until, |known| known.max(until)));
+        let mut current = lock(&self.exclusive_until);
+        *current = Some(current.map_or(until, |current| current.max(until)));
     }
 
-    /// Whether no other gateway can speak for the worker, so that this one may start and destroy things.
+    /// Whether no other gateway can speak for the worker. Only then may this gateway start or
+    /// destroy processes, containers and volumes.
     ///
-    /// A process that was frozen, or a machine that was asleep, learns here that this has ended.
+    /// A process that was frozen, or a machine that was suspended, detects here that the time has
+    /// passed.
     pub(crate) fn is_exclusive(&self) -> bool {
         let until = *lock(&self.exclusive_until);
         until.is_none_or(|until| since_boot() < until)

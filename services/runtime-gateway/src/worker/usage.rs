@@ -1,7 +1,7 @@
-//! How many containers and volumes a worker has.
+//! Number of containers and volumes on a worker.
 //!
-//! Each report lists them. Those that are made before the next report are counted on top, because the scheduler
-//! counts them against the limits of the worker at once. A destruction brings a report of its own.
+//! Each report lists them. Those that are created after a listing are added, because the scheduler
+//! immediately counts them against the limits of the worker. A destruction triggers a report.
 
 use std::collections::HashSet;
 use std::hash::Hash;
@@ -12,7 +12,7 @@ use runtime::Holdings;
 
 use crate::util::keyed_locks::lock;
 
-/// Containers and volumes on a worker.
+/// Number of containers and volumes on a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) containers: u64,
@@ -26,11 +26,11 @@ pub(crate) struct UsageCounter(Mutex<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     listed: Usage,
-    /// Those that were not among them.
-    made: CreatedSince,
+    /// Containers and volumes that the last listing did not contain.
+    created: CreatedSince,
 }
 
-/// What was made.
+/// Containers and volumes that were created.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CreatedSince {
     containers: HashSet<ContainerHandle>,
@@ -41,10 +41,11 @@ fn count(length: usize) -> u64 {
     u64::try_from(length).unwrap_or(u64::MAX)
 }
 
-/// Forgets of `made` what is listed, and what was made before and is not there any more.
-fn forget<H: Eq + Hash>(made: &mut HashSet<H>, before: &HashSet<H>, listed: &[H]) {
+/// Removes from `created` the handles that are listed, and those from before the listing that no
+/// longer exist.
+fn forget<H: Eq + Hash>(created: &mut HashSet<H>, before: &HashSet<H>, listed: &[H]) {
     let listed: HashSet<_> = listed.iter().collect();
-    made.retain(|handle| !before.contains(handle) && !listed.contains(handle));
+    created.retain(|handle| !before.contains(handle) && !listed.contains(handle));
 }
 
 impl UsageCounter {
@@ -52,36 +53,38 @@ impl UsageCounter {
         lock(&self.0)
     }
 
-    /// What is there, as far as it is known.
+    /// Returns the current numbers.
     pub(crate) fn now(&self) -> Usage {
-        let Inner { listed, made } = &*self.lock();
+        let Inner { listed, created } = &*self.lock();
         Usage {
-            containers: listed.containers.saturating_add(count(made.containers.len())),
-            volumes: listed.volumes.saturating_add(count(made.volumes.len())),
+            containers: listed.containers.saturating_add(count(created.containers.len())),
+            volumes: listed.volumes.saturating_add(count(created.volumes.len())),
         }
     }
 
-    /// This one was made.
-    pub(crate) fn made_container(&self, container: ContainerHandle) {
-        self.lock().made.containers.insert(container);
+    /// Counts a container that was created.
+    pub(crate) fn add_container(&self, container: ContainerHandle) {
+        self.lock().created.containers.insert(container);
     }
 
-    /// This one was made.
-    pub(crate) fn made_volume(&self, volume: VolumeHandle) {
-        self.lock().made.volumes.insert(volume);
+    /// Counts a volume that was created.
+    pub(crate) fn add_volume(&self, volume: VolumeHandle) {
+        self.lock().created.volumes.insert(volume);
     }
 
-    /// All of them are about to be listed. Answers what [`UsageCounter::listed`] wants to know.
-    pub(crate) fn begin(&self) -> CreatedSince {
-        self.lock().made.clone()
+    /// Begins a listing. The result must be passed to [`UsageCounter::finish_listing`].
+    pub(crate) fn begin_listing(&self) -> CreatedSince {
+        self.lock().created.clone()
     }
 
-    /// These are there. `before`: what [`UsageCounter::begin`] answered before they were listed.
-    pub(crate) fn listed(&self, there: &Holdings, before: &CreatedSince) {
-        let Inner { listed, made } = &mut *self.lock();
-        *listed = Usage { containers: count(there.containers.len()), volumes: count(there.volumes.len()) };
-        forget(&mut made.containers, &before.containers, &there.containers);
-        forget(&mut made.volumes, &before.volumes, &there.volumes);
+    /// Ends a listing with the handles in `holdings`. `before` is the result of
+    /// [`UsageCounter::begin_listing`].
+    pub(crate) fn finish_listing(&self, holdings: &Holdings, before: &CreatedSince) {
+        let Inner { listed, created } = &mut *self.lock();
+        *listed =
+            Usage { containers: count(holdings.containers.len()), volumes: count(holdings.volumes.len()) };
+        forget(&mut created.containers, &before.containers, &holdings.containers);
+        forget(&mut created.volumes, &before.volumes, &holdings.volumes);
     }
 }
 
@@ -90,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_made_counts_once_from_then_on() {
+    fn created_handles_are_counted_once() {
         let counts = UsageCounter::default();
         let [one, other, third] = [(); 3].map(|()| ContainerHandle::new());
         let volume = VolumeHandle::new();
@@ -99,18 +102,18 @@ mod tests {
             volumes: volumes.to_vec(),
         };
         let usage = |containers, volumes| Usage { containers, volumes };
-        counts.made_container(one);
-        counts.made_volume(volume);
+        counts.add_container(one);
+        counts.add_volume(volume);
         assert_eq!(counts.now(), usage(1, 1));
-        let before = counts.begin();
-        // Both come while they are listed, and one of them is listed.
-        counts.made_container(other);
-        counts.made_container(third);
-        counts.listed(&list(&[one, other], &[volume]), &before);
+        let before = counts.begin_listing();
+        // Two containers are created during the listing. Only one of them is listed.
+        counts.add_container(other);
+        counts.add_container(third);
+        counts.finish_listing(&list(&[one, other], &[volume]), &before);
         assert_eq!(counts.now(), usage(3, 1));
-        // What is not listed any more has been destroyed.
-        let before = counts.begin();
-        counts.listed(&list(&[other], &[]), &before);
+        // A container that is no longer listed was destroyed.
+        let before = counts.begin_listing();
+        counts.finish_listing(&list(&[other], &[]), &before);
         assert_eq!(counts.now(), usage(1, 0));
     }
 }

@@ -1,4 +1,4 @@
-//! Messages of the contract, from and to types of ours.
+//! Conversion of messages from and to types of this crate.
 
 use rpc::pb::streamer as pb;
 use rpc::pb::streamer::materialize_response::Message as MaterializeMessage;
@@ -7,7 +7,7 @@ use rpc::{Reason, Refusal, parse_digest, parse_id, parse_optional_id, parse_team
 use tonic::Status;
 
 use super::SERVICE;
-use crate::download::{DownloadError, Readable};
+use crate::download::{DownloadError, DownloadLocation};
 use crate::in_flight::{CopyError, CopyInfo, CopyState, Progress, Route};
 use crate::peers::{PeerError, Ticket};
 use crate::upload::{UploadError, UploadEvent, UploadRequest};
@@ -33,8 +33,8 @@ pub(super) fn upload_event(event: UploadEvent) -> pb::UploadResponse {
     pb::UploadResponse { message: Some(message) }
 }
 
-pub(super) fn readable(readable: Readable) -> pb::DownloadResponse {
-    let Readable { ticket, digest, size_bytes } = readable;
+pub(super) fn readable(readable: DownloadLocation) -> pb::DownloadResponse {
+    let DownloadLocation { ticket, digest, size_bytes } = readable;
     pb::DownloadResponse { go_to: Some(go_to(ticket, String::new())), digest, size_bytes }
 }
 
@@ -102,9 +102,10 @@ impl From<CopyError> for Status {
             CopyError::NoReplica(_) => Reason::NoReplica,
             CopyError::Peer(error) => return error.clone().into(),
             CopyError::Cancelled => Reason::TransferCancelled,
-            CopyError::Cut(_) | CopyError::OtherBytes(_) | CopyError::Abandoned | CopyError::Stopping => {
-                Reason::Unavailable
-            }
+            CopyError::Truncated(_)
+            | CopyError::OtherBytes(_)
+            | CopyError::Abandoned
+            | CopyError::Stopping => Reason::Unavailable,
         };
         reason.status(SERVICE, error.to_string())
     }

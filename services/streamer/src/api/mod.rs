@@ -1,4 +1,6 @@
-//! The streamer's calls: requests become types of ours, and what comes of them becomes answers and `Status`.
+//! The service `Streamer`.
+//!
+//! Each handler parses the request, calls a function of another module, and converts the result.
 
 mod convert;
 
@@ -24,7 +26,7 @@ use crate::in_flight::{CopyRequest, CopyState, InFlight, Waiter};
 use crate::peers::Peers;
 use crate::upload::{self, Caller, UploadError};
 
-/// The domain of the errors that this service answers.
+/// The domain of the errors that this service returns.
 const SERVICE: &str = "gantry.streamer";
 
 pub(crate) fn service(
@@ -34,7 +36,7 @@ pub(crate) fn service(
 ) -> StreamerServer<Handler> {
     metrics::describe_gauge!(
         "gantry_streamer_uploads_in_flight",
-        "Uploads that have neither been sealed nor abandoned."
+        "Uploads that are neither sealed nor abandoned."
     );
     metrics::gauge!("gantry_streamer_uploads_in_flight").set(0.0);
     StreamerServer::new(Handler { peers, in_flight: InFlight::default(), tasks, stopping })
@@ -59,11 +61,12 @@ impl Streamer for Handler {
         let messages = request.into_inner();
         let (answers, stream) = mpsc::channel(4);
         let handler = self.clone();
-        // A task of its own: what was planned has to be abandoned even if the caller is gone and this future is dropped.
+        // A separate task, because the upload must be abandoned even if the caller drops this
+        // future.
         let task = async move {
             let _in_flight = UploadGauge::begin();
             if let Err(status) = handler.carry_upload(messages, &answers).await {
-                // If answering fails nobody listens any more.
+                // If sending fails, the caller is gone.
                 answers.send(Err(status)).await.ok();
             }
         };
@@ -81,7 +84,7 @@ impl Streamer for Handler {
         let artifact: ArtifactId = parse_id("artifact_id", &request.artifact_id)?;
         let request = DownloadRequest { team, artifact, avoid: request.avoid_gateway_endpoints };
         let handler = self.clone();
-        // A task of its own: a lease has to be released even if the caller is gone and this future is dropped.
+        // A separate task, because the lease must be released even if the caller drops this future.
         let located = self.tasks.spawn(
             async move {
                 let copy = |request| handler.copy(request);
@@ -111,7 +114,7 @@ impl Streamer for Handler {
         }
         let waiter = self.copy(request);
         let (answers, stream) = mpsc::channel(4);
-        // A task of its own, which ends as soon as the caller is gone.
+        // A separate task, which ends when the caller is gone.
         self.tasks.spawn(async move {
             tokio::select! {
                 () = report_progress(waiter, &answers) => {}
@@ -139,7 +142,7 @@ impl Streamer for Handler {
 }
 
 impl Handler {
-    /// Starts a copy, or joins the one that is in flight.
+    /// Starts a copy, or joins the one in flight.
     fn copy(&self, request: CopyRequest) -> Waiter {
         self.in_flight.join(request, |task| {
             let copying = copy::run(self.peers.clone(), task, self.stopping.clone());
@@ -147,14 +150,14 @@ impl Handler {
         })
     }
 
-    /// Checks that a lease token is one for the worker and the team.
+    /// Checks that a lease token is for the worker and the team of `request`.
     async fn check_lease(&self, token: &str, request: &CopyRequest) -> Result<(), Status> {
         let claims: LeaseClaims = self.peers.keys.verify(token).await.map_err(|error| match &error {
             VerifyError::Invalid(_) => Reason::InvalidToken.status(SERVICE, error.to_string()),
             VerifyError::KeysUnavailable(_) => rpc::unavailable(SERVICE, "verify a lease token", &error),
         })?;
         if claims.worker != request.worker || claims.team != request.team {
-            let message = "the lease is of another worker or team";
+            let message = "the lease is for another worker or team";
             return Err(Reason::InvalidToken.status(SERVICE, message));
         }
         Ok(())
@@ -185,17 +188,17 @@ impl Handler {
     }
 }
 
-/// The digest of what the caller has written, once it commits the upload.
+/// Returns the digest of the upload when the caller commits it.
 async fn read_commit(messages: &mut Streaming<pb::UploadRequest>) -> Result<Digest, Status> {
     match messages.message().await?.and_then(|request| request.message) {
         Some(UploadMessage::Commit(commit)) => parse_digest("commit.digest", &commit.digest),
-        Some(UploadMessage::Open(_)) => Err(rpc::invalid_field("message", "`open` was said before")),
-        // An aborted call looks just like this: only `commit` counts.
+        Some(UploadMessage::Open(_)) => Err(rpc::invalid_field("message", "`open` must be sent only once")),
+        // An aborted call ends the stream in the same way, so the commit must be explicit.
         None => Err(Reason::TransferTruncated.status(SERVICE, "the stream ended without a commit")),
     }
 }
 
-/// Answers how far a copy is, until it has ended.
+/// Sends the progress of a copy until it ends.
 async fn report_progress(
     mut waiter: Waiter,
     answers: &mpsc::Sender<Result<pb::MaterializeResponse, Status>>,
@@ -204,14 +207,14 @@ async fn report_progress(
         let state = waiter.states.borrow_and_update().clone();
         let is_last = matches!(state, CopyState::Ended(_));
         let answer = convert::copy_state(state);
-        // If answering fails nobody listens any more; a task that publishes nothing has died.
+        // Ends when the caller is gone, or when the task of the copy has died.
         if answers.send(answer).await.is_err() || is_last || waiter.states.changed().await.is_err() {
             return;
         }
     }
 }
 
-/// Counts an upload that has not ended, for operators.
+/// Counts an upload in the gauge until it is dropped.
 struct UploadGauge;
 
 impl UploadGauge {

@@ -1,4 +1,4 @@
-//! Copies from worker to worker: streamers, scheduler, artifact store, and gateways with workers of their own, over gRPC.
+//! Tests of copies between workers, with real services and a gateway for each worker.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,68 +14,73 @@ mod tickets;
 mod tree;
 mod trees;
 
-use suite::{Suite, WorkerProvided, may_be_a_worker, until};
+use suite::{CopyResult, Suite, may_be_a_worker, until};
 
-/// Long enough for anything that happens at all.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Of the tree that is copied.
-const SIZE: u64 = 24 << 20;
+/// Longest wait for an expected event.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of the tree that is copied.
+const TREE_BYTES: u64 = 24 << 20;
 
-/// What a worker's disk has under a volume, by the digest of the tree.
+/// Returns the digest of the tree that a worker's disk has under a volume.
 fn on_disk(volume: &Path) -> domain::Digest {
     let scan = transfer::scan(volume, &transfer::ScanOptions::default(), None).expect("a tree");
     scan.manifest.tree_digest()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_one_worker_has_comes_to_another_to_the_last_bit() {
+async fn copy_has_exactly_the_tree_of_its_source() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
     let one = suite.add_worker("one").await;
     let root = suite.path("tree");
-    tree::write(&root, SIZE);
+    tree::write(&root, TREE_BYTES);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
 
-    let brought = suite.materialize(artifact, two).await.expect("brought");
-    let volume = suite.volume(two, &brought.volume);
-    assert_eq!(on_disk(&volume), digest, "modes, times, links, holes and attributes are in it");
-    assert_eq!(tree::blocks(&volume.join("sparse")), tree::blocks(&root.join("sparse")), "holes stay holes");
-    let progress = brought.progress.expect("there was a copy");
+    let copied = suite.materialize(artifact, two).await.expect("copied");
+    let volume = suite.volume(two, &copied.volume);
+    assert_eq!(on_disk(&volume), digest, "modes, times, links, holes and attributes are equal");
+    assert_eq!(
+        tree::blocks(&volume.join("sparse")),
+        tree::blocks(&root.join("sparse")),
+        "holes are preserved"
+    );
+    let progress = copied.progress.expect("there was a copy");
     assert_eq!((progress.bytes_done, progress.bytes_saved), (progress.bytes_total, 0));
     assert_eq!(progress.from_worker_id, one.to_string());
-    assert!(brought.told.iter().any(|told| told.route() == pb::Route::Peer), "it is said how far it is");
+    assert!(copied.updates.iter().any(|update| update.route() == pb::Route::Peer), "progress is reported");
 
     let replicas = suite.replicas(artifact).await;
     assert_eq!(replicas.len(), 2);
     assert!(replicas.iter().all(|replica| replica.verification() == store::Verification::Verified));
-    let again = suite.materialize(artifact, two).await.expect("it is there");
-    assert_eq!((again.volume, again.progress), (brought.volume, None));
+    let again = suite.materialize(artifact, two).await.expect("the replica exists");
+    assert_eq!((again.volume, again.progress), (copied.volume, None));
 
-    // Who could not read at one is sent to the other; who could read at neither, to one of them again.
+    // With one gateway to avoid, the other is returned. With both to avoid, one of them is
+    // returned.
     let first = suite.read_at(artifact, &[]).await;
     let second = suite.read_at(artifact, std::slice::from_ref(&first)).await;
     assert_ne!(first, second);
     assert!([&first, &second].contains(&&suite.read_at(artifact, &[first.clone(), second.clone()]).await));
 
-    // Nearly the same once more: only what differs moves.
+    // For a similar tree, only the extents that differ are sent.
     let nearly = suite.path("nearly");
-    tree::write(&nearly, SIZE);
+    tree::write(&nearly, TREE_BYTES);
     std::fs::write(nearly.join("new"), [7; 1000]).expect("write");
     let (nearly, _) = suite.upload(&nearly).await;
     let replicas = suite.replicas(nearly).await;
     let destination = if replicas[0].worker_id == one.to_string() { two } else { one };
-    let brought = suite.materialize(nearly, destination).await.expect("brought");
-    let progress = brought.progress.expect("there was a copy");
+    let copied = suite.materialize(nearly, destination).await.expect("copied");
+    let progress = copied.progress.expect("there was a copy");
     assert_eq!(progress.bytes_done - progress.bytes_saved, 1000);
-    assert!(progress.bytes_saved >= SIZE);
+    assert!(progress.bytes_saved >= TREE_BYTES);
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_spec_is_explained_by_where_its_inputs_are_now() {
+async fn explanation_shows_bytes_to_move() {
     if !may_be_a_worker() {
         return;
     }
@@ -90,113 +95,113 @@ async fn a_spec_is_explained_by_where_its_inputs_are_now() {
     let [first, second] = &suite.explain_reading(artifact).await[..] else { panic!("two workers") };
     assert_eq!(*first, ("one".to_owned(), "0 bytes to move, 0 active tasks".to_owned()));
     assert_eq!(*second, ("two".to_owned(), "1048576 bytes to move, 0 active tasks".to_owned()));
-    suite.materialize(artifact, two).await.expect("brought");
+    suite.materialize(artifact, two).await.expect("copied");
     let explained = suite.explain_reading(artifact).await;
     assert!(explained.iter().all(|(_, says)| says.starts_with("0 bytes to move")), "{explained:?}");
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_who_ask_share_one_copy_whichever_streamer_they_ask() {
+async fn callers_of_all_streamers_share_one_copy() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
     let one = suite.add_worker("one").await;
     let root = suite.path("tree");
-    tree::write(&root, SIZE);
+    tree::write(&root, TREE_BYTES);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
     let other = suite.another_streamer().await;
 
-    suite.link(one).stall_after(SIZE / 4);
+    suite.link(one).stall_after(TREE_BYTES / 4);
     let first = suite.begin(artifact, two).await;
-    let first = suite.brought(first);
+    let first = suite.copy_result(first);
     let second = suite.begin(artifact, two).await;
     let listed = until("the copy is under way", async || {
         let listed = suite.transfers().await;
         listed
             .first()
-            .filter(|listed| listed.progress.as_ref().is_some_and(|told| told.bytes_done > 0))
+            .filter(|listed| listed.progress.as_ref().is_some_and(|update| update.bytes_done > 0))
             .cloned()
     })
     .await;
     assert_eq!(suite.transfers().await.len(), 1);
     assert_eq!((listed.artifact_id, listed.to_worker_id), (artifact.to_string(), two.to_string()));
-    assert_eq!(listed.progress.expect("it is told").from_worker_id, one.to_string());
+    assert_eq!(listed.progress.expect("progress is reported").from_worker_id, one.to_string());
     let mut third = other.begin(artifact, two).await;
-    while let Some(told) = third.message().await.expect("no error") {
-        let Some(pb::materialize_response::Message::Progress(told)) = told.message else {
-            panic!("{told:?}")
+    while let Some(update) = third.message().await.expect("no error") {
+        let Some(pb::materialize_response::Message::Progress(update)) = update.message else {
+            panic!("{update:?}")
         };
-        if told.route() == pb::Route::Elsewhere {
+        if update.route() == pb::Route::Elsewhere {
             break;
         }
     }
 
     suite.link(one).open();
-    let (first, second, third) = tokio::join!(first, suite.brought(second), suite.brought(third));
-    let volumes = [first, second, third]
-        .map(|brought: Result<WorkerProvided, Refusal>| brought.expect("brought").volume);
+    let (first, second, third) = tokio::join!(first, suite.copy_result(second), suite.copy_result(third));
+    let volumes =
+        [first, second, third].map(|copied: Result<CopyResult, Refusal>| copied.expect("brought").volume);
     assert!(volumes.iter().all(|volume| *volume == volumes[0]), "{volumes:?}");
     assert_eq!(on_disk(&suite.volume(two, &volumes[0])), digest);
     assert_eq!(suite.volumes_on(two).await, 1);
-    assert!(suite.link(one).sent() < SIZE * 3 / 2, "the bytes came once");
+    assert!(suite.link(one).sent() < TREE_BYTES * 3 / 2, "the bytes are sent once");
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn when_a_source_dies_another_goes_on_where_it_broke_off() {
+async fn copy_continues_from_another_source_when_one_dies() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
     let one = suite.add_worker("one").await;
     let root = suite.path("tree");
-    tree::write(&root, SIZE);
+    tree::write(&root, TREE_BYTES);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
-    suite.materialize(artifact, two).await.expect("brought");
+    suite.materialize(artifact, two).await.expect("copied");
     let three = suite.add_worker("three").await;
 
     let before = suite.link(two).sent();
-    suite.link(one).cut_after(SIZE / 2);
-    let brought = suite.materialize(artifact, three).await.expect("brought");
-    assert_eq!(on_disk(&suite.volume(three, &brought.volume)), digest);
-    assert_eq!(brought.progress.expect("a copy").from_worker_id, two.to_string());
+    suite.link(one).cut_after(TREE_BYTES / 2);
+    let copied = suite.materialize(artifact, three).await.expect("copied");
+    assert_eq!(on_disk(&suite.volume(three, &copied.volume)), digest);
+    assert_eq!(copied.progress.expect("a copy").from_worker_id, two.to_string());
     let sent = suite.link(two).sent() - before;
-    assert!(sent < SIZE * 3 / 4, "what had come before did not come again: {sent} of {SIZE} bytes");
+    assert!(sent < TREE_BYTES * 3 / 4, "received bytes are not sent again: {sent} of {TREE_BYTES} bytes");
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_copy_that_breaks_off_is_seen_by_nobody_and_leaves_nothing() {
+async fn failed_copy_is_invisible_and_leaves_nothing() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
     let one = suite.add_worker("one").await;
     let root = suite.path("tree");
-    tree::write(&root, SIZE);
+    tree::write(&root, TREE_BYTES);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
 
-    // Its only source breaks off.
-    suite.link(one).cut_after(SIZE / 2);
-    let refused = suite.materialize(artifact, two).await.expect_err("it was cut");
+    // The only source fails.
+    suite.link(one).cut_after(TREE_BYTES / 2);
+    let refused = suite.materialize(artifact, two).await.expect_err("the source fails");
     assert!(refused.is(Reason::SourceFailed), "{refused}");
     assert_eq!(refused.about.get("source_0").map(String::as_str), Some("UNAVAILABLE"), "{refused:?}");
     assert_eq!(suite.replicas(artifact).await.len(), 1);
     suite.wait_until_empty(two).await;
 
-    // Who asked leaves.
-    suite.link(one).stall_after(SIZE / 2);
+    // The caller leaves.
+    suite.link(one).stall_after(TREE_BYTES / 2);
     let mut asked = suite.begin(artifact, two).await;
-    while let Some(told) = asked.message().await.expect("no error") {
-        let Some(pb::materialize_response::Message::Progress(told)) = told.message else {
-            panic!("{told:?}")
+    while let Some(update) = asked.message().await.expect("no error") {
+        let Some(pb::materialize_response::Message::Progress(update)) = update.message else {
+            panic!("{update:?}")
         };
-        if told.bytes_done > 0 {
+        if update.bytes_done > 0 {
             break;
         }
     }
@@ -204,62 +209,67 @@ async fn a_copy_that_breaks_off_is_seen_by_nobody_and_leaves_nothing() {
     suite.wait_until_empty(two).await;
     assert_eq!(suite.transfers().await, []);
 
-    // Somebody cancels it.
-    suite.link(one).stall_after(SIZE / 2);
+    // Another caller cancels the copy.
+    suite.link(one).stall_after(TREE_BYTES / 2);
     let asked = suite.begin(artifact, two).await;
-    let waits = suite.brought(asked);
+    let waits = suite.copy_result(asked);
     let cancel = async {
-        let listed = until("it is listed", async || suite.transfers().await.pop()).await;
+        let listed = until("the copy in the list", async || suite.transfers().await.pop()).await;
         suite.cancel(&listed.transfer_id).await;
     };
     let (refused, ()) = tokio::join!(waits, cancel);
-    let refused = refused.expect_err("it was cancelled");
+    let refused = refused.expect_err("the copy is cancelled");
     assert!(refused.is(Reason::TransferCancelled), "{refused}");
     suite.wait_until_empty(two).await;
 
     suite.link(one).open();
-    let brought = suite.materialize(artifact, two).await.expect("brought in the end");
-    assert_eq!(on_disk(&suite.volume(two, &brought.volume)), digest);
+    let copied = suite.materialize(artifact, two).await.expect("copied in the end");
+    assert_eq!(on_disk(&suite.volume(two, &copied.volume)), digest);
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_streamer_holds_a_copy_up_only_until_its_claim_runs_out() {
+async fn killed_streamer_delays_copy_until_its_claim_expires() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start_with_claims_of(Duration::from_secs(4)).await;
     let one = suite.add_worker("one").await;
     let root = suite.path("tree");
-    tree::write(&root, SIZE);
+    tree::write(&root, TREE_BYTES);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
     let killed = suite.another_streamer().await;
 
-    suite.link(one).stall_after(SIZE / 2);
+    suite.link(one).stall_after(TREE_BYTES / 2);
     let mut asked = killed.begin(artifact, two).await;
-    while let Some(told) = asked.message().await.expect("no error") {
-        let Some(pb::materialize_response::Message::Progress(told)) = told.message else {
-            panic!("{told:?}")
+    while let Some(update) = asked.message().await.expect("no error") {
+        let Some(pb::materialize_response::Message::Progress(update)) = update.message else {
+            panic!("{update:?}")
         };
-        if told.bytes_done > 0 {
+        if update.bytes_done > 0 {
             break;
         }
     }
     let begun = Instant::now();
     killed.kill();
     suite.link(one).open();
-    let brought = suite.materialize(artifact, two).await.expect("brought");
-    assert!(brought.told.iter().any(|told| told.route() == pb::Route::Elsewhere), "it was waited for");
-    assert!(begun.elapsed() < PATIENCE);
-    assert_eq!(on_disk(&suite.volume(two, &brought.volume)), digest);
-    until("what the killed one had begun is gone", async || (suite.volumes_on(two).await == 1).then_some(()))
-        .await;
+    let copied = suite.materialize(artifact, two).await.expect("copied");
+    assert!(
+        copied.updates.iter().any(|update| update.route() == pb::Route::Elsewhere),
+        "the copy waits for the other streamer"
+    );
+    assert!(begun.elapsed() < TIMEOUT);
+    assert_eq!(on_disk(&suite.volume(two, &copied.volume)), digest);
+    until("the volume of the killed streamer is deleted", async || {
+        (suite.volumes_on(two).await == 1).then_some(())
+    })
+    .await;
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_brought_is_refused_with_the_reason() {
+async fn impossible_copy_is_rejected_with_its_reason() {
     if !may_be_a_worker() {
         return;
     }
@@ -270,17 +280,17 @@ async fn what_cannot_be_brought_is_refused_with_the_reason() {
     let (artifact, _) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
 
-    let unknown = suite.materialize(ArtifactId::new(), two).await.expect_err("there is none");
+    let unknown = suite.materialize(ArtifactId::new(), two).await.expect_err("the artifact does not exist");
     assert!(unknown.is(Reason::ArtifactNotFound), "{unknown}");
-    let nowhere = suite.materialize(artifact, WorkerId::new()).await.expect_err("no such worker");
+    let nowhere = suite.materialize(artifact, WorkerId::new()).await.expect_err("the worker does not exist");
     assert!(nowhere.is(Reason::NotAttended), "{nowhere}");
-    let forged = suite.materialize_under(artifact, two, "forged").await.expect_err("no lease of ours");
+    let forged = suite.materialize_under(artifact, two, "forged").await.expect_err("the token is forged");
     assert!(forged.is(Reason::InvalidToken), "{forged}");
 
-    // The replica did not survive: its worker finds that out when it is read, and the store hears of it.
+    // The replica is lost. Its worker detects that on the next read, and reports it to the store.
     let replica = suite.replicas(artifact).await.remove(0);
-    suite.destroy_behind_its_back(one, &replica.volume_handle);
-    let lost = suite.materialize(artifact, two).await.expect_err("nobody has it");
+    suite.delete_volume(one, &replica.volume_handle);
+    let lost = suite.materialize(artifact, two).await.expect_err("no worker has the artifact");
     assert!(lost.is(Reason::SourceFailed), "{lost}");
     assert_eq!(lost.about.get("source_0").map(String::as_str), Some("VOLUME_NOT_FOUND"), "{lost:?}");
     suite.wait_until_empty(two).await;
@@ -288,7 +298,7 @@ async fn what_cannot_be_brought_is_refused_with_the_reason() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_only_a_silent_worker_has_is_sent_anew_and_counts_again_when_that_one_returns() {
+async fn replica_on_silent_worker_counts_when_worker_returns() {
     if !may_be_a_worker() {
         return;
     }
@@ -297,27 +307,27 @@ async fn what_only_a_silent_worker_has_is_sent_anew_and_counts_again_when_that_o
     let root = suite.path("tree");
     tree::write(&root, 1 << 20);
     let (artifact, digest) = suite.upload(&root).await;
-    assert_eq!(suite.known(digest).await, Some(artifact));
+    assert_eq!(suite.uploaded_artifact(digest).await, Some(artifact));
 
     suite.remove_worker(one).await;
     let two = suite.add_worker("two").await;
-    assert_eq!(suite.known(digest).await, None, "nobody who is there has it");
-    let (anew, _) = suite.upload(&root).await;
-    let replicas = suite.replicas(anew).await;
+    assert_eq!(suite.uploaded_artifact(digest).await, None, "no worker in contact has it");
+    let (newer, _) = suite.upload(&root).await;
+    let replicas = suite.replicas(newer).await;
     assert_eq!(replicas.len(), 1);
     assert_eq!(replicas[0].worker_id, two.to_string());
-    assert_eq!(suite.known(digest).await, Some(anew));
+    assert_eq!(suite.uploaded_artifact(digest).await, Some(newer));
 
-    // Now the newer one is on the silent worker.
+    // The newer artifact is now on the silent worker.
     suite.remove_worker(two).await;
     assert_eq!(suite.add_worker("one").await, one);
-    let known = until("its replica counts again", async || suite.known(digest).await).await;
+    let known = until("its replica counts again", async || suite.uploaded_artifact(digest).await).await;
     assert_eq!(known, artifact);
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_lost_on_one_worker_is_brought_there_again_from_another() {
+async fn lost_replica_is_copied_again_from_another_worker() {
     if !may_be_a_worker() {
         return;
     }
@@ -327,12 +337,13 @@ async fn what_was_lost_on_one_worker_is_brought_there_again_from_another() {
     tree::write(&root, 1 << 20);
     let (artifact, digest) = suite.upload(&root).await;
     let two = suite.add_worker("two").await;
-    suite.materialize(artifact, two).await.expect("brought");
+    suite.materialize(artifact, two).await.expect("copied");
     let replicas = suite.replicas(artifact).await;
-    let lost = replicas.iter().find(|replica| replica.worker_id == one.to_string()).expect("it is there");
+    let lost =
+        replicas.iter().find(|replica| replica.worker_id == one.to_string()).expect("the replica exists");
 
-    // The gateway that follows reports what is left.
-    suite.destroy_behind_its_back(one, &lost.volume_handle);
+    // The next gateway reports the volumes that remain.
+    suite.delete_volume(one, &lost.volume_handle);
     suite.remove_worker(one).await;
     assert_eq!(suite.add_worker("one").await, one);
     let left = until("the loss is known", async || {
@@ -342,10 +353,10 @@ async fn what_was_lost_on_one_worker_is_brought_there_again_from_another() {
     .await;
     assert_eq!(left[0].worker_id, two.to_string());
 
-    let brought = suite.materialize(artifact, one).await.expect("brought");
-    assert_ne!(brought.volume, lost.volume_handle, "a handle is never used twice");
-    assert_eq!(brought.progress.expect("there was a copy").from_worker_id, two.to_string());
-    assert_eq!(on_disk(&suite.volume(one, &brought.volume)), digest);
+    let copied = suite.materialize(artifact, one).await.expect("copied");
+    assert_ne!(copied.volume, lost.volume_handle, "a handle is never used twice");
+    assert_eq!(copied.progress.expect("there was a copy").from_worker_id, two.to_string());
+    assert_eq!(on_disk(&suite.volume(one, &copied.volume)), digest);
     assert_eq!(suite.replicas(artifact).await.len(), 2);
     suite.stop().await;
 }

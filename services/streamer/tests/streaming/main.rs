@@ -1,4 +1,4 @@
-//! Streamers with the real services beside them, over gRPC.
+//! Tests of streamers with the real services, over gRPC.
 
 mod copies;
 mod uploads;

@@ -1,4 +1,4 @@
-//! Uploads and downloads, with the real scheduler, artifact store and gateway beside the streamer, over gRPC.
+//! Tests of uploads and downloads, with the real services.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use rpc::pb::runtime::write_request::Message as Write;
 use rpc::pb::runtime::write_response::Message as Wrote;
 use rpc::pb::streamer as pb;
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use rpc::pb::streamer::upload_request::Message as Say;
+use rpc::pb::streamer::upload_request::Message as UploadMessage;
 use rpc::pb::streamer::upload_response::Message as Answer;
 use rpc::{Peer, Reason, Refusal};
 use runtime_gateway::host::{HostConfig, HostRuntime};
@@ -28,10 +28,10 @@ use tonic::Streaming;
 
 mod archives;
 
-/// Long enough for anything that happens at all.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Longest wait for an expected event.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// All four services in one process; the worker only where the process may be one.
+/// All services in one process, with an optional worker.
 struct Suite {
     directory: TempDir,
     peer: Peer,
@@ -45,7 +45,8 @@ impl Suite {
         Self::start_in(tempfile::tempdir().expect("a temporary directory"), with_worker, None).await
     }
 
-    /// Over what an earlier one left in `directory`, with services that ask each other, and their callers, for `token`.
+    /// Starts the services on the data in `directory`. They require `token` from each other and
+    /// from callers.
     async fn start_in(directory: TempDir, with_worker: bool, token: Option<&str>) -> Self {
         let token = token.map(str::to_owned);
         let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
@@ -106,13 +107,13 @@ impl Suite {
         Self { directory, peer, machine, stop, served }
     }
 
-    /// An upload that was opened, and its first answer.
+    /// Opens an upload, and returns the first answer.
     async fn open(
         &self,
         artifact: ArtifactId,
         digest: impl Into<Option<Digest>>,
     ) -> Result<(Upload, Answer), Refusal> {
-        let (said, requests) = mpsc::channel(4);
+        let (sender, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: "main".to_owned(),
             artifact_id: artifact.to_string(),
@@ -120,10 +121,10 @@ impl Suite {
             build_id: String::new(),
             label: "tree".to_owned(),
         };
-        said.send(pb::UploadRequest { message: Some(Say::Open(open)) }).await.expect("a stream");
+        sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut streamer = StreamerClient::new(self.peer.clone());
         let answers = streamer.upload(ReceiverStream::new(requests)).await?.into_inner();
-        let mut upload = Upload { said, answers };
+        let mut upload = Upload { sender, answers };
         let answer = upload.next().await?;
         Ok((upload, answer))
     }
@@ -135,7 +136,7 @@ impl Suite {
         digest: impl Into<Option<Digest>>,
     ) -> (Upload, Answer) {
         let digest = digest.into();
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         loop {
             match self.open(artifact, digest).await {
                 Ok(opened) => return opened,
@@ -156,7 +157,7 @@ impl Suite {
         self.stop_and_keep().await.close().expect("everything can be removed");
     }
 
-    /// Leaves everything in its directory, for another one.
+    /// Stops the services, and keeps their data.
     async fn stop_and_keep(self) -> TempDir {
         self.stop.send(()).expect("it serves");
         self.served.await.expect("no panic").expect("an orderly end");
@@ -168,20 +169,23 @@ impl Suite {
 }
 
 struct Upload {
-    said: mpsc::Sender<pb::UploadRequest>,
+    sender: mpsc::Sender<pb::UploadRequest>,
     answers: Streaming<pb::UploadResponse>,
 }
 
 impl Upload {
     async fn next(&mut self) -> Result<Answer, Refusal> {
         let answer =
-            tokio::time::timeout(PATIENCE, self.answers.message()).await.expect("an answer in time")?;
+            tokio::time::timeout(TIMEOUT, self.answers.message()).await.expect("an answer in time")?;
         Ok(answer.and_then(|answer| answer.message).expect("an answer"))
     }
 
     async fn commit(&mut self, digest: Digest) -> Result<Answer, Refusal> {
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
-        self.said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
+        self.sender
+            .send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
+            .await
+            .expect("a stream");
         self.next().await
     }
 }
@@ -196,7 +200,7 @@ fn tree(root: &Path) -> transfer::Manifest {
     transfer::scan(root, &options, None).expect("a manifest").manifest
 }
 
-/// Sends a whole tree to where the streamer said.
+/// Writes a whole tree to the gateway that the streamer named.
 async fn write(go_to: &pb::GoTo, root: &Path, manifest: transfer::Manifest) -> Result<(), Refusal> {
     write_with(go_to, root, manifest, Outgoing::default()).await
 }
@@ -208,13 +212,13 @@ async fn write_with(
     outgoing: Outgoing,
 ) -> Result<(), Refusal> {
     let manifest = Arc::new(manifest);
-    let (said, requests) = mpsc::channel(16);
-    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
-    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    let (sender, requests) = mpsc::channel(16);
+    let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
+    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
-        say(Write::Manifest(part)).await.expect("a stream");
+        send(Write::Manifest(part)).await.expect("a stream");
     }
-    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let gateway = peer(&go_to.gateway_endpoint, outgoing).expect("an address");
     let mut answers = VolumesClient::new(gateway).write(ReceiverStream::new(requests)).await?.into_inner();
     let mut missing = transfer::OrdinalRanges::new();
@@ -230,9 +234,9 @@ async fn write_with(
     for ordinal in missing.ordinals() {
         let data = reader.read(ordinal).expect("content");
         let extents = vec![runtime_pb::ExtentData { ordinal, data }];
-        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+        send(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
     }
-    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    send(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
     while let Some(answer) = answers.message().await? {
         if let Some(Wrote::Committed(_)) = answer.message {
             return Ok(());
@@ -250,11 +254,11 @@ fn may_be_a_worker() -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_a_worker_nothing_is_begun() {
+async fn upload_without_worker_creates_nothing() {
     let suite = Suite::start(false).await;
     let artifact = ArtifactId::new();
     let refused = suite.open(artifact, Digest([1; 32])).await.map(|(_, answer)| answer);
-    let refused = refused.expect_err("nobody could take it");
+    let refused = refused.expect_err("there is no worker");
     assert!(refused.is(Reason::AllWorkersBusy) || refused.is(Reason::NoCompatibleWorker), "{refused}");
     assert!(suite.artifact(artifact).await.is_none());
 
@@ -263,13 +267,16 @@ async fn without_a_worker_nothing_is_begun() {
         artifact_id: artifact.to_string(),
         ..pb::DownloadRequest::default()
     };
-    let refused = StreamerClient::new(suite.peer.clone()).download(request).await.expect_err("there is none");
+    let refused = StreamerClient::new(suite.peer.clone())
+        .download(request)
+        .await
+        .expect_err("the artifact does not exist");
     assert!(Refusal::from(refused).is(Reason::ArtifactNotFound));
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_tree_is_sent_once_and_found_the_second_time() {
+async fn tree_is_sent_only_once() {
     if !may_be_a_worker() {
         return;
     }
@@ -283,7 +290,10 @@ async fn a_tree_is_sent_once_and_found_the_second_time() {
     assert_eq!(suite.artifact(artifact).await.expect("it was made").state(), store::ArtifactState::Open);
     let uploaded = upload.commit(digest).await.expect("sealed");
     assert_eq!(uploaded, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
-    assert_eq!(suite.artifact(artifact).await.expect("it is there").state(), store::ArtifactState::Sealed);
+    assert_eq!(
+        suite.artifact(artifact).await.expect("the artifact exists").state(),
+        store::ArtifactState::Sealed
+    );
 
     let (_, again) = suite.open(ArtifactId::new(), digest).await.expect("known");
     assert_eq!(again, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
@@ -298,7 +308,7 @@ async fn a_tree_is_sent_once_and_found_the_second_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn services_with_a_token_present_it_to_each_other() {
+async fn services_present_the_cluster_token() {
     if !may_be_a_worker() {
         return;
     }
@@ -309,7 +319,7 @@ async fn services_with_a_token_present_it_to_each_other() {
     let (artifact, digest) = (ArtifactId::new(), manifest.tree_digest());
     let (mut upload, answer) = suite.open_when_possible(artifact, digest).await;
     let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
-    let refused = write(&go_to, &root, manifest.clone()).await.expect_err("the gateway asks for it, too");
+    let refused = write(&go_to, &root, manifest.clone()).await.expect_err("the gateway requires the token");
     assert!(refused.is(Reason::Unauthenticated), "{refused}");
     let outgoing = Outgoing::default().with_token(Some("secret"));
     write_with(&go_to, &root, manifest, outgoing).await.expect("written");
@@ -317,11 +327,11 @@ async fn services_with_a_token_present_it_to_each_other() {
     suite.stop().await;
 }
 
-/// Ends the boot in which the manifests were kept, as far as a gateway can tell, and changes the file in each volume that has one.
+/// Simulates a crash: changes the boot id in each manifest file, and the file in each volume.
 fn crash(directory: &Path) {
     for entry in std::fs::read_dir(directory.join("manifests")).expect("list").flatten() {
         let mut kept = std::fs::read(entry.path()).expect("read");
-        // After the digest, the length of the boot, and the boot.
+        // The boot id follows the digest and its own length.
         if kept.len() > 33 {
             kept[33] ^= 1;
             std::fs::write(entry.path(), kept).expect("write");
@@ -338,7 +348,7 @@ fn crash(directory: &Path) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again() {
+async fn replica_damaged_by_a_crash_is_not_used() {
     if !may_be_a_worker() {
         return;
     }
@@ -354,7 +364,7 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
     crash(directory.path());
     let suite = Suite::start_in(directory, true, None).await;
 
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let read = async || {
         let request = pb::DownloadRequest {
             team: "main".to_owned(),
@@ -367,9 +377,9 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
         let request = runtime_pb::ReadFileRequest { ticket: go_to.ticket, path: "directory/file".into() };
         VolumesClient::new(gateway).read_file(request).await?.into_inner().message().await
     };
-    // The gateway may not have been let in yet, and is where it was before as far as the scheduler knows.
+    // The new gateway may not have a session yet, while the scheduler still has the old address.
     let refused = loop {
-        let refused = Refusal::from(read().await.expect_err("nothing of it is sent"));
+        let refused = Refusal::from(read().await.expect_err("the replica is not read"));
         if !refused.is_transient() && !refused.is(Reason::WorkerUnreachable) {
             break refused;
         }
@@ -383,7 +393,7 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
         if let Answer::GoTo(go_to) = answer {
             break (upload, go_to);
         }
-        assert!(Instant::now() < deadline, "the store goes on finding what is lost");
+        assert!(Instant::now() < deadline, "the store still returns the lost replica");
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     write(&go_to, &root, manifest).await.expect("written");
@@ -392,7 +402,7 @@ async fn a_replica_that_did_not_survive_a_crash_is_neither_read_nor_found_again(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_not_committed_is_thrown_away() {
+async fn uncommitted_upload_is_deleted() {
     if !may_be_a_worker() {
         return;
     }
@@ -401,13 +411,13 @@ async fn what_was_not_committed_is_thrown_away() {
     let manifest = tree(&root);
     let digest = manifest.tree_digest();
 
-    // A commit of what the worker does not have is refused.
+    // A commit without bytes on the worker is rejected.
     let artifact = ArtifactId::new();
     let (mut upload, _) = suite.open_when_possible(artifact, digest).await;
     let refused = upload.commit(digest).await.expect_err("nothing was sent");
     assert!(refused.is(Reason::CandidateMissing), "{refused}");
     let gone = async |artifact| {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while suite
             .artifact(artifact)
             .await
@@ -419,7 +429,7 @@ async fn what_was_not_committed_is_thrown_away() {
     };
     gone(artifact).await;
 
-    // All bytes were sent, and the caller left before it said so.
+    // All bytes are sent, but the caller leaves before the commit.
     let artifact = ArtifactId::new();
     let (upload, answer) = suite.open_when_possible(artifact, digest).await;
     let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };

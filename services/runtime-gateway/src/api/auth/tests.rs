@@ -1,4 +1,4 @@
-//! Tickets as metadata, over gRPC.
+//! Tests of tickets in the metadata of calls.
 
 use domain::worker::TicketOperation;
 use domain::{Timestamp, VolumeHandle};
@@ -11,12 +11,12 @@ use testing::fake::FakeWorker;
 
 use super::*;
 use crate::test_support::scheduler::Schedule;
-use crate::test_support::served::Served;
+use crate::test_support::served::TestServer;
 use crate::test_support::store::session;
-use crate::test_support::{Attended, NOBODY, gateway_of, within};
+use crate::test_support::{FakeGateways, UNREACHABLE, gateway_of, within};
 
-/// What a gateway answers to a call that presents `ticket`.
-async fn presented(gateway: &Served, ticket: &str) -> Refusal {
+/// Returns the error of a call that presents `ticket`.
+async fn presented(gateway: &TestServer, ticket: &str) -> Refusal {
     let outgoing = Outgoing::internal().with_ticket(ticket);
     let mut client = VolumesClient::new(peer(&gateway.endpoint, outgoing).expect("an address"));
     let request = pb::ReadFileRequest { ticket: ticket.to_owned(), path: "file".into() };
@@ -28,24 +28,24 @@ async fn presented(gateway: &Served, ticket: &str) -> Refusal {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn made_up_tickets_cause_one_call_for_keys() {
+async fn forged_tickets_cause_one_query_for_keys() {
     let schedule = Schedule::new();
     let service = schedule.service();
-    let scheduler = Served::start(|host| host.add_service(service)).await;
+    let scheduler = TestServer::start(|host| host.add_service(service)).await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(&scheduler.endpoint, NOBODY);
+    let worker = machine.gateway(&scheduler.endpoint, UNREACHABLE);
     let open = session("credential");
     let id = open.worker;
     worker.session.set(Some(open));
     let gateway = gateway_of(&[worker], &scheduler.endpoint);
-    let gateway = Served::start(|host| {
+    let gateway = TestServer::start(|host| {
         host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;
 
     let (good, claims) = schedule.ticket(id, VolumeHandle::new(), TicketOperation::Read);
     let expired = domain::worker::TicketClaims { expires_at: Timestamp(1), ..claims.clone() };
-    // Bad signatures with the id of a key that is known.
+    // Tickets with the id of a known key and an invalid signature.
     let changed = format!("{}{}", &good[..good.len() - 8], "AAAAAAAA");
     let cut = &good[..good.len() / 2];
     let long = good.repeat(1000);
@@ -55,32 +55,29 @@ async fn made_up_tickets_cause_one_call_for_keys() {
         let refusal = presented(&gateway, ticket).await;
         assert!(refusal.is(Reason::InvalidToken), "{ticket}: {refusal}");
     }
-    assert_eq!(schedule.calls_for_keys(), 1, "a bad signature of a known key asks nobody");
+    assert_eq!(schedule.calls_for_keys(), 1, "an invalid signature of a known key causes no query");
 
-    // Ids of keys that are unknown.
+    // Tickets with the ids of unknown keys.
     let began = std::time::Instant::now();
     let made_up = (10..60).map(|seed| TokenSigner::from_seed(&[seed; 32]).sign(&claims));
     let made_up: Vec<_> = made_up.chain([TokenSigner::from_seed(&[9; 32]).sign(&expired)]).collect();
     for refusal in futures::future::join_all(made_up.iter().map(|ticket| presented(&gateway, ticket))).await {
         assert!(refusal.is(Reason::InvalidToken), "{refusal}");
     }
-    // Only a slow machine lets it ask again.
+    // On a slow machine, the keys may be queried again.
     let most = 2 + began.elapsed().div_duration_f64(rpc::token::KEYS_KEPT).ceil() as usize;
     assert!(schedule.calls_for_keys() <= most.min(made_up.len()), "{}", schedule.calls_for_keys());
-    assert!(
-        presented(&gateway, &good).await.is(Reason::VolumeNotFound),
-        "a good ticket is as good as before"
-    );
+    assert!(presented(&gateway, &good).await.is(Reason::VolumeNotFound), "the valid ticket stays valid");
 
     gateway.end().await;
     scheduler.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn made_up_tickets_are_unavailable_while_keys_are() {
+async fn forged_tickets_are_unavailable_without_keys() {
     let machine = FakeWorker::near();
-    let gateway = gateway_of(&[machine.attended(NOBODY, NOBODY)], NOBODY);
-    let gateway = Served::start(|host| {
+    let gateway = gateway_of(&[machine.gateway(UNREACHABLE, UNREACHABLE)], UNREACHABLE);
+    let gateway = TestServer::start(|host| {
         host.add_service(TicketAuth::new(crate::api::volumes(gateway.clone()), gateway));
     })
     .await;

@@ -1,8 +1,8 @@
-//! Reports to an artifact store whose answers each test gives.
+//! Tests of the sweep and the report, with a fake artifact store.
 
 use super::*;
-use crate::test_support::store::{Asked, LIFE, Store, session};
-use crate::test_support::{Attended, DESTROYED_AT_ONCE, NOBODY, TestWorker, within};
+use crate::test_support::store::{LIFE, Store, StoreCall, session};
+use crate::test_support::{DESTROYED_AT_ONCE, FakeGateways, TestWorker, UNREACHABLE, within};
 use domain::AttemptId;
 use domain::worker::Receipt;
 use domain::workload::{Limits, Network};
@@ -12,15 +12,16 @@ use runtime::{ContainerSpec, Ended, Root};
 use testing::fake::FakeWorker;
 
 #[test]
-fn reports_are_spread_by_a_fifth_of_their_interval_and_no_more() {
+fn reports_are_spread_by_a_fifth() {
     let drawn: Vec<_> = (0..10_000).map(|_| jittered(Duration::from_secs(10))).collect();
     assert!(drawn.iter().all(|drawn| (Duration::from_secs(8)..Duration::from_secs(12)).contains(drawn)));
-    // Over the whole of it: that none of 10,000 falls into a twentieth happens to nobody.
+    // With 10,000 samples, it is practically impossible that none falls into a given twentieth of
+    // the range.
     assert!(drawn.iter().any(|drawn| *drawn < Duration::from_millis(8_200)));
     assert!(drawn.iter().any(|drawn| *drawn > Duration::from_millis(11_800)));
 }
 
-/// An empty container of a worker.
+/// Creates an empty container.
 async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
     let handle = ContainerHandle::new();
     let spec = ContainerSpec {
@@ -39,9 +40,9 @@ async fn container(machine: &Arc<FakeWorker>) -> ContainerHandle {
 
 #[tokio::test(flavor = "multi_thread")]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
-async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_other() {
+async fn destruction_respects_concurrency_of_containers_and_volumes() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (mut containers, mut volumes) = (Vec::new(), Vec::new());
     for _ in 0..4 * DESTROYED_AT_ONCE {
         containers.push(container(&machine).await);
@@ -54,40 +55,40 @@ async fn so_many_containers_are_destroyed_at_once_and_volumes_one_after_the_othe
         tokio::spawn(async move { destroy(&worker.transfers, containers, Vec::new()).await })
     };
     let full = destroys.wait_for(|destroys| destroys.under_way >= DESTROYED_AT_ONCE);
-    within("as many as may be", full).await.expect("it is there");
+    within("the most concurrent destructions", full).await.expect("it is there");
     drop(held);
     assert!(within("the end", destroying).await.expect("no panic"));
     assert_eq!(destroys.borrow().most, DESTROYED_AT_ONCE);
     assert_eq!(machine.runtime().list().await.expect("listed").containers, []);
 
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (parent, child) = (volumes[0], volumes[1]);
     for volume in [parent, child] {
         machine.runtime().create_volume(volume, runtime::VolumeSource::Empty).await.expect("made");
     }
     assert!(destroy(&worker.transfers, Vec::new(), vec![child, parent]).await);
-    assert_eq!(machine.faults.destroys().borrow().most, 1, "children go before their parents");
+    assert_eq!(machine.faults.destroys().borrow().most, 1, "children are destroyed before their parents");
 }
 
-/// Answers the next report, which must name all that is there. Where the store knows it, or has set it aside, nothing is unknown.
+/// Answers the next report, which must contain all volumes.
 async fn answer_report(
     store: &mut Store,
     machine: &Arc<FakeWorker>,
     response: pb::ReportResponse,
 ) -> pb::ReportOpen {
-    let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
     assert_eq!(volumes, machine.runtime().list().await.expect("listed").volumes);
-    answer.send(Ok(response)).expect("it waits");
+    answer.send(Ok(response)).expect("the gateway waits");
     store.opened().expect("it was opened")
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_life_is_learned() {
+async fn restored_store_does_not_destroy_unknown_volumes() {
     const OTHER: &str = "0197c1a2-0000-7000-8000-000000000002";
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let volume = machine.volume("made before the backup was restored").await;
     let container = container(&machine).await;
     let unknown = pb::ReportResponse {
@@ -101,7 +102,8 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
         receipt: receipt.0.to_vec().into(),
         ..pb::ReportResponse::default()
     };
-    // The store that the worker belongs to; one that came out of a backup, and first says what no store says; and again, as it should.
+    // First the store of the worker. Then a restored store, which first reports unknown handles
+    // although a store must not do that. Then the restored store as it should answer, twice.
     for (life, response, before, after, kept) in [
         (LIFE, pb::ReportResponse::default(), "", LIFE, None),
         (OTHER, unknown.clone(), LIFE, LIFE, None),
@@ -120,14 +122,14 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
         assert_eq!(
             begun.last.map(|last| last.store_life).unwrap_or_default(),
             before,
-            "the last token is shown"
+            "the last token is sent"
         );
         let mark = machine.runtime().store_mark().await.expect("a mark").expect("kept");
         assert_eq!((mark.life.to_string(), mark.receipt), (after.to_owned(), kept), "{life}");
         let left = machine.runtime().list().await.expect("listed");
         assert_eq!((&left.volumes[..], &left.containers[..]), (&[volume][..], &[container][..]));
     }
-    // From now on what is unknown is garbage as ever.
+    // From now on, unknown handles are garbage again.
     let session = session("credential");
     let (reported, _) =
         tokio::join!(report(&worker.transfers, &session), answer_report(&mut store, &machine, unknown));
@@ -137,10 +139,10 @@ async fn what_a_store_out_of_a_backup_does_not_know_is_never_destroyed_and_its_l
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn orphans_are_described_by_what_is_kept_with_them() {
+async fn orphans_are_described_by_their_notes_and_manifests() {
     for machine in [FakeWorker::near(), FakeWorker::far()] {
         let mut store = Store::start().await;
-        let worker = machine.attended(NOBODY, &store.endpoint);
+        let worker = machine.gateway(UNREACHABLE, &store.endpoint);
         let (complete, artifact) = (machine.volume("complete").await, domain::ArtifactId::new());
         let runtime = machine.runtime();
         let manifest = worker.transfers.manifests.scan(&*runtime, complete, "main").await.expect("scanned");
@@ -159,10 +161,10 @@ async fn orphans_are_described_by_what_is_kept_with_them() {
         let session = session("credential");
         let (reported, described) = tokio::join!(report(&worker.transfers, &session), async {
             answer_report(&mut store, &machine, response).await;
-            let Asked::DescribeOrphans(described, answer) = store.asked().await else {
+            let StoreCall::DescribeOrphans(described, answer) = store.next_call().await else {
                 panic!("nothing said")
             };
-            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("it waits");
+            answer.send(Ok(pb::DescribeOrphansResponse {})).expect("the gateway waits");
             described
         });
         reported.expect("reported");
@@ -184,34 +186,38 @@ async fn orphans_are_described_by_what_is_kept_with_them() {
             volume_handle: illegible.to_string(),
             ..pb::VolumeDescription::default()
         };
-        assert_eq!(described.volumes, [complete, illegible, child], "it is in nobody's way");
+        assert_eq!(
+            described.volumes,
+            [complete, illegible, child],
+            "an unreadable volume has an empty description"
+        );
         store.end().await;
     }
 }
 
-/// The volumes of a worker are of the life that a store begins with.
+/// Gives the worker the first store life.
 async fn belongs_to_the_store(machine: &Arc<FakeWorker>) {
     let mark = StoreMark { life: LIFE.parse().expect("a life"), sequence: 1, receipt: None };
     machine.runtime().set_store_mark(mark).await.expect("kept");
 }
 
-/// A worker with a volume that does not hold what the store says.
+/// Creates a worker with a damaged volume.
 async fn with_a_damaged_volume(store: &Store) -> (Arc<FakeWorker>, TestWorker, VolumeHandle) {
     let machine = FakeWorker::near();
     belongs_to_the_store(&machine).await;
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let damaged = machine.volume("not what it should be").await;
     worker
         .transfers
         .manifests
         .verify(&*machine.runtime(), damaged, "main", domain::Digest([7; 32]))
         .await
-        .expect_err("it has another digest");
+        .expect_err("the digest differs");
     (machine, worker, damaged)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_forgotten_it() {
+async fn damaged_volume_is_omitted_and_then_destroyed() {
     let mut store = Store::start().await;
     let (machine, worker, damaged) = with_a_damaged_volume(&store).await;
     let whole = machine.volume("as it should be").await;
@@ -219,21 +225,21 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
 
     for known in [true, false] {
         let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
-            let Asked::ListVolumes(asked, answer) = store.asked().await else { panic!("no list") };
-            assert_eq!(asked.volume_handles, [damaged.to_string()], "what is reported needs no question");
+            let StoreCall::ListVolumes(asked, answer) = store.next_call().await else { panic!("no list") };
+            assert_eq!(asked.volume_handles, [damaged.to_string()], "only damaged volumes are queried");
             let volume = pb::Volume { volume_handle: damaged.to_string(), ..pb::Volume::default() };
             let volumes = known.then_some(volume).into_iter().collect();
             let page = pb::ListVolumesResponse { volumes, ..pb::ListVolumesResponse::default() };
-            answer.send(Ok(page)).expect("it waits");
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
+            answer.send(Ok(page)).expect("the gateway waits");
+            let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
             let mut reported = pb::ReportResponse::default();
             if known {
-                assert_eq!(volumes, [whole], "to the store the damaged one is lost");
+                assert_eq!(volumes, [whole], "the damaged volume is omitted");
             } else {
-                assert!(volumes.contains(&damaged), "as anything that it may not know");
+                assert!(volumes.contains(&damaged), "a volume without a row is reported");
                 reported.unknown_volume_handles = vec![damaged.to_string()];
             }
-            answer.send(Ok(reported)).expect("it waits");
+            answer.send(Ok(reported)).expect("the gateway waits");
         });
         reported.expect("reported");
         assert_eq!(machine.has(damaged), known);
@@ -244,20 +250,23 @@ async fn a_damaged_volume_is_reported_as_missing_and_goes_once_the_store_has_for
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_held_stays_though_the_store_does_not_know_it() {
+async fn unknown_volume_stays_while_destruction_is_held() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     belongs_to_the_store(&machine).await;
-    let (held, free) = (machine.holding(NOBODY, &store.endpoint), machine.attended(NOBODY, &store.endpoint));
+    let (held, free) = (
+        machine.gateway_holding_destruction(UNREACHABLE, &store.endpoint),
+        machine.gateway(UNREACHABLE, &store.endpoint),
+    );
     let unknown = machine.volume("unknown").await;
     for (worker, stays) in [(held, true), (free, false)] {
         let session = session("credential");
         let (reported, ()) = tokio::join!(report(&worker.transfers, &session), async {
-            let Asked::Report(_, volumes, answer) = store.asked().await else { panic!("no report") };
-            assert_eq!(volumes, [unknown], "what is held is there");
+            let StoreCall::Report(_, volumes, answer) = store.next_call().await else { panic!("no report") };
+            assert_eq!(volumes, [unknown], "the volume is reported");
             let unknown_volume_handles = vec![unknown.to_string()];
             let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
-            answer.send(Ok(response)).expect("it waits");
+            answer.send(Ok(response)).expect("the gateway waits");
         });
         reported.expect("reported");
         assert_eq!(machine.has(unknown), stays);
@@ -266,57 +275,57 @@ async fn what_is_held_stays_though_the_store_does_not_know_it() {
 }
 
 #[tokio::test]
-async fn nothing_is_destroyed_while_another_gateway_may_have_been_let_in() {
+async fn nothing_is_destroyed_without_an_exclusive_session() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     let (first, second) = (machine.volume("marked").await, machine.volume("marked").await);
-    // As a process that was frozen finds it.
+    // The state after a process was frozen.
     worker.session.extend_exclusive(crate::util::clock::since_boot());
-    assert!(!destroy(&worker.transfers, Vec::new(), vec![first, second]).await, "it is to be told again");
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![first, second]).await, "the order must be repeated");
     assert!(machine.has(first) && machine.has(second));
     worker.session.extend_exclusive(crate::util::clock::since_boot() + Duration::from_secs(60));
     assert!(destroy(&worker.transfers, Vec::new(), vec![first]).await);
     assert!(!machine.has(first) && machine.has(second));
     worker.session.set(None);
-    assert!(!destroy(&worker.transfers, Vec::new(), vec![second]).await, "another has been");
+    assert!(!destroy(&worker.transfers, Vec::new(), vec![second]).await, "the session has ended");
     assert!(machine.has(second));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[expect(clippy::disallowed_methods, reason = "the test waits for it")]
-async fn a_report_is_dropped_when_the_session_is_another() {
+async fn report_is_dropped_when_the_session_changes() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     let volume = machine.volume("contents").await;
     worker.session.set(Some(session("first")));
     let reporting = tokio::spawn(report_forever(worker.transfers.clone()));
 
-    let Asked::Report(credential, _, mut first) = store.asked().await else { panic!("no report") };
+    let StoreCall::Report(credential, _, mut first) = store.next_call().await else { panic!("no report") };
     assert_eq!(credential, "first");
     worker.session.set(Some(session("second")));
-    // The first is not answered before the second is made.
-    let Asked::Report(credential, volumes, second) = store.asked().await else { panic!("no report") };
+    // The second report starts before the first is answered.
+    let StoreCall::Report(credential, volumes, second) = store.next_call().await else { panic!("no report") };
     assert_eq!((credential.as_str(), &volumes[..]), ("second", &[volume][..]));
     within("the end of the first call", first.closed()).await;
     let unknown_volume_handles = vec![volume.to_string()];
     let response = pb::ReportResponse { unknown_volume_handles, ..pb::ReportResponse::default() };
-    assert!(first.send(Ok(response)).is_err(), "nobody waits for it any more");
-    second.send(Ok(pb::ReportResponse::default())).expect("it waits");
+    assert!(first.send(Ok(response)).is_err(), "the call was dropped");
+    second.send(Ok(pb::ReportResponse::default())).expect("the gateway waits");
 
     worker.report_due.notify_one();
-    let Asked::Report(_, volumes, third) = store.asked().await else { panic!("no report") };
-    assert_eq!(volumes, [volume], "nothing was destroyed for an answer in an old session");
-    third.send(Ok(pb::ReportResponse::default())).expect("it waits");
+    let StoreCall::Report(_, volumes, third) = store.next_call().await else { panic!("no report") };
+    assert_eq!(volumes, [volume], "an answer in an old session destroys nothing");
+    third.send(Ok(pb::ReportResponse::default())).expect("the gateway waits");
     worker.stopping.cancel();
     reporting.await.expect("no panic");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_ended_with_its_container_is_told_from_one_that_was_stopped() {
+async fn destroyed_process_differs_from_stopped_process() {
     let machine = FakeWorker::near();
-    let worker = machine.attended(NOBODY, NOBODY);
+    let worker = machine.gateway(UNREACHABLE, UNREACHABLE);
     for destroyed in [true, false] {
         let (handle, attempt) = (container(&machine).await, AttemptId::new());
         let sleeping = testing::conformance::process(&["sleep", "3600"].map(str::to_owned));

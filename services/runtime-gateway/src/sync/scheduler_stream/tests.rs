@@ -1,4 +1,4 @@
-//! A gateway whose scheduler says what each test wants said.
+//! Tests of a gateway with a fake scheduler.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use tokio::task::JoinHandle;
 use tonic::{Request, Response, Status, Streaming};
 
 use super::*;
-use crate::test_support::store::{Asked, Store};
-use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall};
+use crate::test_support::{FakeGateways, TIMEOUT, TestWorker, UNREACHABLE, within};
 use domain::WorkerId;
 use rpc::pb::scheduler as pb;
 use rpc::pb::scheduler::desired_lease::Wish;
@@ -27,17 +27,17 @@ use testing::fake::FakeWorker;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
-type Told = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
+type ResponseSender = mpsc::Sender<Result<pb::SynchronizeResponse, Status>>;
 
-/// A scheduler that leaves everything to the test.
+/// A fake scheduler, which forwards all calls to the test.
 #[derive(Clone)]
 struct Script {
-    streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, Told)>,
+    streams: mpsc::Sender<(Streaming<pb::SynchronizeRequest>, ResponseSender)>,
     finished: mpsc::Sender<pb::FinishAttemptRequest>,
 }
 
-fn no_part<T>() -> Result<Response<T>, Status> {
-    Err(Status::unimplemented("no part of this test"))
+fn unused<T>() -> Result<Response<T>, Status> {
+    Err(Status::unimplemented("not used in this test"))
 }
 
 #[tonic::async_trait]
@@ -48,41 +48,41 @@ impl Workers for Script {
         &self,
         request: Request<Streaming<pb::SynchronizeRequest>>,
     ) -> Result<Response<Self::SynchronizeStream>, Status> {
-        let (told, stream) = mpsc::channel(64);
-        self.streams.send((request.into_inner(), told)).await.ok();
+        let (responses, stream) = mpsc::channel(64);
+        self.streams.send((request.into_inner(), responses)).await.ok();
         Ok(Response::new(ReceiverStream::new(stream)))
     }
 
     async fn keys(&self, _: Request<pb::KeysRequest>) -> Result<Response<pb::KeysResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_ticket(
         &self,
         _: Request<pb::IssueTicketRequest>,
     ) -> Result<Response<pb::IssueTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn issue_proxy_ticket(
         &self,
         _: Request<pb::IssueProxyTicketRequest>,
     ) -> Result<Response<pb::IssueProxyTicketResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list_workers(
         &self,
         _: Request<pb::ListWorkersRequest>,
     ) -> Result<Response<pb::ListWorkersResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get_worker(
         &self,
         _: Request<pb::GetWorkerRequest>,
     ) -> Result<Response<pb::GetWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     type WatchWorkersStream = ReceiverStream<Result<pb::WatchWorkersResponse, Status>>;
@@ -91,35 +91,35 @@ impl Workers for Script {
         &self,
         _: Request<pb::WatchWorkersRequest>,
     ) -> Result<Response<Self::WatchWorkersStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cordon_worker(
         &self,
         _: Request<pb::CordonWorkerRequest>,
     ) -> Result<Response<pb::CordonWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn run_worker(
         &self,
         _: Request<pb::RunWorkerRequest>,
     ) -> Result<Response<pb::RunWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn retire_worker(
         &self,
         _: Request<pb::RetireWorkerRequest>,
     ) -> Result<Response<pb::RetireWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn prune_worker(
         &self,
         _: Request<pb::PruneWorkerRequest>,
     ) -> Result<Response<pb::PruneWorkerResponse>, Status> {
-        no_part()
+        unused()
     }
 }
 
@@ -128,23 +128,23 @@ impl Workloads for Script {
     type WatchStream = ReceiverStream<Result<pb::WatchResponse, Status>>;
 
     async fn submit(&self, _: Request<pb::SubmitRequest>) -> Result<Response<pb::SubmitResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn watch(&self, _: Request<pb::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
-        no_part()
+        unused()
     }
 
     async fn get(&self, _: Request<pb::GetRequest>) -> Result<Response<pb::GetResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn list(&self, _: Request<pb::ListRequest>) -> Result<Response<pb::ListResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn cancel(&self, _: Request<pb::CancelRequest>) -> Result<Response<pb::CancelResponse>, Status> {
-        no_part()
+        unused()
     }
 
     async fn start_attempt(
@@ -163,29 +163,29 @@ impl Workloads for Script {
     }
 }
 
-/// A gateway that speaks to a script.
+/// A gateway that is connected to the fake scheduler.
 struct Scene {
     machine: Arc<FakeWorker>,
     worker: TestWorker,
-    said: Streaming<pb::SynchronizeRequest>,
-    told: Told,
+    requests: Streaming<pb::SynchronizeRequest>,
+    responses: ResponseSender,
     finished: mpsc::Receiver<pb::FinishAttemptRequest>,
     generation: u64,
-    /// The last that it said, and when.
+    /// The last state that the gateway sent, and the time of its arrival.
     observed: (pb::Observed, Duration),
-    /// The streams that it opens after the first.
-    streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, Told)>,
-    speaking: JoinHandle<()>,
+    /// Later streams of the gateway.
+    streams: mpsc::Receiver<(Streaming<pb::SynchronizeRequest>, ResponseSender)>,
+    synchronizing: JoinHandle<()>,
     served: JoinHandle<anyhow::Result<()>>,
     stop: oneshot::Sender<()>,
 }
 
 impl Scene {
     async fn start() -> Self {
-        Self::of(&FakeWorker::near(), NOBODY).await
+        Self::of(&FakeWorker::near(), UNREACHABLE).await
     }
 
-    /// Of this worker, with an artifact store at this address.
+    /// Starts a gateway of this worker, with an artifact store at this address.
     #[expect(clippy::disallowed_methods, reason = "the test waits for both in `end`")]
     async fn of(machine: &Arc<FakeWorker>, artifact_store: &str) -> Self {
         let listener = Listener::InsecureTcp(TcpListener::bind("127.0.0.1:0").await.expect("a port"));
@@ -199,10 +199,10 @@ impl Scene {
         let served = tokio::spawn(host.serve([listener], async {
             stopped.await.ok();
         }));
-        let worker = machine.attended(&endpoint, artifact_store);
-        let speaking = tokio::spawn(forever(worker.context.clone(), GatewayInstance::new()));
-        let (mut said, told) = within("a stream", opened.recv()).await.expect("a stream");
-        hello_of(&mut said).await;
+        let worker = machine.gateway(&endpoint, artifact_store);
+        let synchronizing = tokio::spawn(synchronize_forever(worker.context.clone(), GatewayInstance::new()));
+        let (mut requests, responses) = within("a stream", opened.recv()).await.expect("a stream");
+        receive_registration(&mut requests).await;
         let welcome = pb::Welcome {
             session_credential: "credential".to_owned(),
             worker_id: WorkerId::new().to_string(),
@@ -214,61 +214,60 @@ impl Scene {
             worker_ttl: Some(rpc::duration(Duration::from_secs(60))),
         };
         let response = pb::SynchronizeResponse { message: Some(Down::Welcome(welcome)) };
-        told.send(Ok(response)).await.expect("a stream");
+        responses.send(Ok(response)).await.expect("a stream");
         let observed = (pb::Observed::default(), Duration::ZERO);
         let machine = machine.clone();
         let streams = opened;
         Self {
             machine,
             worker,
-            said,
-            told,
+            requests,
+            responses,
             finished,
             generation: 0,
             observed,
             streams,
-            speaking,
+            synchronizing,
             served,
             stop,
         }
     }
 
-    /// Waits for another stream, and for the first word on it.
+    /// Waits for another stream, and returns its registration.
     async fn another_stream(&mut self) -> pb::Hello {
-        (self.said, self.told) = within("another stream", self.streams.recv()).await.expect("a stream");
-        hello_of(&mut self.said).await
+        (self.requests, self.responses) =
+            within("another stream", self.streams.recv()).await.expect("a stream");
+        receive_registration(&mut self.requests).await
     }
 
-    /// Says what is wanted, and waits until the gateway has taken it up.
+    /// Sends a desired state, and waits until the gateway has applied it.
     async fn desire(&mut self, heard: u64, leases: Vec<pb::DesiredLease>) {
         self.generation += 1;
         let desired =
             pb::Desired { generation: self.generation, leases, heard, directive: pb::Directive::Run.into() };
         let response = pb::SynchronizeResponse { message: Some(Down::Desired(desired)) };
-        self.told.send(Ok(response)).await.expect("a stream");
-        self.observe("what it has taken up", |observed, generation| {
-            observed.applied_generation == generation
-        })
-        .await;
+        self.responses.send(Ok(response)).await.expect("a stream");
+        self.observe("the applied state", |observed, generation| observed.applied_generation == generation)
+            .await;
     }
 
-    /// Waits until the gateway says what is looked for.
-    async fn observe(&mut self, what: &str, looked_for: impl Fn(&pb::Observed, u64) -> bool) {
+    /// Waits for a state that `accepts` accepts.
+    async fn observe(&mut self, what: &str, accepts: impl Fn(&pb::Observed, u64) -> bool) {
         let before = Instant::now();
         loop {
-            let message = within(what, self.said.message()).await.expect("the stream is open");
-            let message = message.and_then(|said| said.message);
+            let message = within(what, self.requests.message()).await.expect("the stream is open");
+            let message = message.and_then(|request| request.message);
             let Some(Up::Observed(observed)) = message else { panic!("{message:?}") };
-            assert!(observed.number > self.observed.0.number, "each has a number of its own");
+            assert!(observed.number > self.observed.0.number, "numbers ascend");
             self.observed = (observed, since_boot());
-            if looked_for(&self.observed.0, self.generation) {
+            if accepts(&self.observed.0, self.generation) {
                 return;
             }
-            assert!(before.elapsed() < PATIENCE, "{what} did not come: {:?}", self.observed.0);
+            assert!(before.elapsed() < TIMEOUT, "{what} did not come: {:?}", self.observed.0);
         }
     }
 
-    /// Waits until every one of these leases has ended.
+    /// Waits until all of these leases have ended.
     async fn ended(&mut self, leases: &[LeaseId]) {
         let ended = |observed: &pb::Observed| {
             let ended = observed.leases.iter().filter(|lease| lease.phase() == pb::LeasePhase::Ended);
@@ -280,19 +279,23 @@ impl Scene {
 
     async fn end(self) {
         self.worker.stopping.cancel();
-        self.speaking.await.expect("no panic");
+        self.synchronizing.await.expect("no panic");
         self.worker.tasks.close();
         self.worker.tasks.wait().await;
-        drop((self.said, self.told, self.streams));
-        self.stop.send(()).expect("it is served");
+        drop((self.requests, self.responses, self.streams));
+        self.stop.send(()).expect("the server runs");
         self.served.await.expect("no panic").expect("it ends well");
     }
 }
 
-/// The first word on a stream.
-async fn hello_of(said: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
-    match within("hello", said.message()).await.expect("a message").and_then(|said| said.message) {
-        Some(Up::Hello(hello)) => hello,
+/// Receives the registration of a stream.
+async fn receive_registration(requests: &mut Streaming<pb::SynchronizeRequest>) -> pb::Hello {
+    match within("the registration", requests.message())
+        .await
+        .expect("a message")
+        .and_then(|request| request.message)
+    {
+        Some(Up::Hello(registration)) => registration,
         other => panic!("{other:?}"),
     }
 }
@@ -308,7 +311,7 @@ fn stop(lease: LeaseId, token: &str) -> pb::DesiredLease {
     pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Stop(stop)) }
 }
 
-/// What runs this command on the worker's own image.
+/// Creates a spec that runs `command` on the host image.
 fn spec(command: &[String]) -> pb::WorkloadSpec {
     pb::WorkloadSpec {
         team: "main".to_owned(),
@@ -324,18 +327,21 @@ fn spec(command: &[String]) -> pb::WorkloadSpec {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn only_what_the_scheduler_heard_is_contact() {
+async fn only_acknowledged_messages_are_contact() {
     let before = since_boot();
     let mut scene = Scene::start().await;
     let welcomed = since_boot();
     scene.desire(0, vec![]).await;
     let contacts = scene.machine.contacts();
-    let [(hello, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(before <= hello && hello <= welcomed, "contact counts from when hello was sent");
+    let [(registered_at, stop_after)] = contacts[..] else { panic!("{contacts:?}") };
+    assert!(
+        before <= registered_at && registered_at <= welcomed,
+        "contact counts from the sending of the registration"
+    );
     assert_eq!(stop_after, Duration::from_secs(600));
 
-    // It is spoken to unasked for longer than a heartbeat, and was heard by nobody.
-    while scene.observed.0.number < 20 || scene.observed.1 < hello + Duration::from_millis(400) {
+    // The scheduler sends messages for longer than a heartbeat, but acknowledges none.
+    while scene.observed.0.number < 20 || scene.observed.1 < registered_at + Duration::from_millis(400) {
         scene.desire(0, vec![]).await;
     }
     assert_eq!(scene.machine.contacts(), contacts);
@@ -345,12 +351,15 @@ async fn only_what_the_scheduler_heard_is_contact() {
     scene.desire(number, vec![]).await;
     let contacts = scene.machine.contacts();
     let [_, (sent, _)] = contacts[..] else { panic!("{contacts:?}") };
-    assert!(hello < sent && sent <= arrived, "contact counts from when the message that was heard was sent");
+    assert!(
+        registered_at < sent && sent <= arrived,
+        "contact counts from the sending of the acknowledged message"
+    );
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_that_cannot_be_read_ends_and_no_other() {
+async fn invalid_lease_ends_without_affecting_others() {
     let mut scene = Scene::start().await;
     let (good, specless, nameless) = (LeaseId::new(), LeaseId::new(), LeaseId::new());
     let run = pb::RunAttempt {
@@ -379,12 +388,12 @@ async fn a_lease_that_cannot_be_read_ends_and_no_other() {
     assert_eq!(reasons, expected.map(|(token, reason)| (token.to_owned(), reason.to_owned())).into());
     scene.ended(&[good, specless, nameless]).await;
     scene.desire(0, vec![]).await;
-    assert!(scene.worker.attempts.lock().is_empty(), "what is over is forgotten");
+    assert!(scene.worker.attempts.lock().is_empty(), "ended leases are removed");
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_whose_task_panics_ends_as_a_failure() {
+async fn attempt_fails_when_its_task_panics() {
     let mut scene = Scene::start().await;
     scene.machine.faults.panic_at_stop();
     let lease = LeaseId::new();
@@ -398,7 +407,7 @@ async fn an_attempt_whose_task_panics_ends_as_a_failure() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
+async fn attempt_continues_in_the_next_session() {
     let mut store = Store::start().await;
     let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
     let lease = LeaseId::new();
@@ -412,12 +421,14 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
     };
     scene.desire(0, vec![pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) }]).await;
     for (credential, reason) in [("credential", Reason::StaleSession), ("new", Reason::DiskFull)] {
-        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         assert_eq!(request.session_credential, credential);
-        let mut session = scene.worker.session.current().expect("it was let in");
+        let mut session = scene.worker.session.current().expect("the session is open");
         session.credential = "new".to_owned();
         scene.worker.session.set(Some(session));
-        answer.send(Err(reason.status("gantry.test", "no"))).expect("it waits");
+        answer.send(Err(reason.status("gantry.test", "no"))).expect("the gateway waits");
     }
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
     let failure = finish.failure.expect("a failure");
@@ -428,28 +439,30 @@ async fn an_attempt_that_was_refused_to_an_old_session_goes_on_in_the_next() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_lease_does_not_end_before_its_process_could_be_stopped() {
+async fn lease_ends_only_after_its_process_is_stopped() {
     let mut scene = Scene::start().await;
     scene.machine.faults.fail_to_stop(2);
     let lease = LeaseId::new();
     scene.desire(0, vec![stop(lease, "token")]).await;
     let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
-    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "it was tried until it could");
+    assert_eq!(scene.machine.faults.stops_that_fail(), 0, "stopping is tried until it succeeds");
     assert_eq!(finish.failure.expect("a failure").reason, "WORKER_FAILED");
     scene.ended(&[lease]).await;
     scene.end().await;
 }
 
-/// The answers of a store that prepares and publishes one attempt.
+/// The answers of a store about one attempt.
 struct OneAttempt {
     container: ContainerHandle,
     volumes: BTreeMap<String, VolumeHandle>,
 }
 
 impl OneAttempt {
-    /// Answers a call of Prepare: always alike.
+    /// Answers a call of `Prepare`. All answers are equal.
     async fn prepared(&mut self, store: &mut Store) {
-        let Asked::Prepare(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::Prepare(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         let volumes = request.volumes.into_iter().map(|volume| artifacts::PreparedVolume {
             volume_handle: self
                 .volumes
@@ -461,13 +474,13 @@ impl OneAttempt {
         });
         let volumes = volumes.collect();
         let response = artifacts::PrepareResponse { container_handle: self.container.to_string(), volumes };
-        answer.send(Ok(response)).expect("it waits");
+        answer.send(Ok(response)).expect("the gateway waits");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_next() {
-    // Where outputs are taken from a volume, and where they are one.
+async fn attempt_runs_once_when_its_gateway_restarts() {
+    // A near worker takes outputs from a volume. On a far worker each output is a volume.
     for (machine, volume, file) in
         [(FakeWorker::near(), "workspace", "out/file"), (FakeWorker::far(), "output/out", "file")]
     {
@@ -482,15 +495,15 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
             spec: Some(pb::WorkloadSpec { outputs: vec![output], ..spec(&command) }),
             ..pb::RunAttempt::default()
         };
-        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
 
         let mut scene = Scene::of(&machine, &store.endpoint).await;
-        scene.desire(0, vec![wish.clone()]).await;
+        scene.desire(0, vec![request.clone()]).await;
         attempt.prepared(&mut store).await;
         let runtime = machine.runtime();
         let volume = attempt.volumes[volume];
-        // It is not there yet.
+        // The volume does not exist yet.
         within("a volume", async {
             while runtime.contents(volume).await.is_err() {
                 tokio::task::yield_now().await;
@@ -501,18 +514,20 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
         scene.end().await;
 
         let mut scene = Scene::of(&machine, &store.endpoint).await;
-        scene.desire(0, vec![wish]).await;
+        scene.desire(0, vec![request]).await;
         attempt.prepared(&mut store).await;
         scene
             .observe("a process that runs", |observed, _| {
                 observed.leases.iter().any(|lease| lease.phase() == pb::LeasePhase::Running)
             })
             .await;
-        assert_eq!(lines(&*runtime, volume, file).await, 1, "it was not started again");
+        assert_eq!(lines(&*runtime, volume, file).await, 1, "the process is started once");
         std::fs::write(machine.path(volume).join(file), "line\nline\n").expect("write");
-        let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+        let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+            panic!("an unexpected call")
+        };
         assert_eq!(request.volume_handle, attempt.volumes["output/out"].to_string());
-        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
+        answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
         let finish = within("the end of an attempt", scene.finished.recv()).await.expect("a call");
         assert_eq!(finish.failure, None);
         assert_eq!(finish.exit, Some(rpc::exit(domain::workload::Exit::Code(7))));
@@ -527,28 +542,28 @@ async fn an_attempt_whose_gateway_ends_in_the_middle_is_carried_out_once_by_the_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_worker_that_was_forgotten_registers_anew_and_one_that_was_retired_keeps_still() {
+async fn forgotten_worker_registers_again_and_retired_worker_waits() {
     let mut scene = Scene::start().await;
     scene.desire(0, vec![]).await;
     let directive = pb::Directive::RegisterAgain.into();
     let again = pb::Desired { generation: 9, directive, ..pb::Desired::default() };
     let again = pb::SynchronizeResponse { message: Some(Down::Desired(again)) };
-    scene.told.send(Ok(again)).await.expect("a stream");
-    let anew = scene.another_stream().await;
-    assert_eq!(anew.session_credential, "", "that session is over");
+    scene.responses.send(Ok(again)).await.expect("a stream");
+    let again = scene.another_stream().await;
+    assert_eq!(again.session_credential, "", "the old session has ended");
     assert!(scene.worker.session.current().is_none());
 
     let retired = Reason::WorkerRetired.status("gantry.scheduler", "it was retired");
-    scene.told.send(Err(retired)).await.expect("a stream");
-    // It asks now and then whether it may run again, as whom it was.
-    let asking = scene.another_stream().await;
-    assert_eq!(asking.gateway_instance, anew.gateway_instance);
+    scene.responses.send(Err(retired)).await.expect("a stream");
+    // A retired worker asks at intervals whether it may run again, as the same instance.
+    let registration = scene.another_stream().await;
+    assert_eq!(registration.gateway_instance, again.gateway_instance);
     assert!(scene.worker.session.current().is_none());
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not() {
+async fn interrupted_process_is_distinguished_from_one_that_exited() {
     for (command, reason, code) in
         [(programs::sleep(), Some("INTERRUPTED"), None), (programs::exit(3), None, Some(3))]
     {
@@ -562,9 +577,9 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
             spec: Some(spec(&command)),
             ..pb::RunAttempt::default()
         };
-        let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+        let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
         let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
-        scene.desire(0, vec![wish]).await;
+        scene.desire(0, vec![request]).await;
         attempt.prepared(&mut store).await;
         if code.is_none() {
             scene
@@ -573,7 +588,7 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
                 })
                 .await;
         } else {
-            // By itself, before anybody wanted it to stop.
+            // The process exits before the request to stop.
             let runtime = scene.machine.runtime();
             let attempt: AttemptId = attempt_id.parse().expect("an id");
             within("its end", async {
@@ -600,7 +615,7 @@ async fn a_process_that_was_interrupted_says_so_and_one_that_was_faster_does_not
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn attempt_runs_once_its_command_does() {
+async fn attempt_runs_when_its_command_runs() {
     let mut store = Store::start().await;
     let mut scene = Scene::of(&FakeWorker::near(), &store.endpoint).await;
     let held = scene.machine.faults.hold_starts();
@@ -612,9 +627,9 @@ async fn attempt_runs_once_its_command_does() {
         spec: Some(spec(&programs::sleep())),
         ..pb::RunAttempt::default()
     };
-    let wish = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
+    let request = pb::DesiredLease { lease_id: lease.to_string(), wish: Some(Wish::Run(run)) };
     let mut attempt = OneAttempt { container: ContainerHandle::new(), volumes: BTreeMap::new() };
-    scene.desire(0, vec![wish]).await;
+    scene.desire(0, vec![request]).await;
     attempt.prepared(&mut store).await;
     let runtime = scene.machine.runtime();
     within("a process that is started", async {
@@ -623,12 +638,12 @@ async fn attempt_runs_once_its_command_does() {
         }
     })
     .await;
-    // A lease that is named without a wish goes on as before.
+    // A lease without a request continues unchanged.
     let named = pb::DesiredLease { lease_id: lease.to_string(), wish: None };
     for _ in 0..3 {
         scene.desire(0, vec![named.clone()]).await;
         let [observed] = &scene.observed.0.leases[..] else { panic!("{:?}", scene.observed.0) };
-        assert_eq!(observed.phase(), pb::LeasePhase::Preparing, "its command does not run yet");
+        assert_eq!(observed.phase(), pb::LeasePhase::Preparing, "the command does not run yet");
     }
     drop(held);
     scene

@@ -1,4 +1,4 @@
-//! Manifests of a fake worker, through restarts and boots.
+//! Tests of manifests across restarts and boots.
 
 use transfer::{Entry, EntryKind, Limits};
 
@@ -19,28 +19,28 @@ fn manifest() -> Manifest {
 }
 
 #[tokio::test]
-async fn a_manifest_proves_only_in_the_boot_in_which_it_was_kept() {
+async fn manifest_is_proof_only_in_its_boot() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
     let volume = machine.volume("contents").await;
     let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
-    open("first").keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
+    open("first").store(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
 
-    let again = open("first").kept(volume).await.expect("read").expect("the manifest");
+    let again = open("first").stored_here(volume).await.expect("read").expect("the manifest");
     assert_eq!((again.tree_digest(), again.this_boot), (manifest().tree_digest(), true));
     assert!(
-        !open("second").kept(volume).await.expect("read").expect("the manifest").this_boot,
-        "it must be hashed again"
+        !open("second").stored_here(volume).await.expect("read").expect("the manifest").this_boot,
+        "the volume must be hashed again"
     );
 
     let trees = open("first");
     trees.forget(volume).await;
-    assert!(trees.kept(volume).await.expect("read").is_none());
+    assert!(trees.stored_here(volume).await.expect("read").is_none());
 }
 
 #[tokio::test]
-async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
+async fn manifests_of_earlier_gateways_are_found() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -48,7 +48,7 @@ async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
     let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
     let trees = open("first");
     let digest = async |volume| {
-        let manifest = trees.proven(&*worker, volume, "main").await.expect("a manifest");
+        let manifest = trees.load_verified(&*worker, volume, "main").await.expect("a manifest");
         manifest.extents().next().expect("content").extent.digest
     };
     let (content, others) = (digest(here).await, digest(gone).await);
@@ -56,49 +56,49 @@ async fn what_an_earlier_gateway_kept_in_this_boot_is_found() {
 
     let again = open("first");
     assert!(again.find("main", &content).is_none());
-    again.recall().await;
+    again.load_earlier().await;
     assert_eq!(again.find("main", &content).expect("found").volume, here);
-    assert!(again.find("other", &content).is_none(), "it is nobody else's");
+    assert!(again.find("other", &content).is_none(), "other teams do not find it");
     assert!(again.find("main", &others).is_none());
 
     let later = open("second");
-    later.recall().await;
-    assert!(later.find("main", &content).is_none(), "it was not compared since");
+    later.load_earlier().await;
+    assert!(later.find("main", &content).is_none(), "it was not compared in this boot");
 }
 
 #[tokio::test]
-async fn a_kept_manifest_that_was_damaged_counts_for_nothing() {
+async fn truncated_manifest_file_counts_as_missing() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
     let (volume, trees) = (machine.volume("contents").await, || {
         Manifests::open(directory.path(), "boot".to_owned()).expect("open")
     });
-    trees().keep(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
+    trees().store(&*worker, volume, "main", Arc::new(manifest())).await.expect("room");
     let path = directory.path().join(volume.to_string());
     let whole = std::fs::read(&path).expect("the file");
     for cut in 0..whole.len() {
         std::fs::write(&path, &whole[..cut]).expect("write");
-        assert!(trees().kept(volume).await.expect("read").is_none(), "cut after {cut} bytes");
+        assert!(trees().stored_here(volume).await.expect("read").is_none(), "cut after {cut} bytes");
     }
 }
 
 #[tokio::test]
-async fn what_a_killed_gateway_was_writing_is_removed() {
+async fn partial_manifest_files_are_removed() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
     let (half, whole) = (VolumeHandle::new(), machine.volume("contents").await);
     let open = || Manifests::open(directory.path(), "boot".to_owned()).expect("open");
-    open().keep(&*worker, whole, "main", Arc::new(manifest())).await.expect("room");
+    open().store(&*worker, whole, "main", Arc::new(manifest())).await.expect("room");
     std::fs::write(directory.path().join(format!("{half}.tmp")), "half").expect("write");
-    assert!(open().kept(whole).await.expect("read").is_some());
+    assert!(open().stored_here(whole).await.expect("read").is_some());
     let left: Vec<_> = std::fs::read_dir(directory.path()).expect("list").flatten().collect();
     assert_eq!(left.len(), 1, "{left:?}");
 }
 
 #[tokio::test]
-async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
+async fn volume_stays_damaged_until_it_is_destroyed() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let machine = testing::fake::FakeWorker::near();
     let worker = machine.runtime();
@@ -106,21 +106,22 @@ async fn a_volume_that_did_not_survive_is_damaged_until_it_is_destroyed() {
     let open = |boot: &str| Manifests::open(directory.path(), boot.to_owned()).expect("open");
     let trees = open("first");
     for volume in [whole, lost] {
-        trees.proven(&*worker, volume, "main").await.expect("a manifest");
+        trees.load_verified(&*worker, volume, "main").await.expect("a manifest");
     }
     machine.overwrite(lost, "contentS");
-    trees.proven(&*worker, lost, "main").await.expect("in this boot nothing is lost");
+    trees.load_verified(&*worker, lost, "main").await.expect("volumes are not compared in their boot");
 
     let trees = open("second");
-    let digest = trees.proven(&*worker, whole, "main").await.expect("it is what it was").tree_digest();
-    trees.verify(&*worker, whole, "main", digest).await.expect("it is what it was");
+    let digest =
+        trees.load_verified(&*worker, whole, "main").await.expect("the volume is unchanged").tree_digest();
+    trees.verify(&*worker, whole, "main", digest).await.expect("the volume is unchanged");
     let damaged = trees.verify(&*worker, lost, "main", digest).await;
     assert!(matches!(damaged, Err(ManifestError::Damaged(volume)) if volume == lost), "{damaged:?}");
     assert_eq!(trees.damaged(), BTreeSet::from([lost]));
 
     let trees = open("third");
-    assert_eq!(trees.damaged(), BTreeSet::from([lost]), "it is remembered");
-    assert!(matches!(trees.proven(&*worker, lost, "main").await, Err(ManifestError::Damaged(_))));
+    assert_eq!(trees.damaged(), BTreeSet::from([lost]), "the damage is remembered");
+    assert!(matches!(trees.load_verified(&*worker, lost, "main").await, Err(ManifestError::Damaged(_))));
     trees.forget(lost).await;
     assert_eq!(trees.damaged(), BTreeSet::new());
     assert_eq!(open("third").damaged(), BTreeSet::new());

@@ -1,4 +1,5 @@
-//! Two Concourse workers, a gateway for each, and an artifact store whose answers the tests give.
+//! Tests of direct copies between two Concourse workers, with a gateway for each and a fake
+//! artifact store.
 
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::PathBuf;
@@ -24,13 +25,15 @@ use crate::Config;
 use crate::Intervals;
 use crate::runtimes::garden::{GardenConfig, GardenRuntime};
 use crate::test_support::scheduler::Schedule;
-use crate::test_support::served::Served;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended as _, INTERVALS, NOBODY, TestWorker, gateway_of, noted, within};
+use crate::test_support::served::TestServer;
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{
+    FakeGateways as _, INTERVALS, TestWorker, UNREACHABLE, gateway_of, read_lock, within,
+};
 use crate::transfer::pull::{self, Destination, FetchError, Progress};
 use crate::transfer::write::VolumeWriter;
 
-/// A Concourse worker, as its gateway has it.
+/// A Concourse worker with its gateway.
 struct Side {
     volumes: baggageclaim::Server,
     _garden: garden::Server,
@@ -48,8 +51,14 @@ impl Side {
         let runtime = GardenRuntime::open(GardenConfig { peer_to_peer, ..config }).await.expect("a worker");
         let says = runtime.capabilities().features.iter().any(|feature| feature == "peer-to-peer");
         assert_eq!(says, peer_to_peer);
-        let config =
-            Config::for_worker("test", NOBODY, scheduler, store, NOBODY, dir.path().join("manifests"));
+        let config = Config::for_worker(
+            "test",
+            UNREACHABLE,
+            scheduler,
+            store,
+            UNREACHABLE,
+            dir.path().join("manifests"),
+        );
         let config = Config {
             intervals: Intervals { peer_transfer: patience.unwrap_or(INTERVALS.peer_transfer), ..INTERVALS },
             ..config
@@ -61,29 +70,29 @@ impl Side {
         Self { volumes, _garden: garden, worker, id, _dir: dir }
     }
 
-    /// How often its server was asked for this, of a volume.
-    fn asked(&self, volume: VolumeHandle, what: &str) -> usize {
+    /// Returns the number of requests of this kind for a volume.
+    fn request_count(&self, volume: VolumeHandle, what: &str) -> usize {
         let line = format!("PUT /volumes/{volume}/{what}?");
-        self.volumes.requests().iter().filter(|asked| asked.starts_with(&line)).count()
+        self.volumes.requests().iter().filter(|request| request.starts_with(&line)).count()
     }
 }
 
 struct Scene {
     schedule: Schedule,
-    scheduler: Served,
+    scheduler: TestServer,
     store: tokio::sync::Mutex<Store>,
     from: Side,
     to: Side,
-    gateway: Served,
-    /// The gateway of the worker that is sent to.
-    destination: Served,
+    gateway: TestServer,
+    /// The gateway of the destination.
+    destination: TestServer,
     manifest: Arc<Manifest>,
-    /// The complete one, and the one that is to be filled.
+    /// The volume of the source, and the volume that is filled.
     volumes: (VolumeHandle, VolumeHandle),
-    told: Mutex<Vec<Progress>>,
+    updates: Mutex<Vec<Progress>>,
 }
 
-/// What plain tar carries, and more than it carries of times.
+/// Makes a tree that plain tar preserves, except for fractions of seconds.
 fn make_tree(root: &Path) {
     std::fs::create_dir_all(root.join("directory/empty")).expect("make");
     let large: Vec<u8> = (0..2_500_000_u32).map(|at| (at % 251) as u8 + 1).collect();
@@ -103,14 +112,14 @@ impl Scene {
     async fn with_patience(both: (bool, bool), patience: Option<Duration>, make: impl FnOnce(&Path)) -> Self {
         let schedule = Schedule::new();
         let service = schedule.service();
-        let scheduler = Served::start(|host| host.add_service(service)).await;
+        let scheduler = TestServer::start(|host| host.add_service(service)).await;
         let store = Store::start().await;
         let from = Side::new(both.0, patience, &scheduler.endpoint, &store.endpoint).await;
         let to = Side::new(both.1, patience, &scheduler.endpoint, &store.endpoint).await;
         let gateway = gateway_of(std::slice::from_ref(&from.worker), &scheduler.endpoint);
-        let gateway = Served::start(|host| host.add_service(crate::api::volumes(gateway))).await;
+        let gateway = TestServer::start(|host| host.add_service(crate::api::volumes(gateway))).await;
         let destination = gateway_of(std::slice::from_ref(&to.worker), &scheduler.endpoint);
-        let destination = Served::start(|host| host.add_service(crate::api::volumes(destination))).await;
+        let destination = TestServer::start(|host| host.add_service(crate::api::volumes(destination))).await;
 
         let tree = tempfile::tempdir().expect("a directory");
         make(tree.path());
@@ -119,7 +128,7 @@ impl Scene {
         let (_, claims) = schedule.ticket(from.id, volumes.0, TicketOperation::Write);
         let mut filling = VolumeWriter::begin(&from.worker.transfers, claims, manifest.clone())
             .await
-            .expect("it may be filled");
+            .expect("the volume can be filled");
         let mut reader =
             TreeReader::new(tree.path(), manifest.clone(), ReadOptions::default()).expect("read");
         for batch in reader.batches(&OrdinalRanges::all(manifest.extent_count())) {
@@ -129,9 +138,9 @@ impl Scene {
         let store = tokio::sync::Mutex::new(store);
         let (filled, ()) =
             tokio::join!(filling.commit(&from.worker.transfers), acknowledge(&store, volumes.0));
-        filled.expect("it is complete");
-        let told = Mutex::default();
-        Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, told }
+        filled.expect("the volume is complete");
+        let updates = Mutex::default();
+        Self { schedule, scheduler, store, from, to, gateway, destination, manifest, volumes, updates }
     }
 
     fn request(&self) -> (Destination, Source) {
@@ -146,14 +155,15 @@ impl Scene {
         self.schedule.ticket_at(endpoint, self.to.id, self.volumes.1, TicketOperation::Write)
     }
 
-    /// Fills the volume, unless it is dropped before.
+    /// Fills the volume.
     async fn fetch(&self) -> Result<Arc<Manifest>, FetchError> {
         let (to, source) = self.request();
-        let tell = |progress| self.told.lock().expect("a list").push(progress);
+        let tell = |progress| self.updates.lock().expect("a list").push(progress);
         pull::fetch(&self.to.worker.transfers, to, self.manifest.tree_digest(), vec![source], tell).await
     }
 
-    /// Fills the volume, and makes sure that it has the tree. Answers whether the worker of the source sent it.
+    /// Fills the volume, and checks its tree. Returns whether the worker of the source sent it
+    /// directly.
     async fn fetched(&self) -> bool {
         let copy = async { tokio::join!(self.fetch(), acknowledge(&self.store, self.volumes.1)) };
         let (fetched, ()) = within("a copy", copy).await;
@@ -169,10 +179,10 @@ impl Scene {
         };
         assert_eq!(plain(&there), plain(&self.manifest));
         let kept =
-            self.to.worker.transfers.manifests.kept_of(self.to.worker.runtime.as_ref(), self.volumes.1).await;
+            self.to.worker.transfers.manifests.stored(self.to.worker.runtime.as_ref(), self.volumes.1).await;
         assert_eq!(kept.expect("read").expect("a manifest").tree_digest(), self.manifest.tree_digest());
 
-        let last = noted(&self.told).pop().expect("it is told");
+        let last = read_lock(&self.updates).pop().expect("progress is reported");
         assert_eq!((last.done, last.total, last.saved), (last.total, self.manifest.extent_bytes(), 0));
         last.by_peer
     }
@@ -185,41 +195,50 @@ impl Scene {
     }
 }
 
-/// Answers the next call, which must say that `volume` is complete.
+/// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &tokio::sync::Mutex<Store>, volume: VolumeHandle) {
-    let Asked::VolumeComplete(request, answer) = store.lock().await.asked().await else {
-        panic!("something else")
+    let StoreCall::VolumeComplete(request, answer) = store.lock().await.next_call().await else {
+        panic!("an unexpected call")
     };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("it waits");
+    answer.send(Ok(artifacts::VolumeCompleteResponse::default())).expect("the gateway waits");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_sends_a_volume_to_another_past_both_gateways() {
+async fn worker_sends_volume_directly_to_another_worker() {
     let scene = Scene::new((true, true), make_tree).await;
-    assert!(scene.fetched().await, "it was not sent by the worker");
+    assert!(scene.fetched().await, "the worker did not send it");
     let (from, to) = scene.volumes;
-    assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 0));
-    // It was read again there.
-    assert_eq!((scene.to.asked(to, "stream-in"), scene.to.asked(to, "stream-out")), (1, 1));
-    assert!(noted(&scene.told).iter().any(|told| told.by_peer && told.done < told.total), "it is told");
+    assert_eq!(
+        (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+        (1, 0)
+    );
+    // The destination was read back.
+    assert_eq!((scene.to.request_count(to, "stream-in"), scene.to.request_count(to, "stream-out")), (1, 1));
+    assert!(
+        read_lock(&scene.updates).iter().any(|update| update.by_peer && update.done < update.total),
+        "progress is reported"
+    );
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn without_a_word_of_both_operators_bytes_go_through_the_gateways() {
+async fn copy_uses_gateways_unless_both_operators_allow_peers() {
     for both in [(false, false), (true, false), (false, true)] {
         let scene = Scene::new(both, make_tree).await;
         assert!(!scene.fetched().await, "{both:?}");
         let (from, to) = scene.volumes;
-        assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (0, 1));
-        assert_eq!(scene.to.asked(to, "stream-in"), 1);
+        assert_eq!(
+            (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+            (0, 1)
+        );
+        assert_eq!(scene.to.request_count(to, "stream-in"), 1);
         scene.end().await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_goes_wrong_between_workers_bytes_go_through_the_gateways() {
+async fn copy_uses_gateways_when_direct_copy_fails() {
     enum At {
         Source(Faults),
         Destination(Faults),
@@ -249,7 +268,7 @@ async fn whatever_goes_wrong_between_workers_bytes_go_through_the_gateways() {
         let (from, _) = scene.volumes;
         let tried = usize::from(what != "nowhere");
         assert_eq!(
-            (scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")),
+            (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
             (tried, 1),
             "{what}"
         );
@@ -258,12 +277,12 @@ async fn whatever_goes_wrong_between_workers_bytes_go_through_the_gateways() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() {
+async fn abandoned_copy_is_destroyed_before_the_next_begins() {
     let scene = Scene::new((true, true), make_tree).await;
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
     let begun = async {
-        while scene.to.asked(to, "stream-in") == 0 {
+        while scene.to.request_count(to, "stream-in") == 0 {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
@@ -271,31 +290,38 @@ async fn what_a_caller_who_left_had_begun_is_gone_before_somebody_else_begins() 
         _ = scene.fetch() => panic!("it is held"),
         () = within("the first bytes", begun) => {}
     }
-    within("the end of its turn", async {
-        while !noted(&scene.to.worker.transfers.filling).is_empty() {
+    within("the release of the permit", async {
+        while !read_lock(&scene.to.worker.transfers.filling).is_empty() {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     })
     .await;
-    assert!(!scene.to.volumes.handles().contains(&to.to_string()), "its room is free");
+    assert!(!scene.to.volumes.handles().contains(&to.to_string()), "the partial volume is destroyed");
 
-    // What the worker still sends goes nowhere, and the next is as it should be.
+    // Bytes that the worker still sends are lost, and the next copy is correct.
     scene.from.volumes.set_faults(Faults::default());
-    assert!(scene.fetched().await, "it was not sent by the worker");
-    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 2);
+    assert!(scene.fetched().await, "the worker did not send it");
+    assert_eq!(scene.from.request_count(from, "stream-p2p-out"), 2);
     scene.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothing_of_it_comes_later() {
+async fn slow_direct_copy_is_replaced_and_leaves_nothing() {
     let scene = Scene::with_patience((true, true), Some(Duration::from_millis(300)), make_tree).await;
     let (from, to) = scene.volumes;
     scene.from.volumes.set_faults(Faults { hold_transfers: true, ..Faults::default() });
     assert!(!scene.fetched().await, "it is held");
-    assert_eq!((scene.from.asked(from, "stream-p2p-out"), scene.from.asked(from, "stream-out")), (1, 1));
-    assert_eq!(scene.to.asked(to, "stream-in"), 2, "that of the other worker, and that of the gateway");
+    assert_eq!(
+        (scene.from.request_count(from, "stream-p2p-out"), scene.from.request_count(from, "stream-out")),
+        (1, 1)
+    );
+    assert_eq!(
+        scene.to.request_count(to, "stream-in"),
+        2,
+        "one request of the other worker and one of the gateway"
+    );
 
-    // What the other worker sends now, it sends to a volume that is gone.
+    // The other worker now sends to a volume that was destroyed.
     scene.from.volumes.set_faults(Faults::default());
     let root = scene.to.volumes.path(&to.to_string());
     let there = crate::transfer::scan::scan(&root).expect("it can be read").manifest;
@@ -304,7 +330,7 @@ async fn what_takes_another_worker_too_long_goes_through_the_gateways_and_nothin
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn holes_are_not_made_full() {
+async fn holes_are_preserved() {
     let with_holes = |root: &Path| {
         make_tree(root);
         let file = std::fs::File::create(root.join("holes")).expect("make");
@@ -317,7 +343,7 @@ async fn holes_are_not_made_full() {
         return scene.end().await;
     }
     assert!(!scene.fetched().await);
-    assert_eq!(scene.from.asked(scene.volumes.0, "stream-p2p-out"), 0);
+    assert_eq!(scene.from.request_count(scene.volumes.0, "stream-p2p-out"), 0);
     let path: PathBuf = scene.to.volumes.path(&scene.volumes.1.to_string()).join("holes");
     let there = std::fs::metadata(path).expect("it is there");
     assert!(there.blocks() * 512 < 1 << 20, "{} blocks", there.blocks());
@@ -325,35 +351,35 @@ async fn holes_are_not_made_full() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() {
+async fn direct_copy_requires_write_ticket_and_confirmed_address() {
     let scene = Scene::new((true, true), make_tree).await;
     let machine = FakeWorker::near();
     let near = machine.volume("contents").await;
-    let worker = machine.attended(&scene.scheduler.endpoint, NOBODY);
+    let worker = machine.gateway(&scene.scheduler.endpoint, UNREACHABLE);
     worker.session.set(Some(session("credential")));
     let near_worker = worker.session.current().expect("a session").worker;
     let gateway = gateway_of(&[scene.from.worker.clone(), worker], &scene.scheduler.endpoint);
-    let gateway = Served::start(|host| host.add_service(crate::api::volumes(gateway))).await;
+    let gateway = TestServer::start(|host| host.add_service(crate::api::volumes(gateway))).await;
     let peer = rpc::client::peer(&gateway.endpoint, Outgoing::internal()).expect("an address");
 
     let (from, to) = scene.volumes;
     let ticket = |worker, volume, operation| scene.schedule.ticket(worker, volume, operation).0;
     let read = ticket(scene.from.id, from, TicketOperation::Read);
     let write = scene.to_write().0;
-    let at_nobody = ticket(scene.to.id, to, TicketOperation::Write);
+    let at_unreachable = ticket(scene.to.id, to, TicketOperation::Write);
     let url = format!("http://{}", scene.to.volumes.address());
     let of_near = ticket(near_worker, near, TicketOperation::Read);
     let not_to_write = ticket(scene.to.id, to, TicketOperation::Read);
-    /// From this place on, the volume to fill is there.
+    /// Index of the first case for which the destination exists.
     const THERE: usize = 6;
     let refused = [
         (&write, &write, &url, Reason::InvalidToken),
         (&read, &not_to_write, &url, Reason::InvalidToken),
         (&read, &"forged".to_owned(), &url, Reason::InvalidToken),
         (&read, &write, &String::new(), Reason::InvalidField),
-        // The gateway of the destination cannot be asked.
-        (&read, &at_nobody, &url, Reason::NoPeers),
-        // The volume is not there yet.
+        // The gateway of the destination does not answer.
+        (&read, &at_unreachable, &url, Reason::NoPeers),
+        // The destination does not exist yet.
         (&read, &write, &url, Reason::NoPeers),
         (&read, &write, &format!("{url}/volumes/other/stream-in?path=.&"), Reason::InvalidField),
         (&read, &write, &"http://169.254.169.254".to_owned(), Reason::InvalidField),
@@ -375,7 +401,7 @@ async fn a_worker_sends_only_to_a_volume_that_may_be_written_and_nowhere_else() 
         let refusal = Refusal::from(answer.expect_err("it is refused"));
         assert!(refusal.is(reason), "{reason}: {refusal}");
     }
-    assert_eq!(scene.from.asked(from, "stream-p2p-out"), 0, "nothing was sent");
+    assert_eq!(scene.from.request_count(from, "stream-p2p-out"), 0, "nothing was sent");
     drop(peer);
     gateway.end().await;
     scene.end().await;

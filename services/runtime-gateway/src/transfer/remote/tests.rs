@@ -1,4 +1,5 @@
-//! Volumes on another machine, whose bytes go through GNU tar, with an artifact store whose answers each test gives.
+//! Tests of volumes on another machine, whose bytes pass through GNU tar, with a fake artifact
+//! store.
 
 use std::os::unix::fs::{FileExt, symlink};
 
@@ -9,8 +10,8 @@ use rustix::fs::{XattrFlags, setxattr};
 use transfer::{ReadOptions, TreeReader, TreeWriter, WriteOptions};
 
 use super::*;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, TestWorker, UNREACHABLE, within};
 use crate::transfer::archives::{self, ArchiveUpload};
 use crate::transfer::error::ManifestError;
 use crate::transfer::read;
@@ -18,7 +19,7 @@ use crate::transfer::write::VolumeWriter;
 use testing::fake::FakeWorker;
 
 fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     worker
 }
@@ -34,7 +35,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
     }
 }
 
-/// A tree with what plain tar loses, in an order that is not that of its archives.
+/// Makes a tree that plain tar does not preserve, in an order that differs from its archives.
 fn tree(root: &Path) -> Arc<Manifest> {
     std::fs::create_dir_all(root.join("directory/empty")).expect("make");
     let large: Vec<u8> = (0..2_500_000_u32).map(|at| (at % 251) as u8).collect();
@@ -53,31 +54,34 @@ fn tree(root: &Path) -> Arc<Manifest> {
     Arc::new(crate::transfer::scan::scan(root).expect("it can be read").manifest)
 }
 
-/// Answers the next call, which must say that `volume` is complete.
+/// Answers the next call, which must report that `volume` is complete.
 async fn acknowledge(store: &mut Store, volume: VolumeHandle) {
-    let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+        panic!("an unexpected call")
+    };
     assert_eq!(request.volume_handle, volume.to_string());
-    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("it waits");
+    answer.send(Ok(pb::VolumeCompleteResponse::default())).expect("the gateway waits");
 }
 
 async fn fill(worker: &TestWorker, volume: VolumeHandle, root: &Path, tree: &Arc<Manifest>) -> VolumeWriter {
-    let mut filling =
-        VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()).await.expect("it may be filled");
+    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone())
+        .await
+        .expect("the volume can be filled");
     assert_eq!(filling.missing_bytes(), tree.extent_bytes(), "everything is sent");
     let mut reader = TreeReader::new(root, tree.clone(), ReadOptions::default()).expect("a reader");
     for ordinal in 0..tree.extent_count() {
         let data = reader.read(ordinal).expect("content");
-        filling.put(&worker.transfers, vec![(ordinal, data)]).await.expect("it is taken");
+        filling.put(&worker.transfers, vec![(ordinal, data)]).await.expect("the extents are accepted");
     }
     filling
 }
 
-/// Reads a volume into a directory, as callers do.
+/// Reads a volume into a directory.
 async fn read_into(worker: &TestWorker, volume: VolumeHandle, to: &Path) -> Result<(), ReadVolumeError> {
     let manifest = worker.transfers.manifest(&ticket(volume)).await?;
     let (batches, mut ready) = mpsc::channel(4);
-    let wanted = OrdinalRanges::all(manifest.extent_count());
-    let reading = read::read(&worker.transfers, volume, manifest.clone(), wanted, batches);
+    let expected_tree = OrdinalRanges::all(manifest.extent_count());
+    let reading = read::read(&worker.transfers, volume, manifest.clone(), expected_tree, batches);
     let writing = async {
         let options = WriteOptions { devices: true, ..WriteOptions::default() };
         let mut writer = TreeWriter::new(to, manifest.clone(), options).expect("a writer");
@@ -112,16 +116,16 @@ async fn file_of(worker: &TestWorker, volume: VolumeHandle, path: &str) -> Resul
     let (chunks, mut ready) = mpsc::channel(4);
     let reading = read::read_file(&worker.transfers, volume, manifest, path.into(), chunks);
     let receiving = async {
-        let (mut bytes, mut said) = (Vec::new(), None);
+        let (mut bytes, mut size_received) = (Vec::new(), None);
         while let Some((size, data)) = ready.recv().await {
             bytes.extend_from_slice(&data);
-            said = Some(size);
+            size_received = Some(size);
         }
-        (bytes, said)
+        (bytes, size_received)
     };
-    let (read, (bytes, said)) = tokio::join!(reading, receiving);
+    let (read, (bytes, size_received)) = tokio::join!(reading, receiving);
     read?;
-    assert_eq!(said, Some(bytes.len() as u64), "{path}");
+    assert_eq!(size_received, Some(bytes.len() as u64), "{path}");
     Ok(bytes)
 }
 
@@ -131,32 +135,36 @@ fn digest_of(archive: &[u8]) -> domain::Digest {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
+async fn remote_volume_is_read_unchanged_through_any_gateway() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let lossy = crate::transfer::scan::scan(&machine.path(volume)).expect("it can be read").manifest;
-    assert_eq!(lossy.find(b"directory/link"), wanted.find(b"directory/link"), "processes see it");
+    assert_eq!(
+        lossy.find(b"directory/link"),
+        expected_tree.find(b"directory/link"),
+        "processes see the link"
+    );
     let none = std::fs::read_dir(&worker.config.manifest_dir).expect("list").count();
-    assert_eq!(none, 0, "nothing is kept here");
+    assert_eq!(none, 0, "the gateway stores no manifest");
 
     let standby = gateway(&machine, &store);
     let manifest = standby.transfers.manifest(&ticket(volume)).await.expect("kept beside it");
-    assert_eq!(manifest.tree_digest(), wanted.tree_digest());
+    assert_eq!(manifest.tree_digest(), expected_tree.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
     let again = crate::transfer::scan::scan(&to).expect("it can be read").manifest;
-    assert_eq!(again.tree_digest(), wanted.tree_digest(), "times, attributes and holes, too");
+    assert_eq!(again.tree_digest(), expected_tree.tree_digest(), "times, attributes and holes are preserved");
 
-    assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), wanted.tree_digest());
-    let inside = wanted.subtree(b"directory").expect("valid").expect("a directory");
+    assert_eq!(digest_of(&packed(&standby, volume, "").await.expect("packed")), expected_tree.tree_digest());
+    let inside = expected_tree.subtree(b"directory").expect("valid").expect("a directory");
     let inside = inside.manifest().tree_digest();
     assert_eq!(digest_of(&packed(&standby, volume, "directory").await.expect("packed")), inside);
     let none = packed(&standby, volume, "z").await.err();
@@ -173,28 +181,29 @@ async fn what_is_written_far_away_comes_back_as_it_was_through_any_gateway() {
     let none = file_of(&standby, volume, "none").await.err();
     assert!(matches!(none, Some(ReadVolumeError::PathNotFound(_))), "{none:?}");
 
-    // Filled again, it is only told again; with something else, it is too late.
-    let filling =
-        VolumeWriter::begin(&standby.transfers, ticket(volume), wanted.clone()).await.expect("the same");
+    // If the same tree is written again, it is only reported again. Another tree is rejected.
+    let filling = VolumeWriter::begin(&standby.transfers, ticket(volume), expected_tree.clone())
+        .await
+        .expect("the same");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&standby.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let other = VolumeWriter::begin(&standby.transfers, ticket(volume), Arc::new(lossy)).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(_))), "{other:?}");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_the_worker_changed_is_found_out_when_it_is_read() {
+async fn change_on_the_worker_is_detected_when_read() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     let file = std::fs::File::options().write(true).open(machine.path(volume).join("directory/b"));
     file.expect("open").write_all_at(b"X", 2_000_000).expect("write");
 
@@ -216,12 +225,12 @@ async fn what_the_worker_changed_is_found_out_when_it_is_read() {
     is_changed(read.err());
     is_changed(packed(&worker, volume, "").await.err());
     is_changed(file_of(&worker, volume, "directory/b").await.err());
-    file_of(&worker, volume, "z").await.expect("this one is as it was");
+    file_of(&worker, volume, "z").await.expect("the file is unchanged");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
+async fn remote_volume_is_scanned_once() {
     let store = Store::start().await;
     let machine = FakeWorker::far();
     let worker = gateway(&machine, &store);
@@ -236,7 +245,7 @@ async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
         .await
         .expect("kept");
     assert_eq!(file_of(&standby, volume, "file").await.expect("read"), b"contents");
-    // Another digest than the store has: nothing is made from it.
+    // The digest differs from that in the store, so the volume is damaged.
     let other = standby
         .transfers
         .manifests
@@ -246,7 +255,7 @@ async fn what_a_process_made_far_away_is_read_once_and_its_manifest_kept() {
     store.end().await;
 }
 
-/// Sends an archive to a volume.
+/// Uploads an archive to a volume.
 async fn unpack(
     worker: &TestWorker,
     volume: VolumeHandle,
@@ -261,13 +270,13 @@ async fn unpack(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
+async fn archive_is_forwarded_and_bad_archive_leaves_nothing() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let (root, outside) = (directory.path().join("tree"), directory.path().join("outside"));
     std::fs::create_dir(&outside).expect("make");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let tar = |arguments: &[&str]| {
         let mut command = std::process::Command::new("tar");
         let output = command.arg("-C").arg(directory.path()).args(arguments).output().expect("tar");
@@ -277,7 +286,8 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
     let archive = tar(&["-C", "tree", "--format=posix", "--sparse", "--xattrs", "-c", "."]);
     let worker = gateway(&machine, &store);
 
-    // Through a link that leads out, which tar would follow where it made it before.
+    // A path through a link that leads outside. Tar would follow the link if the archive created it
+    // first.
     symlink(&outside, directory.path().join("out")).expect("link");
     let mut bad = tar(&["-c", "out"]);
     bad.truncate(512);
@@ -287,12 +297,12 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
         matches!(&refused, Some(WriteVolumeError::Archive(ArchiveError::Malformed { .. }))),
         "{refused:?}"
     );
-    assert!(!machine.has(volume), "its room is free again");
+    assert!(!machine.has(volume), "the partial volume is destroyed");
     assert_eq!(std::fs::read_dir(&outside).expect("list").count(), 0);
 
     for (cut, commit) in [(5_000, true), (1_000_000, true), (1_000_000, false), (archive.len(), false)] {
         let refused = within("an answer", unpack(&worker, volume, &archive[..cut], commit)).await;
-        refused.expect_err("it is not whole");
+        refused.expect_err("the archive is not complete");
         within("the end", async {
             while machine.has(volume) || !worker.transfers.filling.lock().expect("a set").is_empty() {
                 tokio::task::yield_now().await;
@@ -303,20 +313,20 @@ async fn an_archive_is_passed_on_and_nothing_of_a_bad_one_stays() {
 
     let unpacking = unpack(&worker, volume, &archive, true);
     let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
-    assert_eq!(unpacked.expect("the store has heard").tree_digest(), wanted.tree_digest());
+    assert_eq!(unpacked.expect("the store has the report").tree_digest(), expected_tree.tree_digest());
     let to = directory.path().join("again");
     std::fs::create_dir(&to).expect("make");
     let standby = gateway(&machine, &store);
     within("the tree", read_into(&standby, volume, &to)).await.expect("read");
     assert_eq!(
         crate::transfer::scan::scan(&to).expect("it can be read").manifest.tree_digest(),
-        wanted.tree_digest()
+        expected_tree.tree_digest()
     );
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn names_in_an_archive_mean_nothing_on_another_machine() {
+async fn user_names_in_archives_are_ignored() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("not applicable: this process is not root");
         return;
@@ -326,13 +336,13 @@ async fn names_in_an_archive_mean_nothing_on_another_machine() {
     let worker = gateway(&machine, &store);
     let directory = tempfile::tempdir().expect("a directory");
     std::fs::write(directory.path().join("file"), "contents").expect("write");
-    // Where it was made, somebody else is called so.
+    // On the source machine, these names have other ids.
     let mut tar = std::process::Command::new("tar");
     let tar = tar.args(["--owner=root:1234", "--group=root:2345", "-c", "-C"]).arg(directory.path()).arg(".");
     let archive = tar.output().expect("tar").stdout;
     let unpacking = unpack(&worker, volume, &archive, true);
     let (unpacked, ()) = tokio::join!(unpacking, acknowledge(&mut store, volume));
-    unpacked.expect("the store has heard");
+    unpacked.expect("the store has the report");
     let runtime::Contents::Remote(remote) = worker.runtime.contents(volume).await.expect("the contents")
     else {
         panic!("it is near")
@@ -345,31 +355,36 @@ async fn names_in_an_archive_mean_nothing_on_another_machine() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
+async fn volume_is_copied_in_source_order() {
     let mut store = Store::start().await;
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let one = gateway(&FakeWorker::far(), &store);
     let from = VolumeHandle::new();
-    let filling = fill(&one, from, &root, &wanted).await;
+    let filling = fill(&one, from, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&one.transfers), acknowledge(&mut store, from));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     for machine in [FakeWorker::far(), FakeWorker::near()] {
         let (other, to) = (gateway(&machine, &store), VolumeHandle::new());
-        let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), wanted.clone())
+        let mut filling = VolumeWriter::begin(&other.transfers, ticket(to), expected_tree.clone())
             .await
-            .expect("it may be filled");
+            .expect("the volume can be filled");
         let (batches, mut ready) = mpsc::channel(4);
         let mut expected = transfer::PendingExtents::new(&filling.missing);
-        let reading = read::read(&one.transfers, from, wanted.clone(), filling.missing.clone(), batches);
+        let reading =
+            read::read(&one.transfers, from, expected_tree.clone(), filling.missing.clone(), batches);
         let writing = async {
             while let Some(batch) = ready.recv().await {
                 for extent in &batch {
-                    assert!(expected.take(&wanted, extent.ordinal), "file by file: {}", extent.ordinal);
+                    assert!(
+                        expected.take(&expected_tree, extent.ordinal),
+                        "file by file: {}",
+                        extent.ordinal
+                    );
                 }
                 let extents = batch.into_iter().map(|extent| (extent.ordinal, extent.data)).collect();
-                filling.put(&other.transfers, extents).await.expect("it is taken");
+                filling.put(&other.transfers, extents).await.expect("the extents are accepted");
             }
             filling
         };
@@ -377,44 +392,44 @@ async fn a_volume_goes_from_one_worker_to_another_in_the_order_of_the_first() {
         read.expect("it is there");
         assert!(expected.is_empty());
         let (committed, ()) = tokio::join!(filling.commit(&other.transfers), acknowledge(&mut store, to));
-        assert_eq!(committed.expect("the store has heard").tree_digest(), wanted.tree_digest());
+        assert_eq!(committed.expect("the store has the report").tree_digest(), expected_tree.tree_digest());
         let packed = packed(&other, to, "").await.expect("packed");
-        assert_eq!(digest_of(&packed), wanted.tree_digest());
+        assert_eq!(digest_of(&packed), expected_tree.tree_digest());
     }
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transfer_that_is_broken_off_may_begin_again() {
+async fn aborted_transfer_can_begin_again() {
     let mut store = Store::start().await;
     let machine = FakeWorker::far();
     let (volume, directory) = (VolumeHandle::new(), tempfile::tempdir().expect("a directory"));
     let root = directory.path().join("tree");
-    let wanted = tree(&root);
+    let expected_tree = tree(&root);
     let worker = gateway(&machine, &store);
-    drop(fill(&worker, volume, &root, &wanted).await);
+    drop(fill(&worker, volume, &root, &expected_tree).await);
     let free = async {
         while !worker.transfers.filling.lock().expect("a set").is_empty() {
             tokio::task::yield_now().await;
         }
     };
     within("the end of the first", free).await;
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     assert!(filling.takes_whole_files());
     filling.abandon().await;
-    let filling = fill(&worker, volume, &root, &wanted).await;
+    let filling = fill(&worker, volume, &root, &expected_tree).await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), acknowledge(&mut store, volume));
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
 
-    // The worker cannot take it.
+    // The worker rejects the bytes.
     let volume = VolumeHandle::new();
-    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), wanted.clone())
+    let mut filling = VolumeWriter::begin(&worker.transfers, ticket(volume), expected_tree.clone())
         .await
-        .expect("it may be filled");
+        .expect("the volume can be filled");
     std::fs::create_dir_all(machine.path(volume).join("z/in-the-way")).expect("make");
-    let mut reader = TreeReader::new(&root, wanted.clone(), ReadOptions::default()).expect("a reader");
+    let mut reader = TreeReader::new(&root, expected_tree.clone(), ReadOptions::default()).expect("a reader");
     let refused = async {
-        for ordinal in 0..wanted.extent_count() {
+        for ordinal in 0..expected_tree.extent_count() {
             filling.put(&worker.transfers, vec![(ordinal, reader.read(ordinal).expect("content"))]).await?;
         }
         filling.commit(&worker.transfers).await

@@ -1,4 +1,4 @@
-//! Volumes that are filled, with an artifact store whose answers each test gives.
+//! Tests of volumes that are filled, with a fake artifact store.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use rpc::pb::artifacts as pb;
 use tokio::time::timeout;
 
 use super::*;
-use crate::test_support::store::{Asked, Store, session};
-use crate::test_support::{Attended, NOBODY, PATIENCE, TestWorker, within};
+use crate::test_support::store::{Store, StoreCall, session};
+use crate::test_support::{FakeGateways, TIMEOUT, TestWorker, UNREACHABLE, within};
 use testing::fake::FakeWorker;
 
-/// A gateway, as one that was just started, of this machine.
+/// Creates a gateway of this machine, as after a start.
 fn gateway(machine: &Arc<FakeWorker>, store: &Store) -> TestWorker {
-    let worker = machine.attended(NOBODY, &store.endpoint);
+    let worker = machine.gateway(UNREACHABLE, &store.endpoint);
     worker.session.set(Some(session("credential")));
     worker
 }
@@ -28,7 +28,7 @@ fn ticket(volume: VolumeHandle) -> TicketClaims {
     }
 }
 
-/// A tree with one file.
+/// Makes the manifest of a tree with one file.
 fn tree(text: &str) -> Arc<Manifest> {
     let directory = tempfile::tempdir().expect("a directory");
     std::fs::write(directory.path().join("file"), text).expect("write");
@@ -44,14 +44,14 @@ async fn begin(
         .await
 }
 
-/// Begins, and sends everything.
+/// Begins a volume, and sends all extents.
 async fn fill(
     worker: &TestWorker,
     volume: VolumeHandle,
     tree: &Arc<Manifest>,
     text: &'static str,
 ) -> VolumeWriter {
-    let mut filling = begin(worker, volume, tree).await.expect("it may be filled");
+    let mut filling = begin(worker, volume, tree).await.expect("the volume can be filled");
     assert_eq!(filling.missing_bytes(), text.len() as u64);
     filling.put(&worker.transfers, vec![(0, Bytes::from_static(text.as_bytes()))]).await.expect("it fits");
     filling
@@ -61,84 +61,86 @@ async fn completed(
     store: &mut Store,
     volume: VolumeHandle,
 ) -> crate::test_support::store::Answer<pb::VolumeCompleteResponse> {
-    let Asked::VolumeComplete(request, answer) = store.asked().await else { panic!("something else") };
+    let StoreCall::VolumeComplete(request, answer) = store.next_call().await else {
+        panic!("an unexpected call")
+    };
     assert_eq!(request.volume_handle, volume.to_string());
     answer
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_killed_gateway_had_whole_is_told_again_and_not_written_again() {
+async fn complete_volume_is_reported_again_after_a_restart() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let volume = VolumeHandle::new();
     let killed = gateway(&machine, &store);
-    let wanted = tree("contents");
-    let filling = fill(&killed, volume, &wanted, "contents").await;
+    let expected_tree = tree("contents");
+    let filling = fill(&killed, volume, &expected_tree, "contents").await;
     tokio::select! {
         _ = filling.commit(&killed.transfers) => panic!("it was not answered"),
-        // The manifest is kept, and whether the store heard is never learnt.
+        // The manifest is stored, but the report to the store is not answered.
         answer = completed(&mut store, volume) => drop(answer),
     }
     drop(killed);
     machine.overwrite(volume, "CONTENTS");
 
     let worker = gateway(&machine, &store);
-    let other = begin(&worker, volume, &tree("something else")).await.err();
+    let other = begin(&worker, volume, &tree("an unexpected call")).await.err();
     assert!(matches!(other, Some(WriteVolumeError::Complete(of)) if of == volume), "{other:?}");
-    let filling = begin(&worker, volume, &wanted).await.expect("the same again");
+    let filling = begin(&worker, volume, &expected_tree).await.expect("the same again");
     assert_eq!(filling.missing_bytes(), 0);
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
-    committed.expect("the store has heard");
-    assert_eq!(machine.read(volume), "CONTENTS", "it was not touched");
+    committed.expect("the store has the report");
+    assert_eq!(machine.read(volume), "CONTENTS", "the volume is unchanged");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_store_hears_nothing_of_a_volume_whose_manifest_cannot_be_kept() {
+async fn volume_is_not_reported_without_stored_manifest() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
-    // Nothing can be written there, as on a full disk.
+    // A file that is in the way simulates a full disk.
     let in_the_way = worker.config.manifest_dir.join(format!("{volume}.tmp"));
     std::fs::create_dir(&in_the_way).expect("make");
-    let wanted = tree("contents");
-    let refused = fill(&worker, volume, &wanted, "contents").await.commit(&worker.transfers).await;
+    let expected_tree = tree("contents");
+    let refused = fill(&worker, volume, &expected_tree, "contents").await.commit(&worker.transfers).await;
     assert!(matches!(refused, Err(WriteVolumeError::Worker(_))), "{refused:?}");
-    assert!(!machine.has(volume), "its room is free again");
+    assert!(!machine.has(volume), "the partial volume is destroyed");
 
     std::fs::remove_dir(&in_the_way).expect("remove");
-    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let filling = fill(&worker, volume, &expected_tree, "contents").await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
-        // The first that it hears.
+        // The first report to the store.
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
-    committed.expect("the store has heard");
+    committed.expect("the store has the report");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_manifest_that_cannot_be_read_is_not_taken_for_none() {
+async fn unreadable_manifest_does_not_count_as_missing() {
     let store = Store::start().await;
     let machine = FakeWorker::near();
     let (volume, worker) = (machine.volume("contents").await, gateway(&machine, &store));
-    // Reading a directory fails, as a failing disk does.
+    // A directory at the path simulates a failing disk.
     std::fs::create_dir(worker.config.manifest_dir.join(volume.to_string())).expect("make");
     let refused = begin(&worker, volume, &tree("contents")).await.err();
     assert!(matches!(refused, Some(WriteVolumeError::Worker(_))), "{refused:?}");
-    assert_eq!(machine.read(volume), "contents", "it may be complete");
+    assert_eq!(machine.read(volume), "contents", "the volume may be complete");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session() {
+async fn rejected_volume_is_forgotten_unless_session_is_old() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = gateway(&machine, &store);
@@ -149,19 +151,23 @@ async fn a_refused_volume_is_forgotten_unless_it_was_refused_to_an_old_session()
         let filling = fill(&worker, volume, &tree(text), text).await;
         let (refused, ()) = tokio::join!(filling.commit(&worker.transfers), async {
             let refusal = reason.status("gantry.test", "no");
-            completed(&mut store, volume).await.send(Err(refusal)).expect("it waits");
+            completed(&mut store, volume).await.send(Err(refusal)).expect("the gateway waits");
         });
         assert!(
             matches!(&refused, Err(WriteVolumeError::Refused(refusal)) if refusal.is(reason)),
             "{refused:?}"
         );
-        assert_eq!(worker.transfers.manifests.kept(volume).await.expect("read").is_some(), kept, "{reason}");
+        assert_eq!(
+            worker.transfers.manifests.stored_here(volume).await.expect("read").is_some(),
+            kept,
+            "{reason}"
+        );
     }
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is_made() {
+async fn permit_is_held_until_volume_is_made() {
     let store = Store::start().await;
     let machine = FakeWorker::near();
     let (volume, worker) = (VolumeHandle::new(), gateway(&machine, &store));
@@ -174,9 +180,9 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
     };
     tokio::select! {
         _ = VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()) => panic!("it cannot be made"),
-        () = within("the turn", taken) => {}
+        () = within("the permit", taken) => {}
     }
-    let other = timeout(PATIENCE, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
+    let other = timeout(TIMEOUT, VolumeWriter::begin(&worker.transfers, ticket(volume), tree.clone()))
         .await
         .expect("an answer");
     assert!(matches!(other.err(), Some(WriteVolumeError::Busy(of)) if of == volume));
@@ -190,7 +196,7 @@ async fn a_caller_who_leaves_while_a_volume_is_made_keeps_others_out_until_it_is
             }
         }
     });
-    assert_eq!(filling.await.expect("it may be filled").missing_bytes(), 8);
+    assert_eq!(filling.await.expect("the volume can be filled").missing_bytes(), 8);
     store.end().await;
 }
 
@@ -199,12 +205,12 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     let mut store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = gateway(&machine, &store);
-    // As an attempt makes its volumes; and a replica whose manifest was lost.
+    // A volume of an attempt, and a replica whose manifest was lost.
     let used = VolumeHandle::new();
     machine.runtime().create_volume(used, runtime::VolumeSource::Empty).await.expect("made");
     let replica = machine.volume("contents").await;
     for volume in [used, replica] {
-        let refused = begin(&worker, volume, &tree("something else")).await.err();
+        let refused = begin(&worker, volume, &tree("an unexpected call")).await.err();
         assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
         let unpacking = crate::transfer::archives::ArchiveUpload::begin(&worker.transfers, ticket(volume));
         let refused = within("an end", unpacking.commit()).await.err();
@@ -213,35 +219,37 @@ async fn ticket_to_write_is_refused_for_a_volume_in_use() {
     }
     assert_eq!(machine.read(replica), "contents", "nothing was written");
 
-    // What a killed gateway began to fill is filled by the next one, and by nobody once it is complete.
+    // A volume that a killed gateway began is filled by the next one. A complete volume is not
+    // filled again.
     let volume = VolumeHandle::new();
-    let wanted = tree("contents");
-    drop(fill(&worker, volume, &wanted, "contents").await);
+    let expected_tree = tree("contents");
+    drop(fill(&worker, volume, &expected_tree, "contents").await);
     drop(worker);
     let worker = gateway(&machine, &store);
-    let filling = fill(&worker, volume, &wanted, "contents").await;
+    let filling = fill(&worker, volume, &expected_tree, "contents").await;
     let (committed, ()) = tokio::join!(filling.commit(&worker.transfers), async {
         completed(&mut store, volume)
             .await
             .send(Ok(pb::VolumeCompleteResponse::default()))
-            .expect("it waits");
+            .expect("the gateway waits");
     });
     committed.expect("it is complete");
     assert!(!worker.transfers.manifests.is_filling(volume));
     std::fs::remove_file(worker.config.manifest_dir.join(volume.to_string())).expect("remove");
     drop(worker);
     let worker = gateway(&machine, &store);
-    let refused = begin(&worker, volume, &tree("something else")).await.err();
+    let refused = begin(&worker, volume, &tree("an unexpected call")).await.err();
     assert!(matches!(refused, Some(WriteVolumeError::InUse(of)) if of == volume), "{refused:?}");
     store.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
+async fn extent_copies_beyond_disk_space_are_refused() {
     let store = Store::start().await;
     let machine = FakeWorker::near();
     let worker = gateway(&machine, &store);
-    // One extent that the worker may have, 100,000 times: more than is free, without a byte that has to be sent.
+    // One extent that the worker may have, 100,000 times. It exceeds the free space although few
+    // bytes must be sent.
     let digest = domain::Digest([7; 32]);
     let extents = (0..100_000).map(|at| transfer::Extent { offset: at << 20, length: 1 << 20, digest });
     let kind = transfer::EntryKind::File { size_bytes: 100_000 << 20, extents: extents.collect() };
@@ -253,7 +261,7 @@ async fn copies_of_one_extent_that_do_not_fit_the_disk_are_refused() {
     let refused = begin(&worker, volume, &large).await.err();
     assert!(matches!(refused, Some(WriteVolumeError::InsufficientDisk(_))), "{refused:?}");
     assert!(!machine.has(volume), "nothing was kept");
-    // What was refused takes no room.
+    // A rejected transfer reserves no space.
     drop(fill(&worker, volume, &small, "contents").await);
     store.end().await;
 }

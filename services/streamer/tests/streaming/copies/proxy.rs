@@ -1,4 +1,4 @@
-//! What lies between two machines: it can be slow, stand still, or break.
+//! A network link that can be slow, stall, or break.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-/// The way to one server. Counts what that says, and lets so much of it through.
+/// A link to one server. It counts the bytes of the server, and limits them.
 pub(crate) struct Link {
     pub(crate) endpoint: String,
     flow: Arc<Flow>,
@@ -16,16 +16,16 @@ pub(crate) struct Link {
 }
 
 struct Flow {
-    /// Bytes that the server may still say.
+    /// Bytes that the server may still send.
     left: AtomicI64,
-    /// Whether connections break then. Otherwise they stand still.
+    /// Whether connections break at the limit. Otherwise they stall.
     breaks: AtomicBool,
     changed: Notify,
     sent: AtomicU64,
 }
 
 impl Link {
-    /// A way to the server at `target`, `host:port`.
+    /// Creates a link to the server at `target`, in the form `host:port`.
     pub(crate) async fn to(target: String) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let endpoint = format!("http://{}", listener.local_addr().expect("its address"));
@@ -46,22 +46,22 @@ impl Link {
         Self { endpoint, flow, served }
     }
 
-    /// Everything goes through.
+    /// Removes the limit.
     pub(crate) fn open(&self) {
         self.flow.set(i64::MAX, false);
     }
 
-    /// After so many bytes nothing more goes through, for now.
+    /// Stalls connections after this number of bytes.
     pub(crate) fn stall_after(&self, bytes: u64) {
         self.flow.set(i64::try_from(bytes).expect("few"), false);
     }
 
-    /// After so many bytes connections break, and so do new ones.
+    /// Breaks old and new connections after this number of bytes.
     pub(crate) fn cut_after(&self, bytes: u64) {
         self.flow.set(i64::try_from(bytes).expect("few"), true);
     }
 
-    /// Bytes that the server has said.
+    /// Returns the number of bytes that the server has sent.
     pub(crate) fn sent(&self) -> u64 {
         self.flow.sent.load(Ordering::SeqCst)
     }
@@ -98,7 +98,7 @@ impl Flow {
                     if self.breaks.load(Ordering::SeqCst) {
                         return;
                     }
-                    // It may have changed just before.
+                    // The timeout covers a change just before the wait.
                     tokio::time::timeout(std::time::Duration::from_millis(50), changed).await.ok();
                 }
                 self.left.fetch_sub(length, Ordering::SeqCst);

@@ -1,4 +1,4 @@
-//! A cluster with any number of workers, each behind a link of its own.
+//! A cluster with any number of workers, each behind a separate link.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -23,9 +23,9 @@ use rpc::pb::scheduler::{
     WorkloadSpec, explain_request, image,
 };
 use rpc::pb::streamer as pb;
-use rpc::pb::streamer::materialize_response::Message as Told;
+use rpc::pb::streamer::materialize_response::Message as CopyMessage;
 use rpc::pb::streamer::streamer_client::StreamerClient;
-use rpc::pb::streamer::upload_request::Message as Say;
+use rpc::pb::streamer::upload_request::Message as UploadMessage;
 use rpc::pb::streamer::upload_response::Message as Answer;
 use rpc::{Peer, Refusal};
 use runtime_gateway::host::{HostConfig, HostRuntime, Permission, Policy};
@@ -37,11 +37,11 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use super::PATIENCE;
+use super::TIMEOUT;
 use super::proxy::Link;
 
 pub(crate) const TEAM: &str = "main";
-/// What everybody presents who calls anybody else.
+/// The cluster token, which all callers present.
 pub(crate) const TOKEN: &str = "of-the-cluster";
 
 pub(crate) fn may_be_a_worker() -> bool {
@@ -52,26 +52,26 @@ pub(crate) fn may_be_a_worker() -> bool {
     root
 }
 
-/// Waits for a condition, and answers what it found.
+/// Waits for a condition, and returns its value.
 pub(crate) async fn until<T>(what: &str, condition: impl AsyncFn() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = condition().await {
             return found;
         }
-        assert!(Instant::now() < deadline, "in vain: {what}");
+        assert!(Instant::now() < deadline, "timeout: {what}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
-/// Some services on one address.
-pub(crate) struct Served {
+/// Some services at one address.
+pub(crate) struct TestServer {
     pub(crate) endpoint: String,
     stop: oneshot::Sender<()>,
     served: JoinHandle<anyhow::Result<()>>,
 }
 
-impl Served {
+impl TestServer {
     #[expect(clippy::disallowed_methods, reason = "the suite waits for it when it stops")]
     pub(crate) fn start(host: Host, listener: Listener) -> Self {
         let endpoint = listener.endpoint().expect("its address");
@@ -104,22 +104,22 @@ struct Worker {
     name: String,
     machine: Arc<HostRuntime>,
     link: Link,
-    served: Served,
+    served: TestServer,
 }
 
 pub(crate) struct Suite {
     directory: TempDir,
-    core: Served,
+    core: TestServer,
     workers: HashMap<WorkerId, Worker>,
 }
 
-/// An artifact that was brought to a worker.
+/// The result of a copy to a worker.
 #[derive(Debug)]
-pub(crate) struct WorkerProvided {
+pub(crate) struct CopyResult {
     pub(crate) volume: String,
     pub(crate) progress: Option<pb::TransferProgress>,
-    /// What was told before.
-    pub(crate) told: Vec<pb::TransferProgress>,
+    /// Progress messages before the result.
+    pub(crate) updates: Vec<pb::TransferProgress>,
 }
 
 impl Suite {
@@ -141,14 +141,14 @@ impl Suite {
         let store = artifact_store::Config { claim_term, token, ..store };
         artifact_store::start(store, &mut host).await.expect("an artifact store");
         streamer::start(&streamer_config(&endpoint), &mut host).expect("a streamer");
-        Self { directory, core: Served::start(host, listener), workers: HashMap::new() }
+        Self { directory, core: TestServer::start(host, listener), workers: HashMap::new() }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// A worker with a gateway of its own.
+    /// Adds a worker with its own gateway.
     pub(crate) async fn add_worker(&mut self, name: &str) -> WorkerId {
         let at = |what: &str| self.path(&format!("{name}-{what}"));
         let config = HostConfig {
@@ -179,7 +179,7 @@ impl Suite {
         };
         let mut host = host();
         runtime_gateway::start([(config, machine.clone() as _)], &mut host).await.expect("a gateway");
-        let served = Served::start(host, listener);
+        let served = TestServer::start(host, listener);
         let scheduler = WorkersClient::new(client(&self.core.endpoint));
         let id = until("the worker is in contact", async || {
             let request = GetWorkerRequest { worker: name.to_owned() };
@@ -191,12 +191,12 @@ impl Suite {
         id
     }
 
-    /// The way to the gateway of a worker.
+    /// Returns the link to the gateway of a worker.
     pub(crate) fn link(&self, worker: WorkerId) -> &Link {
         &self.workers[&worker].link
     }
 
-    /// Where a worker keeps the bytes of a volume.
+    /// Returns the directory of a volume on a worker.
     pub(crate) fn volume(&self, worker: WorkerId, volume: &str) -> PathBuf {
         self.volumes_of(worker).join(volume).join("contents")
     }
@@ -205,13 +205,13 @@ impl Suite {
         self.path(&format!("{}-state", self.workers[&worker].name)).join("volumes")
     }
 
-    pub(crate) fn destroy_behind_its_back(&self, worker: WorkerId, volume: &str) {
+    pub(crate) fn delete_volume(&self, worker: WorkerId, volume: &str) {
         std::fs::remove_dir_all(self.volumes_of(worker).join(volume)).expect("remove");
         let manifests = self.path(&format!("{}-manifests", self.workers[&worker].name));
         std::fs::remove_file(manifests.join(volume)).expect("remove");
     }
 
-    /// A permission to write a volume of a transfer that is planned on a worker.
+    /// Plans a transfer to a worker, and returns a ticket to write its volume.
     pub(crate) async fn planned(&self, worker: WorkerId) -> IssueTicketResponse {
         let artifact = ArtifactId::new();
         let create = store::CreateArtifactRequest {
@@ -232,7 +232,7 @@ impl Suite {
         self.ticket(worker, &volume, TicketOperation::Write).await
     }
 
-    /// A permission for one transfer with the gateway of a worker.
+    /// Returns a ticket for one transfer with the gateway of a worker.
     pub(crate) async fn ticket(
         &self,
         worker: WorkerId,
@@ -258,7 +258,8 @@ impl Suite {
         Ok(issued?.into_inner())
     }
 
-    /// What the scheduler says of a workload that reads `artifact`: each worker that would do, the best first, with how it compares.
+    /// Explains the placement of a workload that reads `artifact`. Returns the feasible workers in
+    /// ranking order, with their ranking.
     pub(crate) async fn explain_reading(&self, artifact: ArtifactId) -> Vec<(String, String)> {
         let spec = WorkloadSpec {
             team: TEAM.to_owned(),
@@ -288,23 +289,26 @@ impl Suite {
         StreamerClient::new(client(&self.core.endpoint))
     }
 
-    /// Makes an artifact of a directory, on a worker that the scheduler chooses.
+    /// Uploads a directory to a worker that the scheduler chooses.
     pub(crate) async fn upload(&self, root: &Path) -> (ArtifactId, Digest) {
         let scanned = transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest");
         let (manifest, artifact) = (Arc::new(scanned.manifest), ArtifactId::new());
         let digest = manifest.tree_digest();
-        let (said, mut answers, answer) = self.open(artifact, digest).await;
+        let (sender, mut answers, answer) = self.open(artifact, digest).await;
         let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
         write(&go_to, root, manifest).await;
         let commit = pb::UploadCommit { digest: digest.as_bytes().to_vec().into() };
-        said.send(pb::UploadRequest { message: Some(Say::Commit(commit)) }).await.expect("a stream");
+        sender
+            .send(pb::UploadRequest { message: Some(UploadMessage::Commit(commit)) })
+            .await
+            .expect("a stream");
         let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
         assert!(matches!(answer, Some(Answer::Uploaded(_))), "{answer:?}");
         (artifact, digest)
     }
 
-    /// Makes an artifact of a small tree, for which no worker is needed.
-    pub(crate) async fn hand_over(&self, tree: store::SmallTree) -> (ArtifactId, Digest) {
+    /// Creates an artifact of a small tree, which needs no worker.
+    pub(crate) async fn create_small_tree(&self, tree: store::SmallTree) -> (ArtifactId, Digest) {
         let artifact = ArtifactId::new();
         let request = store::CreateArtifactRequest {
             artifact_id: artifact.to_string(),
@@ -317,13 +321,13 @@ impl Suite {
         (artifact, digest.as_ref().try_into().expect("a digest"))
     }
 
-    /// Opens an upload, and hears what is to be done for it.
+    /// Opens an upload, and returns the first answer.
     async fn open(
         &self,
         artifact: ArtifactId,
         digest: Digest,
     ) -> (mpsc::Sender<pb::UploadRequest>, Streaming<pb::UploadResponse>, Answer) {
-        let (said, requests) = mpsc::channel(4);
+        let (sender, requests) = mpsc::channel(4);
         let open = pb::UploadOpen {
             team: TEAM.to_owned(),
             artifact_id: artifact.to_string(),
@@ -331,24 +335,24 @@ impl Suite {
             build_id: String::new(),
             label: "tree".to_owned(),
         };
-        said.send(pb::UploadRequest { message: Some(Say::Open(open)) }).await.expect("a stream");
+        sender.send(pb::UploadRequest { message: Some(UploadMessage::Open(open)) }).await.expect("a stream");
         let mut answers =
             self.streamer().upload(ReceiverStream::new(requests)).await.expect("opened").into_inner();
         let answer = answers.message().await.expect("no error").and_then(|answer| answer.message);
-        (said, answers, answer.expect("an answer"))
+        (sender, answers, answer.expect("an answer"))
     }
 
-    /// The artifact that who uploads these bytes gets without sending any.
-    pub(crate) async fn known(&self, digest: Digest) -> Option<ArtifactId> {
+    /// Returns the artifact that already has these bytes, if an upload need not send them.
+    pub(crate) async fn uploaded_artifact(&self, digest: Digest) -> Option<ArtifactId> {
         match self.open(ArtifactId::new(), digest).await.2 {
             Answer::Uploaded(uploaded) => Some(uploaded.artifact_id.parse().expect("an id")),
             Answer::GoTo(_) => None,
         }
     }
 
-    /// A worker goes, with its gateway. What it holds stays where it is.
+    /// Stops the gateway of a worker. The worker's disk is kept.
     pub(crate) async fn remove_worker(&mut self, worker: WorkerId) {
-        let worker = self.workers.remove(&worker).expect("it is there");
+        let worker = self.workers.remove(&worker).expect("the worker exists");
         worker.served.stop().await;
         worker.machine.unmount_idle().expect("unmount");
     }
@@ -361,20 +365,20 @@ impl Suite {
         begin(self.streamer(), artifact, worker).await
     }
 
-    /// What comes of a call that has begun.
-    pub(crate) fn brought(
+    /// Waits for the result of a copy.
+    pub(crate) fn copy_result(
         &self,
         answers: Streaming<pb::MaterializeResponse>,
-    ) -> impl Future<Output = Result<WorkerProvided, Refusal>> + use<> {
-        brought(answers)
+    ) -> impl Future<Output = Result<CopyResult, Refusal>> + use<> {
+        copy_result(answers)
     }
 
     pub(crate) async fn materialize(
         &self,
         artifact: ArtifactId,
         worker: WorkerId,
-    ) -> Result<WorkerProvided, Refusal> {
-        brought(self.begin(artifact, worker).await).await
+    ) -> Result<CopyResult, Refusal> {
+        copy_result(self.begin(artifact, worker).await).await
     }
 
     pub(crate) async fn materialize_under(
@@ -382,12 +386,12 @@ impl Suite {
         artifact: ArtifactId,
         worker: WorkerId,
         lease_token: &str,
-    ) -> Result<WorkerProvided, Refusal> {
+    ) -> Result<CopyResult, Refusal> {
         let request = pb::MaterializeRequest {
             lease_token: lease_token.to_owned(),
             ..materialize_request(artifact, worker)
         };
-        brought(self.streamer().materialize(request).await?.into_inner()).await
+        copy_result(self.streamer().materialize(request).await?.into_inner()).await
     }
 
     pub(crate) async fn transfers(&self) -> Vec<pb::Transfer> {
@@ -395,7 +399,7 @@ impl Suite {
         listed.expect("listed").into_inner().transfers
     }
 
-    /// Where a caller reads who could not do so at `avoid`.
+    /// Returns the gateway for a download that avoids these gateways.
     pub(crate) async fn read_at(&self, artifact: ArtifactId, avoid: &[String]) -> String {
         let request = pb::DownloadRequest {
             team: TEAM.to_owned(),
@@ -418,7 +422,7 @@ impl Suite {
         located.expect("located").into_inner().locations.remove(0).replicas
     }
 
-    /// How many volumes the artifact store knows on a worker.
+    /// Returns the number of volumes of a worker in the inventory.
     pub(crate) async fn volumes_on(&self, worker: WorkerId) -> usize {
         let request = store::ListVolumesRequest {
             worker_id: worker.to_string(),
@@ -428,7 +432,7 @@ impl Suite {
         listed.expect("listed").into_inner().volumes.len()
     }
 
-    /// Waits until neither the store nor the disk of a worker has a volume.
+    /// Waits until a worker has no volume in the inventory and on its disk.
     pub(crate) async fn wait_until_empty(&self, worker: WorkerId) {
         until("nothing is left", async || {
             let known = self.volumes_on(worker).await;
@@ -438,7 +442,7 @@ impl Suite {
         .await;
     }
 
-    /// A streamer beside the first, which can be killed.
+    /// Starts a second streamer, which can be killed.
     pub(crate) async fn another_streamer(&self) -> OtherStreamer {
         OtherStreamer::start(&self.core.endpoint).await
     }
@@ -454,7 +458,7 @@ impl Suite {
     }
 }
 
-/// A streamer in a process of its own, as far as what dies with it is concerned.
+/// A streamer in its own Tokio runtime, which simulates a separate process.
 pub(crate) struct OtherStreamer {
     endpoint: String,
     runtime: Option<tokio::runtime::Runtime>,
@@ -471,7 +475,7 @@ impl OtherStreamer {
         let config = streamer_config(core);
         runtime.spawn(async move {
             let listener = listen().await;
-            listening.send(listener.endpoint().expect("its address")).expect("somebody waits");
+            listening.send(listener.endpoint().expect("its address")).expect("the test waits");
             streamer::serve(config, listener, std::future::pending()).await
         });
         Self { endpoint: endpoint.await.expect("it listens"), runtime: Some(runtime) }
@@ -485,7 +489,7 @@ impl OtherStreamer {
         begin(StreamerClient::new(client(&self.endpoint)), artifact, worker).await
     }
 
-    /// Nothing of it does anything any more, at once.
+    /// Stops all tasks of the streamer at once.
     pub(crate) fn kill(self) {
         drop(self);
     }
@@ -521,32 +525,32 @@ async fn begin(
     streamer.materialize(materialize_request(artifact, worker)).await.expect("it listens").into_inner()
 }
 
-async fn brought(mut answers: Streaming<pb::MaterializeResponse>) -> Result<WorkerProvided, Refusal> {
-    let mut told = Vec::new();
+async fn copy_result(mut answers: Streaming<pb::MaterializeResponse>) -> Result<CopyResult, Refusal> {
+    let mut updates = Vec::new();
     let last = async {
         while let Some(answer) = answers.message().await? {
-            match answer.message.expect("something is said") {
-                Told::Progress(progress) => told.push(progress),
-                Told::Materialized(materialized) => return Ok(materialized),
+            match answer.message.expect("a message") {
+                CopyMessage::Progress(progress) => updates.push(progress),
+                CopyMessage::Materialized(materialized) => return Ok(materialized),
             }
         }
         panic!("the stream ended without `materialized`");
     };
     let materialized: Result<pb::Materialized, Refusal> =
-        tokio::time::timeout(PATIENCE, last).await.expect("an end in time");
+        tokio::time::timeout(TIMEOUT, last).await.expect("an end in time");
     let materialized = materialized?;
-    Ok(WorkerProvided { volume: materialized.volume_handle, progress: materialized.progress, told })
+    Ok(CopyResult { volume: materialized.volume_handle, progress: materialized.progress, updates })
 }
 
-/// Sends what is missing of a tree to where the streamer said.
+/// Writes the missing extents of a tree to the gateway that the streamer named.
 async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>) {
-    let (said, requests) = mpsc::channel(16);
-    let say = |message| said.send(runtime_pb::WriteRequest { message: Some(message) });
-    say(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
+    let (sender, requests) = mpsc::channel(16);
+    let send = |message| sender.send(runtime_pb::WriteRequest { message: Some(message) });
+    send(Write::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() })).await.expect("a stream");
     for part in rpc::tree::manifest_parts(&manifest) {
-        say(Write::Manifest(part)).await.expect("a stream");
+        send(Write::Manifest(part)).await.expect("a stream");
     }
-    say(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
+    send(Write::ManifestEnd(rpc::tree::manifest_end(&manifest))).await.expect("a stream");
     let mut gateway = VolumesClient::new(client(&go_to.gateway_endpoint));
     let mut answers = gateway.write(ReceiverStream::new(requests)).await.expect("opened").into_inner();
     let mut missing = transfer::OrdinalRanges::new();
@@ -562,9 +566,9 @@ async fn write(go_to: &pb::GoTo, root: &Path, manifest: Arc<transfer::Manifest>)
     for ordinal in missing.ordinals() {
         let data = reader.read(ordinal).expect("content");
         let extents = vec![runtime_pb::ExtentData { ordinal, data }];
-        say(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
+        send(Write::Chunk(runtime_pb::Chunk { extents })).await.expect("a stream");
     }
-    say(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
+    send(Write::Commit(runtime_pb::WriteCommit {})).await.expect("a stream");
     while let Some(answer) = answers.message().await.expect("no error") {
         if let Some(Wrote::Committed(_)) = answer.message {
             return;

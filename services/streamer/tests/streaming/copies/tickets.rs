@@ -1,4 +1,4 @@
-//! What tickets permit: a transfer that was planned, at the gateway that the scheduler named.
+//! Tests of tickets, which permit only a planned transfer at the gateway that the scheduler named.
 
 use std::convert::Infallible;
 use std::future::{Ready, ready};
@@ -19,18 +19,18 @@ use tokio::net::TcpListener;
 use tonic::body::Body;
 use tonic::server::NamedService;
 
-use super::suite::{Served, Suite, TEAM, TOKEN, may_be_a_worker};
+use super::suite::{Suite, TEAM, TOKEN, TestServer, may_be_a_worker};
 use super::tree;
 
-/// Stands where somebody says that a source is, and writes down what it is told.
+/// A server at an address that a caller names as a source. It records the headers of calls.
 #[derive(Clone, Default)]
-struct Listens(Arc<Mutex<Vec<HeaderMap>>>);
+struct RecordingServer(Arc<Mutex<Vec<HeaderMap>>>);
 
-impl NamedService for Listens {
+impl NamedService for RecordingServer {
     const NAME: &'static str = volumes_server::SERVICE_NAME;
 }
 
-impl tower_service::Service<Request<Body>> for Listens {
+impl tower_service::Service<Request<Body>> for RecordingServer {
     type Response = Response<Body>;
     type Error = Infallible;
     type Future = Ready<Result<Response<Body>, Infallible>>;
@@ -41,12 +41,12 @@ impl tower_service::Service<Request<Body>> for Listens {
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
         self.0.lock().expect("the headers").push(request.headers().clone());
-        ready(Ok(Reason::VolumeNotFound.status("test", "it only listens").into_http()))
+        ready(Ok(Reason::VolumeNotFound.status("test", "a test server without volumes").into_http()))
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_gateway_fetches_from_nowhere_but_where_the_scheduler_says() {
+async fn gateway_fetches_only_from_addresses_of_the_scheduler() {
     if !may_be_a_worker() {
         return;
     }
@@ -58,11 +58,11 @@ async fn a_gateway_fetches_from_nowhere_but_where_the_scheduler_says() {
     let replica = suite.replicas(artifact).await.remove(0);
     let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
     let two = suite.add_worker("two").await;
-    let listens = Listens::default();
+    let recorder = RecordingServer::default();
     let mut host = Host::new();
-    host.add_service(listens.clone());
+    host.add_service(recorder.clone());
     let port = TcpListener::bind("127.0.0.1:0").await.expect("a port");
-    let stranger = Served::start(host, Listener::InsecureTcp(port));
+    let stranger = TestServer::start(host, Listener::InsecureTcp(port));
 
     let write = suite.planned(two).await;
     let outgoing = Outgoing::default().with_token(Some(TOKEN));
@@ -76,17 +76,18 @@ async fn a_gateway_fetches_from_nowhere_but_where_the_scheduler_says() {
             sources: vec![source],
         };
         let mut answers = gateway.fetch(request).await.expect("it begins").into_inner();
-        let refused = Refusal::from(answers.message().await.expect_err("nobody may be asked there"));
+        let refused =
+            Refusal::from(answers.message().await.expect_err("the address is not from the scheduler"));
         assert!(refused.is(reason), "{refused}");
     }
-    let heard = listens.0.lock().expect("the headers").clone();
-    assert!(heard.is_empty(), "{heard:?}");
+    let headers = recorder.0.lock().expect("the headers").clone();
+    assert!(headers.is_empty(), "{headers:?}");
     stranger.stop().await;
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing_else() {
+async fn ticket_admits_only_transfers_of_its_worker() {
     if !may_be_a_worker() {
         return;
     }
@@ -98,7 +99,7 @@ async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing
     let replica = suite.replicas(artifact).await.remove(0);
     let two = suite.add_worker("two").await;
     let read = suite.ticket(one, &replica.volume_handle, TicketOperation::Read).await;
-    let elsewhere = suite.planned(two).await.ticket;
+    let other_ticket = suite.planned(two).await.ticket;
 
     let archive = async |presented: Option<&str>| {
         let outgoing =
@@ -112,14 +113,14 @@ async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing
         }
         Ok::<_, Refusal>(last)
     };
-    let last = archive(Some(&read.ticket)).await.expect("it is let in");
+    let last = archive(Some(&read.ticket)).await.expect("the ticket is valid");
     assert!(matches!(last, Some(pb::read_archive_response::Message::Done(_))), "{last:?}");
     for (presented, reason) in [
         (None, Reason::Unauthenticated),
         (Some("forged"), Reason::InvalidToken),
-        (Some(elsewhere.as_str()), Reason::NotAttended),
+        (Some(other_ticket.as_str()), Reason::NotAttended),
     ] {
-        let refused = archive(presented).await.expect_err("it is not let in");
+        let refused = archive(presented).await.expect_err("the call is not admitted");
         assert!(refused.is(reason), "{presented:?}: {refused}");
     }
 
@@ -131,14 +132,15 @@ async fn a_ticket_lets_its_holder_in_for_the_transfers_of_its_worker_and_nothing
         process_id: AttemptId::new().to_string(),
         ..pb::Resume::default()
     };
-    let said = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
-    let refused = containers.attach(tokio_stream::iter(said)).await.expect_err("that is no transfer");
+    let requests = [pb::AttachRequest { message: Some(pb::attach_request::Message::Resume(resume)) }];
+    let refused =
+        containers.attach(tokio_stream::iter(requests)).await.expect_err("an attach call is not a transfer");
     assert!(Refusal::from(refused).is(Reason::Unauthenticated));
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_ticket_is_issued_only_for_a_transfer_that_is_planned() {
+async fn ticket_requires_a_planned_transfer() {
     if !may_be_a_worker() {
         return;
     }
@@ -153,8 +155,8 @@ async fn a_ticket_is_issued_only_for_a_transfer_that_is_planned() {
     let unknown = VolumeHandle::new().to_string();
     let refused = [
         ("to fill a volume that is complete", one, &replica, TicketOperation::Write),
-        ("to fill a volume that nobody planned", one, &unknown, TicketOperation::Write),
-        ("to read a volume that nobody planned", one, &unknown, TicketOperation::Read),
+        ("to fill a volume that is not planned", one, &unknown, TicketOperation::Write),
+        ("to read a volume that is not planned", one, &unknown, TicketOperation::Read),
         ("to read a replica where it is not", two, &replica, TicketOperation::Read),
     ];
     for (what, worker, volume, operation) in refused {

@@ -1,11 +1,11 @@
-//! A tree with everything in it that has to come as it was.
+//! A tree with every property that a copy must preserve.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::time::{Duration, SystemTime};
 
-/// Writes it: the same each time, with `size` bytes in one file.
+/// Writes the tree, with `size` bytes in one file. All calls write the same tree.
 pub(crate) fn write(root: &Path, size: u64) {
     let then = SystemTime::UNIX_EPOCH + Duration::new(1_000_000_000, 123_456_789);
     fs::create_dir_all(root.join("directory/empty")).expect("directories");
@@ -32,14 +32,14 @@ pub(crate) fn write(root: &Path, size: u64) {
         rustix::fs::XattrFlags::empty(),
     );
     if let Err(error) = attributed {
-        eprintln!("the attributes of files are not looked at here: {error}");
+        eprintln!("extended attributes are not tested here: {error}");
     }
     for name in ["large", "sparse", "directory/script", "directory/empty", "directory"] {
         File::open(root.join(name)).and_then(|file| file.set_modified(then)).expect("a time");
     }
 }
 
-/// How much room a file takes.
+/// Returns the number of blocks of a file.
 pub(crate) fn blocks(path: &Path) -> u64 {
     path.metadata().expect("metadata").blocks()
 }

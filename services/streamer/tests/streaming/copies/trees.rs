@@ -1,4 +1,4 @@
-//! Small trees, which the artifact store has itself: they come to any worker, and to who downloads them, though no worker had them.
+//! Tests of small trees, which the artifact store has in its database and copies to any worker.
 
 use rpc::pb::artifacts as store;
 use rpc::pb::artifacts::small_tree_entry::What;
@@ -30,53 +30,57 @@ fn small() -> store::SmallTree {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_small_tree_comes_to_any_worker_from_the_store_and_again_when_it_was_lost() {
+async fn small_tree_is_copied_from_the_store() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
-    let (artifact, digest) = suite.hand_over(small()).await;
+    let (artifact, digest) = suite.create_small_tree(small()).await;
     let one = suite.add_worker("one").await;
-    assert_eq!(suite.known(digest).await, Some(artifact), "who uploads the same need not send it");
+    assert_eq!(
+        suite.uploaded_artifact(digest).await,
+        Some(artifact),
+        "an upload need not send the same bytes"
+    );
     assert_eq!(suite.replicas(artifact).await, []);
 
-    let brought = suite.materialize(artifact, one).await.expect("brought");
+    let copied = suite.materialize(artifact, one).await.expect("copied");
     assert_eq!(
-        on_disk(&suite.volume(one, &brought.volume)),
+        on_disk(&suite.volume(one, &copied.volume)),
         digest,
-        "modes, owners, times and links are in it"
+        "modes, owners, times and links are equal"
     );
-    let progress = brought.progress.expect("there was a copy");
+    let progress = copied.progress.expect("there was a copy");
     assert_eq!((progress.route(), &*progress.from_worker_id), (pb::Route::Store, ""));
     assert_eq!((progress.bytes_done, progress.bytes_total), (1_000_010, 1_000_010));
     let replicas = suite.replicas(artifact).await;
     assert_eq!(replicas[0].verification(), store::Verification::Verified);
 
-    // It is lost there, and nobody else has it.
-    suite.destroy_behind_its_back(one, &brought.volume);
+    // The only replica is lost.
+    suite.delete_volume(one, &copied.volume);
     suite.remove_worker(one).await;
     assert_eq!(suite.add_worker("one").await, one);
     until("the loss is known", async || suite.replicas(artifact).await.is_empty().then_some(())).await;
-    let again = suite.materialize(artifact, one).await.expect("brought");
-    assert_ne!(again.volume, brought.volume);
+    let again = suite.materialize(artifact, one).await.expect("copied");
+    assert_ne!(again.volume, copied.volume);
     assert_eq!(on_disk(&suite.volume(one, &again.volume)), digest);
 
-    // A worker that has it is not needed for another one to get it.
+    // The copy to another worker does not need the first worker.
     let two = suite.add_worker("two").await;
     suite.link(one).stall_after(0);
-    let brought = suite.materialize(artifact, two).await.expect("brought");
-    assert_eq!(brought.progress.expect("there was a copy").route(), pb::Route::Store);
-    assert_eq!(on_disk(&suite.volume(two, &brought.volume)), digest);
+    let copied = suite.materialize(artifact, two).await.expect("copied");
+    assert_eq!(copied.progress.expect("there was a copy").route(), pb::Route::Store);
+    assert_eq!(on_disk(&suite.volume(two, &copied.volume)), digest);
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_downloads_a_small_tree_is_sent_to_a_worker_that_gets_it_first() {
+async fn download_first_copies_small_tree_to_a_worker() {
     if !may_be_a_worker() {
         return;
     }
     let mut suite = Suite::start().await;
-    let (artifact, digest) = suite.hand_over(small()).await;
+    let (artifact, digest) = suite.create_small_tree(small()).await;
     let one = suite.add_worker("one").await;
     let endpoint = suite.read_at(artifact, &[]).await;
     assert_eq!(endpoint, suite.link(one).endpoint);
@@ -84,16 +88,16 @@ async fn who_downloads_a_small_tree_is_sent_to_a_worker_that_gets_it_first() {
     assert_eq!(replicas.len(), 1);
     assert_eq!(on_disk(&suite.volume(one, &replicas[0].volume_handle)), digest);
     assert_eq!(suite.read_at(artifact, &[]).await, endpoint);
-    assert_eq!(suite.replicas(artifact).await.len(), 1, "once is enough");
+    assert_eq!(suite.replicas(artifact).await.len(), 1, "the tree is copied once");
 
-    // Who could not read there is sent to another, which gets it, too.
+    // A caller that avoids this gateway receives another, to which the tree is copied.
     let two = suite.add_worker("two").await;
     until("another worker is named", async || {
         (suite.read_at(artifact, std::slice::from_ref(&endpoint)).await == suite.link(two).endpoint)
             .then_some(())
     })
     .await;
-    // With all workers that have it gone, it is brought to another.
+    // Without these workers, the tree is copied to a third one.
     suite.remove_worker(one).await;
     suite.remove_worker(two).await;
     let three = suite.add_worker("three").await;

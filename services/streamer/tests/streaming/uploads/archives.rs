@@ -1,4 +1,4 @@
-//! Archives in and out of volumes.
+//! Tests of transfers as archives.
 
 use std::io::Write as _;
 use std::os::unix::fs::symlink;
@@ -6,15 +6,15 @@ use std::process::Command;
 
 use bytes::Bytes;
 use rpc::pb::runtime::read_archive_response::Message as ReadAnswer;
-use rpc::pb::runtime::write_archive_request::Message as Said;
+use rpc::pb::runtime::write_archive_request::Message as ArchiveMessage;
 use transfer::{ArchiveReader, ArchiveWriter, Limits, Manifest};
 
 use super::*;
 
-/// Bytes of one message.
+/// Most bytes of one message.
 const CHUNK: usize = 64 << 10;
 
-/// A tree with one of everything that a user may make.
+/// Makes a tree with every kind of entry that a user can make.
 fn everything(root: &Path) {
     std::fs::create_dir_all(root.join("directory/empty")).expect("directories");
     std::fs::write(root.join("directory/file"), "content").expect("write");
@@ -34,7 +34,7 @@ fn scanned(root: &Path) -> Arc<Manifest> {
     Arc::new(transfer::scan(root, &transfer::ScanOptions::default(), None).expect("a manifest").manifest)
 }
 
-/// What the gateway should answer.
+/// Returns the archive that the gateway should send.
 fn packed(root: &Path, manifest: &Arc<Manifest>) -> Vec<u8> {
     let mut writer = ArchiveWriter::new(Vec::new(), manifest.clone());
     let options = transfer::ReadOptions::default();
@@ -45,15 +45,15 @@ fn packed(root: &Path, manifest: &Arc<Manifest>) -> Vec<u8> {
     writer.finish().expect("whole")
 }
 
-/// Sends an archive, in pieces, and whether it is whole.
+/// Sends an archive in pieces, with or without a commit.
 async fn send(
     go_to: &pb::GoTo,
     archive: &[u8],
     commit: bool,
 ) -> Result<runtime_pb::WriteArchiveResponse, Refusal> {
-    let open = Said::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() });
-    let data = archive.chunks(CHUNK).map(|piece| Said::Data(Bytes::copy_from_slice(piece)));
-    let end = commit.then_some(Said::Commit(runtime_pb::WriteCommit {}));
+    let open = ArchiveMessage::Open(runtime_pb::WriteOpen { ticket: go_to.ticket.clone() });
+    let data = archive.chunks(CHUNK).map(|piece| ArchiveMessage::Data(Bytes::copy_from_slice(piece)));
+    let end = commit.then_some(ArchiveMessage::Commit(runtime_pb::WriteCommit {}));
     let said: Vec<_> = std::iter::once(open)
         .chain(data)
         .chain(end)
@@ -63,7 +63,7 @@ async fn send(
     Ok(VolumesClient::new(gateway).write_archive(tokio_stream::iter(said)).await?.into_inner())
 }
 
-/// Receives the archive of a directory, and the digest that came with its end.
+/// Receives the archive of a directory, and the digest at its end.
 async fn receive(suite: &Suite, artifact: ArtifactId, path: &str) -> Result<(Vec<u8>, Bytes), Refusal> {
     let request = pb::DownloadRequest {
         team: "main".to_owned(),
@@ -77,14 +77,14 @@ async fn receive(suite: &Suite, artifact: ArtifactId, path: &str) -> Result<(Vec
     let mut answers = VolumesClient::new(gateway).read_archive(request).await?.into_inner();
     let mut archive = Vec::new();
     loop {
-        match answers.message().await?.expect("it is not cut").message.expect("a message") {
+        match answers.message().await?.expect("the stream is complete").message.expect("a message") {
             ReadAnswer::Data(data) => archive.extend_from_slice(&data),
             ReadAnswer::Done(done) => return Ok((archive, done.digest)),
         }
     }
 }
 
-/// Sends an archive, seals what became of it, and answers the artifact and its digest.
+/// Uploads an archive and seals it. Returns the artifact and its digest.
 async fn upload(suite: &Suite, archive: &[u8]) -> (ArtifactId, Digest) {
     let artifact = ArtifactId::new();
     let (mut upload, answer) = suite.open_when_possible(artifact, None).await;
@@ -95,14 +95,14 @@ async fn upload(suite: &Suite, archive: &[u8]) -> (ArtifactId, Digest) {
     (artifact, digest)
 }
 
-/// The volumes that the worker has.
+/// Lists the volumes on the worker.
 fn volumes(suite: &Suite) -> Vec<std::ffi::OsString> {
     let names = std::fs::read_dir(suite.directory.path().join("worker/volumes")).expect("list");
     names.map(|entry| entry.expect("an entry").file_name()).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_archive_becomes_a_volume_and_the_volume_the_same_archive() {
+async fn archive_survives_upload_and_download() {
     if !may_be_a_worker() {
         return;
     }
@@ -118,21 +118,21 @@ async fn an_archive_becomes_a_volume_and_the_volume_the_same_archive() {
     assert!(again == archive, "{} and {} bytes", again.len(), archive.len());
 
     let (inside, said) = receive(&suite, artifact, "directory").await.expect("read");
-    assert!(said.is_empty(), "it is not all");
+    assert!(said.is_empty(), "a part has no digest");
     let found = ArchiveReader::new(&inside[..]).read(Limits::default(), |_| Ok(())).expect("an archive");
     let subtree = manifest.subtree(b"directory").expect("valid").expect("a directory");
     assert_eq!(found.tree_digest(), subtree.manifest().tree_digest());
     for none in ["nothing", "large", "../tree", "directory/symbolic"] {
-        let refused = receive(&suite, artifact, none).await.expect_err("there is no such directory");
+        let refused = receive(&suite, artifact, none).await.expect_err("the directory does not exist");
         assert!(refused.is(Reason::PathNotFound), "{none}: {refused}");
     }
-    // The bytes are known by the digest now, however they came.
+    // The tree is known by its digest, even though it came as an archive.
     let (_, answer) = suite.open(ArtifactId::new(), digest).await.expect("known");
     assert_eq!(answer, Answer::Uploaded(pb::Uploaded { artifact_id: artifact.to_string() }));
     suite.stop().await;
 }
 
-/// Archives of `root` by other programs, each with how it was made.
+/// Returns archives of `root` by other programs, with their names.
 fn foreign(root: &Path) -> Vec<(String, Vec<u8>)> {
     let mut found = Vec::new();
     let mut run = |name: String, command: &mut Command| match command.current_dir(root).output() {
@@ -161,7 +161,8 @@ fn foreign(root: &Path) -> Vec<(String, Vec<u8>)> {
     found
 }
 
-/// What a tree holds but for what archives do not keep alike: holes, and parts of seconds.
+/// Lists the entries of a tree, without holes and fractions of seconds, which archives do not
+/// preserve uniformly.
 fn listing(root: &Path) -> Vec<String> {
     let scan = scanned(root);
     let entries = scan.entries().iter().map(|entry| {
@@ -176,7 +177,7 @@ fn listing(root: &Path) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn archives_of_other_programs_are_read_and_ours_by_them() {
+async fn archives_are_exchanged_with_other_programs() {
     if !may_be_a_worker() {
         return;
     }
@@ -193,15 +194,15 @@ async fn archives_of_other_programs_are_read_and_ours_by_them() {
         let mut tar = Command::new("tar");
         let mut tar = tar.args(["-xp", "-C"]).arg(&unpacked).stdin(std::process::Stdio::piped()).spawn();
         let tar = tar.as_mut().expect("tar");
-        tar.stdin.take().expect("a pipe").write_all(&ours).expect("it reads");
-        assert!(tar.wait().expect("it ends").success(), "{name}");
+        tar.stdin.take().expect("a pipe").write_all(&ours).expect("tar reads");
+        assert!(tar.wait().expect("tar exits").success(), "{name}");
         assert_eq!(listing(&unpacked), expected, "{name}");
     }
     suite.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cut_archive_leaves_nothing_and_may_be_sent_again() {
+async fn truncated_archive_leaves_nothing_and_can_be_resent() {
     if !may_be_a_worker() {
         return;
     }
@@ -215,13 +216,14 @@ async fn a_cut_archive_leaves_nothing_and_may_be_sent_again() {
     let (mut upload, answer) = suite.open_when_possible(artifact, None).await;
     let Answer::GoTo(go_to) = answer else { panic!("{answer:?}") };
     let before = volumes(&suite);
-    // What the end is filled up with is not needed.
+    // The padding at the end is not required.
     for cut in (0..archive.len() - 10_240).step_by(4096) {
         for (commit, reason) in [(true, Reason::InvalidArchive), (false, Reason::TransferTruncated)] {
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + TIMEOUT;
             let refused = loop {
-                let refused = send(&go_to, &archive[..cut], commit).await.expect_err("it is cut");
-                // What a caller who broke off left is being removed.
+                let refused =
+                    send(&go_to, &archive[..cut], commit).await.expect_err("the archive is truncated");
+                // The partial volume of the previous caller is still being destroyed.
                 if !refused.is(Reason::Unavailable) {
                     break refused;
                 }
@@ -237,11 +239,11 @@ async fn a_cut_archive_leaves_nothing_and_may_be_sent_again() {
     let written = loop {
         match send(&go_to, &archive, true).await {
             Err(refused) if refused.is(Reason::Unavailable) => {}
-            written => break written.expect("it is whole"),
+            written => break written.expect("the archive is complete"),
         }
     };
     assert_eq!(written.digest.as_ref(), manifest.tree_digest().as_bytes());
-    // Told again, it is the same; something else is too late.
+    // The same archive is only reported again. Another one is rejected.
     send(&go_to, &archive, true).await.expect("the same");
     let empty = Arc::new(Manifest::new([manifest.entries()[0].clone()], Limits::default()).expect("valid"));
     let other = send(&go_to, &packed(&root, &empty), true).await.expect_err("something else");
@@ -250,7 +252,7 @@ async fn a_cut_archive_leaves_nothing_and_may_be_sent_again() {
     suite.stop().await;
 }
 
-/// A header block of an archive, with a size and a type.
+/// Makes a header block of an archive.
 fn header(name: &str, size: u64, kind: u8) -> Vec<u8> {
     let mut block = vec![0; 512];
     block[..name.len()].copy_from_slice(name.as_bytes());
@@ -265,7 +267,7 @@ fn header(name: &str, size: u64, kind: u8) -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn archives_that_lead_out_or_make_no_sense_are_refused() {
+async fn unsafe_and_invalid_archives_are_rejected() {
     if !may_be_a_worker() {
         return;
     }
@@ -291,7 +293,7 @@ async fn archives_that_lead_out_or_make_no_sense_are_refused() {
             "no directory",
         ),
         ("headers without an end", [header("a", 1 << 30, b'x'), vec![0; 1 << 20]].concat(), "too large"),
-        ("a type that there is not", [header("a", 0, b'X'), end()].concat(), "unknown type"),
+        ("an unknown type", [header("a", 0, b'X'), end()].concat(), "unknown type"),
         ("no archive", b"PK\x03\x04".repeat(1000), "no header"),
         ("nothing", Vec::new(), "cut off"),
     ];
@@ -304,11 +306,11 @@ async fn archives_that_lead_out_or_make_no_sense_are_refused() {
         );
         assert_eq!(volumes(&suite), before, "{what}");
     }
-    // Of entries with one name the last one counts.
+    // Of several entries with the same name, the last one counts.
     let content = |text: &str| [text.as_bytes(), &vec![0; 512 - text.len()]].concat();
     let twice =
         [header("/a", 3, b'0'), content("one"), header("./a", 5, b'0'), content("other"), end()].concat();
-    let written = send(&go_to, &twice, true).await.expect("it is one");
+    let written = send(&go_to, &twice, true).await.expect("the archive is valid");
     assert_eq!(written.size_bytes, 5);
     drop(upload);
     suite.stop().await;
