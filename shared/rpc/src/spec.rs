@@ -48,13 +48,13 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     check_limits(&spec.limits.unwrap_or_default())?;
     check_texts(&spec)?;
     check_mounts(&spec)?;
-    accepted(spec)
+    parse_accepted(spec)
 }
 
 /// A spec that was accepted before. It is not asked how large it is, nor by how much it is limited, nor how long its texts are: with its defaults and
 /// absolute paths it may be larger than what its caller sent, bounds may be narrower now than they were then, and one such spec must not be in
 /// the way of others.
-pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
@@ -241,7 +241,7 @@ pub fn encode(spec: &WorkloadSpec) -> Vec<u8> {
 /// A spec that was kept. Fails only when it was not written by [`encode`].
 pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
     let spec = pb::WorkloadSpec::decode(bytes).map_err(|error| invalid_field("spec", error.to_string()))?;
-    accepted(spec)
+    parse_accepted(spec)
 }
 
 /// Most bytes in which the spec of a finished workload is kept as it is.
