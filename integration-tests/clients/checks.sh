@@ -1,6 +1,6 @@
 # shellcheck shell=sh
-# What every `run` does first, before anything is fetched or built: it looks at the arguments, at the settings and at the tools, and says all
-# that is missing at once. Afterwards `$directory` is the directory, wherever the caller stands, or empty for `test`.
+# Checks of every `run` before it downloads or builds anything: arguments, settings and tools. All missing items are reported
+# together. Afterwards `$directory` is the absolute path of the directory, or empty for `test`.
 
 missing=
 lacks() { # lacks WHAT
@@ -16,46 +16,46 @@ if [ $# -ne 1 ] || [ "$1" = --help ]; then
 usage: GANTRY_SERVER=… [GANTRY_TOKEN_FILE=…] $0 DIRECTORY
        $0 test
 
-DIRECTORY is uploaded, copied by a job, and downloaded again. test decodes the golden corpus and calls nobody.
+The client uploads DIRECTORY, copies it with a workload, and downloads the copy. test decodes the golden corpus without any call.
 
 GANTRY_SERVER      http://127.0.0.1:7400 (gantry up --listen 127.0.0.1:7400), or "\$(docker/servers.sh)" (compose)
-GANTRY_TOKEN_FILE  the file that gantry up names, or "\$(docker/servers.sh --token)" (compose)
-GANTRY_TEAM        on whose behalf; main if it is not set
+GANTRY_TOKEN_FILE  the file that gantry up prints, or "\$(docker/servers.sh --token)" (compose)
+GANTRY_TEAM        the team; default: main
 USAGE
     exit 2
 fi
 
 directory=
 if [ "$1" != test ]; then
-    if [ -d "$1" ]; then directory=$(realpath "$1"); else lacks "$1: there is no such directory"; fi
+    if [ -d "$1" ]; then directory=$(realpath "$1"); else lacks "$1: the directory does not exist"; fi
     case ${GANTRY_SERVER:-} in
-    '') lacks 'GANTRY_SERVER: where the services listen; without arguments, this says how to set it' ;;
+    '') lacks 'GANTRY_SERVER: the address of the services is not set; run without arguments for the usage' ;;
     *=*)
         for service in scheduler artifacts streamer; do
             case ,$GANTRY_SERVER in
             *,$service=http://*) ;;
-            *) lacks "GANTRY_SERVER: $service=http://… is not in it" ;;
+            *) lacks "GANTRY_SERVER: $service=http://… is missing" ;;
             esac
         done
         ;;
     http://*) ;;
-    *) lacks "GANTRY_SERVER: $GANTRY_SERVER is no http://host:port" ;;
+    *) lacks "GANTRY_SERVER: $GANTRY_SERVER does not have the form http://host:port" ;;
     esac
     if printf %s "${GANTRY_SERVER:-}" | grep -Eq ':[0-9]+-[0-9]'; then
-        lacks 'GANTRY_SERVER: only gantry itself takes ranges of ports; export GANTRY_SERVER="$(docker/servers.sh)"'
+        lacks 'GANTRY_SERVER: only gantry supports port ranges; export GANTRY_SERVER="$(docker/servers.sh)"'
     fi
     if [ -n "${GANTRY_TOKEN_FILE:-}" ]; then
         if [ -r "$GANTRY_TOKEN_FILE" ]; then
             GANTRY_TOKEN_FILE=$(realpath "$GANTRY_TOKEN_FILE")
         else
-            lacks "GANTRY_TOKEN_FILE: $GANTRY_TOKEN_FILE cannot be read"
+            lacks "GANTRY_TOKEN_FILE: cannot read $GANTRY_TOKEN_FILE"
         fi
     else
         unset GANTRY_TOKEN_FILE
     fi
 fi
 
-# begin: goes to the client's own directory, if nothing is missing.
+# begin: enters the directory of the client if nothing is missing.
 begin() {
     if [ -n "$missing" ]; then
         printf '%s cannot run:\n%s' "$0" "$missing" >&2

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Runs the clients of the languages that are named, or of all: run.sh [go|python|typescript|java|rust|grpcurl]…
-# Each meets two clusters: the four services as processes of their own with a proxy and two workers, at an address for each service, and
-# `gantry up`, at one address for all.
-# What they download goes into the ordinary caches of their tools.
+# Runs the clients of the named languages, or of all languages: run.sh [go|python|typescript|java|rust|grpcurl]…
+# Each client runs against two clusters. One has the four services as separate processes with a proxy and two workers, and an
+# address for each service. The other is `gantry up` with one address for all services.
+# Downloads are kept in the usual caches of the tools.
 set -uo pipefail
 cd "$(dirname "$0")"
 root=$(realpath ../..)
 languages=("$@")
 [ $# -gt 0 ] || languages=(go python typescript java rust grpcurl)
 export PATH="$root/target/tools/node_modules/.bin:$root/target/tools/bin:$PATH"
-# What the client has in common with Gantry itself is built once.
+# Dependencies that the client shares with Gantry are built once.
 export CARGO_TARGET_DIR=$root/target
 
 missing=()
@@ -41,7 +41,7 @@ for language in "${languages[@]}"; do
         need python3 'Debian package python3'
         ;;
     *)
-        echo "no client in $language; there are go, python, typescript, java, rust, and grpcurl" >&2
+        echo "unknown language $language; supported: go, python, typescript, java, rust, grpcurl" >&2
         exit 2
         ;;
     esac
@@ -55,14 +55,14 @@ fi
 programs=${PROGRAMS:-$root/target/debug}
 for program in gantry suite scheduler artifact-store streamer runtime-gateway; do
     if [ ! -x "$programs/$program" ]; then
-        echo "there is no $programs/$program: cargo build --workspace --bins" >&2
+        echo "cannot find $programs/$program; run: cargo build --workspace --bins" >&2
         exit 1
     fi
 done
 scratch=$(mktemp -d)
 clusters=()
 cleanup() {
-    # The suite ends with its input, the other one as it is told.
+    # The suite ends when its input ends. `gantry up` ends on request.
     exec {wanted}>&-
     for cluster in "${clusters[@]}"; do
         kill -TERM "$cluster" 2>/dev/null
@@ -76,28 +76,28 @@ trap cleanup EXIT
 
 export XDG_STATE_HOME=$scratch/state XDG_RUNTIME_DIR=$scratch/run
 mkdir -m 700 "$XDG_STATE_HOME" "$XDG_RUNTIME_DIR"
-# start NAME COMMAND…: starts a cluster, which announces itself in a line of JSON.
+# start NAME COMMAND…: starts a cluster, which prints a line of JSON when it is ready.
 start() {
     local name=$1
     shift
     mkfifo "$scratch/$name.announces"
-    # It must not hold the other end of its own input.
+    # The process must not hold the other end of its own input.
     "$@" <"$scratch/wanted" >"$scratch/$name.announces" 2>"$scratch/$name.log" {wanted}>&- &
     clusters+=($!)
     if ! read -r -t 120 announced <"$scratch/$name.announces"; then
-        echo "the cluster does not start:" >&2
+        echo "cannot start the cluster:" >&2
         cat "$scratch/$name.log" >&2
         exit 1
     fi
 }
 field() { python3 -c 'import json, sys; print(eval(sys.argv[1], {"cluster": json.loads(sys.argv[2])}))' "$1" "$announced"; }
-# Its workers are reached through the proxy only: who goes past it is turned away.
+# Its workers accept calls only through the proxy.
 start services "$programs/suite" --walled
 services=$(field 'cluster["server"]') services_token=$(field 'cluster["token_file"]')
 start one "$programs/gantry" --json up --listen 127.0.0.1:0
 one=$(field 'cluster["endpoints"][1]') one_token=$(field 'cluster["token_file"]')
 
-# What is uploaded: files of all kinds of bytes, links to a file, to a directory and to nothing, a program.
+# The uploaded directory: files with all byte values, links to a file, to a directory and to a missing path, and a program.
 cp -r golden "$scratch/tree"
 mkdir "$scratch/tree/below"
 printf '#!/bin/sh\n' >"$scratch/tree/below/program"
@@ -107,16 +107,16 @@ ln -s below "$scratch/tree/directory"
 ln -s nowhere "$scratch/tree/below/dangling"
 here=$PWD
 
-# scenario LANGUAGE SERVER TOKEN-FILE: to its last line, in a directory that is named as the caller stands.
+# scenario LANGUAGE SERVER TOKEN-FILE: runs the client to its last line, with a path relative to the current directory.
 scenario() {
     (cd "$scratch" && GANTRY_SERVER=$2 GANTRY_TOKEN_FILE=$3 timeout 900 "$here/$1/run" tree) | tee "$scratch/said"
     grep -q '^explained: never, unless ' "$scratch/said"
 }
-# With nothing to run a client with, but what a shell script needs.
+# An environment without the tools of any client.
 mkdir "$scratch/tools"
 for tool in cat dirname realpath; do ln -s "$(command -v $tool)" "$scratch/tools/"; done
 
-# turned_away STATUS PHRASE COMMAND…: what cannot be run says so at once, and ends with this status.
+# turned_away STATUS PHRASE COMMAND…: expects the command to fail at once with this status and phrase.
 turned_away() {
     local status=$1 phrase=$2 said
     shift 2
@@ -125,11 +125,11 @@ turned_away() {
 }
 checks() {
     turned_away 2 "usage: " "./$1/run" &&
-        turned_away 1 "GANTRY_SERVER: where" env -u GANTRY_SERVER "./$1/run" golden &&
-        turned_away 1 "nowhere: there is no such directory" env GANTRY_SERVER=http://127.0.0.1:1 "./$1/run" nowhere &&
+        turned_away 1 "GANTRY_SERVER: the address" env -u GANTRY_SERVER "./$1/run" golden &&
+        turned_away 1 "nowhere: the directory does not exist" env GANTRY_SERVER=http://127.0.0.1:1 "./$1/run" nowhere &&
         turned_away 1 "$1/run cannot run:" env "PATH=$scratch/tools" "./$1/run" test
 }
-# What each language has to do: decode the golden corpus, and the scenario, with either form of the setting.
+# Tests of each language: decode the golden corpus, and run the scenario with both forms of the setting.
 call() {
     case $1 in
     grpcurl)

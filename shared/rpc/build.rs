@@ -1,4 +1,4 @@
-//! Compiles `proto/` into Rust, and keeps the descriptors for reflection.
+//! Generates Rust code and the descriptors for reflection from `proto/`.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-// Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step.
+// Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy. docs/clients.md explains each step.
 package main
 
 import (
@@ -30,7 +30,7 @@ import (
 
 const breakAfter = 100_000
 
-// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+// More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever.
 const errorBytes = 40 << 20
 
 type client struct {
@@ -46,7 +46,7 @@ type client struct {
 
 // docs:connect
 
-// addresses reads GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`.
+// addresses parses GANTRY_SERVER: one address for all services, or `scheduler=…,artifacts=…,streamer=…,proxy=…`.
 func addresses() map[string]string {
 	server := os.Getenv("GANTRY_SERVER")
 	if !strings.Contains(server, "=") {
@@ -81,7 +81,7 @@ func dialer() (func(address string) (*grpc.ClientConn, error), error) {
 	}, nil
 }
 
-// bearer is the token that every call carries.
+// bearer is the cluster token, which every call carries.
 type bearer string
 
 func (b bearer) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
@@ -114,7 +114,7 @@ func newClient() (*client, error) {
 	return c, nil
 }
 
-// gateway connects to a worker: through the proxy if there is one.
+// gateway connects to the gateway of a worker, or to the proxy if there is one.
 func (c *client) gateway(endpoint string) (*grpc.ClientConn, error) {
 	if proxy, ok := c.addresses["proxy"]; ok {
 		endpoint = proxy
@@ -142,7 +142,7 @@ func (c *client) upload(ctx context.Context, directory, build string) (artifact 
 		return "", nil, err
 	}
 
-	// Without the commit, nothing that was sent counts.
+	// Without the commit, the upload has no effect.
 	commit := &streamer.UploadCommit{Digest: written.Digest}
 	if err := call.Send(&streamer.UploadRequest{Message: &streamer.UploadRequest_Commit{Commit: commit}}); err != nil {
 		return "", nil, err
@@ -178,7 +178,7 @@ func (c *client) writeArchive(ctx context.Context, directory string, goTo *strea
 	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
-	// An io.EOF of Send says only that the call has ended; why, says the answer.
+	// Send returns io.EOF when the call has ended. CloseAndRecv returns the reason.
 	return call.CloseAndRecv()
 }
 
@@ -216,7 +216,7 @@ func (c *client) submit(ctx context.Context, workload string, spec *scheduler.Wo
 
 // docs:watch
 
-// watch follows a workload until an event is wanted. Its revision is where to go on.
+// watch follows a workload until a wanted event. It returns the revision from which the next call resumes.
 func (c *client) watch(
 	ctx context.Context, workload string, after uint64, wanted func(*scheduler.WatchResponse) bool,
 ) (*scheduler.WatchResponse, error) {
@@ -247,10 +247,10 @@ func (c *client) watch(
 
 // docs:attach
 
-// outputs is what a process wrote.
+// outputs has the output of a process.
 type outputs struct{ stdout, stderr []byte }
 
-// attach answers all of both outputs, over a connection that breaks once.
+// attach returns both outputs completely. Its connection breaks once.
 func (c *client) attach(ctx context.Context, at *scheduler.Whereabouts) (all outputs, connections int, err error) {
 	for done := false; !done && err == nil; {
 		connections++
@@ -264,7 +264,7 @@ func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, all 
 	if err != nil {
 		return false, err
 	}
-	defer connection.Close() // Breaks what goes over it.
+	defer connection.Close() // Also breaks the running call.
 	call, err := runtime.NewContainersClient(connection).Attach(ctx)
 	if err != nil {
 		return false, err
@@ -291,7 +291,7 @@ func (c *client) attachOnce(ctx context.Context, at *scheduler.Whereabouts, all 
 				return false, errors.New("out of order")
 			}
 			*output = append(*output, said.Output.Data...)
-			// What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+			// Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
 			offsets := &runtime.Ack{StdoutOffset: uint64(len(all.stdout)), StderrOffset: uint64(len(all.stderr))}
 			ack := &runtime.AttachRequest{Message: &runtime.AttachRequest_Ack{Ack: offsets}}
 			if err := call.Send(ack); err != nil && !errors.Is(err, io.EOF) {
@@ -326,7 +326,7 @@ func (c *client) download(ctx context.Context, artifact string) (files map[strin
 	for digest == nil {
 		part, err := call.Recv()
 		if err != nil {
-			return nil, nil, err // Also io.EOF: without `done`, the stream was cut.
+			return nil, nil, err // Also io.EOF, because a stream without `done` was cut off.
 		}
 		content.Write(part.GetData())
 		digest = part.GetDone().GetDigest()
@@ -359,19 +359,19 @@ func (c *client) download(ctx context.Context, artifact string) (files map[strin
 
 // docs:refused
 
-// errorInfo is why a call was refused, as docs/errors.md lists it.
+// errorInfo returns the reason of an error, as listed in docs/errors.md.
 func errorInfo(err error) *errdetails.ErrorInfo {
 	for _, detail := range status.Convert(err).Details() {
 		if info, ok := detail.(*errdetails.ErrorInfo); ok {
 			return info
 		}
 	}
-	return nil // Nobody of ours answered.
+	return nil // The error does not come from Gantry.
 }
 
 // docs:end
 
-// readAll answers files with their content, and symbolic links as `-> target`.
+// readAll returns files with their contents, and symbolic links as `-> target`.
 func readAll(directory string) (map[string][]byte, error) {
 	files, root := map[string][]byte{}, os.DirFS(directory)
 	return files, fs.WalkDir(root, ".", func(path string, entry fs.DirEntry, err error) error {

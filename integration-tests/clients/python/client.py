@@ -1,4 +1,4 @@
-"""Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step."""
+"""Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy. docs/clients.md explains each step."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ from gantry.streamer.v1 import streamer_pb2, streamer_pb2_grpc
 
 TEAM = os.environ.get("GANTRY_TEAM", "main")
 EXPECTED = b"".join(b"line %06d\n" % number for number in range(40_000))
-# More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+# More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever.
 ERRORS = 40 << 20
 BREAK_AFTER = 100_000
 
@@ -44,7 +44,7 @@ def connect(address):
 
 
 def credentials():
-    """What every call carries."""
+    """The metadata that every call carries."""
     token_file = os.environ.get("GANTRY_TOKEN_FILE")
     return [("authorization", "Bearer " + pathlib.Path(token_file).read_text().strip())] if token_file else []
 # docs:end
@@ -61,7 +61,7 @@ class Client:
         self.streamer = streamer_pb2_grpc.StreamerStub(connect(self.addresses["streamer"]))
 
     def gateway(self, endpoint):
-        """Where a worker is reached: through the proxy if there is one."""
+        """Connects to the gateway of a worker, or to the proxy if there is one."""
         return connect(self.addresses.get("proxy", endpoint))
 
     # docs:upload
@@ -77,7 +77,7 @@ class Client:
             volumes = volumes_pb2_grpc.VolumesStub(channel)
             written = volumes.WriteArchive(archive(tar, go_to.ticket), metadata=self.auth)
 
-        # Without the commit, nothing that was sent counts.
+        # Without the commit, the upload has no effect.
         requests.put(streamer_pb2.UploadRequest(commit=streamer_pb2.UploadCommit(digest=written.digest)))
         uploaded = next(answers).uploaded
         requests.put(None)
@@ -108,7 +108,7 @@ class Client:
 
     # docs:watch
     def watch(self, workload_id, wanted, after_revision=0):
-        """Follows a workload until the event that is wanted. The revision is where to go on."""
+        """Follows a workload until a wanted event. Returns the revision from which the next call resumes."""
         request = workloads_pb2.WatchRequest(team=TEAM, workload_id=workload_id, after_revision=after_revision)
         for event in self.workloads.Watch(request, metadata=self.auth):
             name = event.WhichOneof("event")
@@ -122,7 +122,7 @@ class Client:
 
     # docs:attach
     def attach(self, whereabouts):
-        """All of both outputs, over a connection that breaks once."""
+        """Returns both outputs completely. Its connection breaks once."""
         outputs = {containers_pb2.STREAM_STDOUT: bytearray(), containers_pb2.STREAM_STDERR: bytearray()}
         stdout, stderr = outputs.values()
         connections, done = 0, False
@@ -146,7 +146,7 @@ class Client:
                         output = outputs[said.output.stream]
                         assert said.output.offset == len(output), "out of order"
                         output += said.output.data
-                        # What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+                        # Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
                         ack = containers_pb2.Ack(stdout_offset=len(stdout), stderr_offset=len(stderr))
                         requests.put(containers_pb2.AttachRequest(ack=ack))
                     done = kind == "done"
@@ -181,7 +181,7 @@ class Client:
 
 
 def pack(directory):
-    """A tar archive, before anybody waits for it. What cannot be read is heard of here, and not from gRPC."""
+    """Packs a tar archive before the call starts, so that read errors do not surface in gRPC."""
     file = tempfile.TemporaryFile()
     with tarfile.open(fileobj=file, mode="w") as tar:
         tar.add(directory, arcname=".")
@@ -190,7 +190,7 @@ def pack(directory):
 
 
 def archive(tar, ticket):
-    """The messages of WriteArchive."""
+    """Yields the requests of WriteArchive."""
     yield volumes_pb2.WriteArchiveRequest(open=volumes_pb2.WriteOpen(ticket=ticket))
     while data := tar.read(256 * 1024):
         yield volumes_pb2.WriteArchiveRequest(data=data)
@@ -198,7 +198,7 @@ def archive(tar, ticket):
 
 
 def read_all(directory):
-    """Files with their content, symbolic links with their target."""
+    """Returns files with their contents, and symbolic links with their targets."""
     paths = [path for path in pathlib.Path(directory).rglob("*") if path.is_symlink() or path.is_file()]
     return {
         str(path.relative_to(directory)): os.readlink(path) if path.is_symlink() else path.read_bytes()
@@ -208,12 +208,12 @@ def read_all(directory):
 
 # docs:refused
 def error_info(error):
-    """Why a call was refused, as docs/errors.md lists it."""
+    """Returns the reason of an error, as listed in docs/errors.md."""
     info = error_details_pb2.ErrorInfo()
     for detail in rpc_status.from_call(error).details:
         if detail.Unpack(info):
             return info
-    raise error  # Nobody of ours answered.
+    raise error  # The error does not come from Gantry.
 # docs:end
 
 

@@ -1,4 +1,4 @@
-"""The golden corpus means in Python what it means in Rust."""
+"""Checks that Python decodes the golden corpus as Rust does."""
 
 import pathlib
 import sys

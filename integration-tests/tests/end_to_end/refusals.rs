@@ -61,7 +61,7 @@ fn what_cannot_work_is_refused_before_a_cluster_is_started() {
 fn a_cluster_that_is_not_there_is_named() {
     let cluster = Cluster::new();
     for address in ["there", "127.0.0.1:1", "https://127.0.0.1:1", "unix:relative", "http://"] {
-        refused(&cluster.output(["--server", address, "list", "workers"]), "is no address of a service");
+        refused(&cluster.output(["--server", address, "list", "workers"]), "cannot parse service address");
     }
     for address in ["http://127.0.0.1:1", "unix:///nonexistent/gantry.sock"] {
         let output = cluster.output(["--server", address, "list", "workers"]);

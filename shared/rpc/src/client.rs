@@ -1,7 +1,7 @@
-//! How a client reaches a service.
+//! Clients of services.
 //!
-//! Connections are made when they are first used and made again when they broke; what is sent carries the trace context of the
-//! current span and, where one was given, a bearer token.
+//! A client connects at its first call, and reconnects after a broken connection. Each call carries the trace context of
+//! the current span and the credentials of [`Outgoing`].
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -23,28 +23,28 @@ use tonic::{Request, Status};
 
 use crate::trace;
 
-/// Marks calls that a service makes by itself, so that they do not count as somebody's use of the cluster.
+/// Metadata key that marks the internal calls of services, which do not count as use of the cluster.
 pub const INTERNAL_HEADER: &str = "gantry-internal";
 
-/// Carries the ticket with which a proxy passes somebody's call on to a worker's gateway.
+/// Metadata key of the ticket with which a proxy forwards a call to the gateway of a worker.
 pub const PROXY_TICKET_HEADER: &str = "gantry-proxy-ticket";
 
-/// Carries the ticket of a transfer to a worker's gateway, which lets its holder in without the token of the cluster.
+/// Metadata key of the ticket of a transfer. The gateway of a worker accepts it in place of the cluster token.
 pub const TICKET_HEADER: &str = "gantry-ticket";
 
-/// A service as its clients reach it. Cheap to clone.
+/// Client connection to a service. Cheap to clone.
 pub type Peer = InterceptedService<Channel, Outgoing>;
 
 /// The address of a service is malformed.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{address:?} is no address of a service: write unix:///path or http://host:port, with commas between replicas"
+    "cannot parse service address {address:?}: use unix:///path or http://host:port, with commas between replicas"
 )]
 pub struct AddressError {
     address: String,
 }
 
-/// What is added to every call.
+/// Metadata that a client adds to every call.
 #[derive(Debug, Clone, Default)]
 pub struct Outgoing {
     authorization: Option<MetadataValue<Ascii>>,
@@ -53,20 +53,21 @@ pub struct Outgoing {
 }
 
 impl Outgoing {
-    /// Calls that a service makes by itself.
+    /// Metadata for the internal calls of a service.
     #[must_use]
     pub fn internal() -> Self {
         Self { internal: true, ..Self::default() }
     }
 
-    /// Presents this bearer token, if any. A token that cannot stand in a header is left out, and so refused.
+    /// Adds the bearer token, if any. A token that is not a valid header value is left out, so that the service rejects
+    /// the call.
     #[must_use]
     pub fn with_token(self, token: Option<&str>) -> Self {
         Self { authorization: token.and_then(|token| secret(&format!("Bearer {token}"))), ..self }
     }
 
-    /// Presents the ticket of a transfer: what a gateway is told of which nothing is known but that it was named. One that cannot stand
-    /// in a header is left out, and so refused.
+    /// Adds the ticket of a transfer. It is the only credential for a gateway whose address came from a request. A ticket
+    /// that is not a valid header value is left out, so that the gateway rejects the call.
     #[must_use]
     pub fn with_ticket(self, ticket: &str) -> Self {
         Self { ticket: secret(ticket), ..self }
@@ -98,11 +99,11 @@ impl Interceptor for Outgoing {
     }
 }
 
-/// The service at `address`: `unix:///path` or `http://host:port`, or several of them with commas between them, which are replicas of
-/// one service. Connects when it is first used, and again when the connection broke.
+/// Returns a client of the service at `address`: `unix:///path` or `http://host:port`, or several replicas separated by
+/// commas. The client connects at its first call, and reconnects after a broken connection.
 ///
-/// Of several replicas one is connected to, which is chosen by chance, and when it does not answer or goes away the next one. So each gets
-/// its share of the clients, one may be missing, and streams and calls of one client meet the same process for as long as that lives.
+/// The client connects to a random replica. If that replica does not answer or disconnects, the client connects to the
+/// next one. Replicas therefore share the clients, and all calls of one client reach the same process while it lives.
 pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
     let replicas = Arc::new(Replicas::new(parse(address)?));
     let endpoint = match replicas.all.as_slice() {
@@ -111,13 +112,13 @@ pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
         }
         _ => Endpoint::from_static("http://replicas"),
     };
-    // Each replica has its own time to answer.
-    let patience = CONNECT_PATIENCE * u32::try_from(replicas.all.len()).unwrap_or(u32::MAX);
+    // Each replica has a separate timeout.
+    let timeout = CONNECT_TIMEOUT * u32::try_from(replicas.all.len()).unwrap_or(u32::MAX);
     let endpoint = endpoint
-        .connect_timeout(patience)
+        .connect_timeout(timeout)
         .initial_stream_window_size(8 << 20)
         .initial_connection_window_size(32 << 20)
-        // Without these, a channel whose peer disappeared without a word stays wedged.
+        // Without keep-alives, a channel whose peer disappeared silently stays blocked.
         .http2_keep_alive_interval(Duration::from_secs(10))
         .keep_alive_timeout(Duration::from_secs(20))
         .keep_alive_while_idle(true);
@@ -128,17 +129,17 @@ pub fn peer(address: &str, outgoing: Outgoing) -> Result<Peer, AddressError> {
     Ok(InterceptedService::new(channel, outgoing))
 }
 
-/// Connects to the service at `address` once and hangs up. Of several replicas one must answer.
+/// Checks that a replica of the service at `address` accepts a connection.
 ///
 /// # Errors
 ///
-/// The address is malformed, or no replica accepts a connection within 5 s.
+/// The address is malformed, or no replica accepts a connection within 5 s each.
 pub async fn listens(address: &str) -> io::Result<()> {
     let replicas = parse(address).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
     Replicas::new(replicas).connect().await.map(drop)
 }
 
-/// Refuses what [`peer`] would refuse, and answers it as it is. For settings.
+/// Returns `text` unchanged if [`peer`] accepts it as an address. Used for settings.
 pub fn addresses(text: &str) -> Result<String, AddressError> {
     parse(text).map(|_| text.to_owned())
 }
@@ -171,14 +172,14 @@ fn parse(addresses: &str) -> Result<Vec<Replica>, AddressError> {
         }
         let uri: Uri = address.parse().ok()?;
         let (scheme, host) = (uri.scheme_str()?, uri.host()?);
-        // A path would be ignored, and whoever wrote it meant something.
+        // Reject a path, because it would be silently ignored.
         let plain = scheme == "http" && uri.path() == "/" && uri.query().is_none();
         plain.then(|| Replica::Tcp(format!("{host}:{}", uri.port_u16().unwrap_or(80))))
     };
     addresses.split(',').map(|address| one(address.trim()).ok_or_else(|| malformed(address))).collect()
 }
 
-/// Replicas of a service, and which of them is tried next.
+/// Replicas of a service, and the index of the next one to try.
 #[derive(Debug)]
 struct Replicas {
     all: Vec<Replica>,
@@ -187,22 +188,22 @@ struct Replicas {
 
 impl Replicas {
     fn new(all: Vec<Replica>) -> Self {
-        // Good enough to give each its share.
-        let chance = RandomState::new().build_hasher().finish() as usize;
-        Self { all, next: AtomicUsize::new(chance) }
+        // A hash of a random state is random enough for load balancing.
+        let start = RandomState::new().build_hasher().finish() as usize;
+        Self { all, next: AtomicUsize::new(start) }
     }
 
-    /// Connects to the first that answers, each in its turn. An error says of each why it did not.
+    /// Connects to the first replica that answers. The error contains the cause for each replica.
     async fn connect(&self) -> io::Result<Box<dyn Io>> {
         let (mut kind, mut failed) = (io::ErrorKind::AddrNotAvailable, Vec::with_capacity(self.all.len()));
         for _ in 0..self.all.len() {
             let replica = &self.all[self.next.fetch_add(1, Ordering::Relaxed) % self.all.len()];
-            let connecting = tokio::time::timeout(CONNECT_PATIENCE, connect(replica)).await;
+            let connecting = tokio::time::timeout(CONNECT_TIMEOUT, connect(replica)).await;
             match connecting.unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into())) {
                 Ok(connection) => return Ok(connection),
                 Err(error) => {
                     kind = error.kind();
-                    // In words, so that who looks for the cause of an error finds this.
+                    // The text is kept, because `io::Error` has only one source.
                     failed.push(format!("{replica}: {error}"));
                 }
             }
@@ -226,8 +227,8 @@ trait Io: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Io for T {}
 
-/// How long a service may take to accept a connection.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(5);
+/// Maximum time for a replica to accept a connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
@@ -236,7 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_plain() {
+    fn address_with_path_or_tls_is_rejected() {
         let tcp = |address: &str| Replica::Tcp(address.to_owned());
         assert_eq!(parse("http://a:1").ok(), Some(vec![tcp("a:1")]));
         assert_eq!(parse("http://a:1, http://[::1]:2").ok(), Some(vec![tcp("a:1"), tcp("[::1]:2")]));
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_replica_has_its_turn_and_one_that_is_gone_is_passed_over() {
+    async fn client_skips_unreachable_replica() {
         let (first, second) = (listen().await, listen().await);
         let address = |listener: &TcpListener| format!("http://{}", listener.local_addr().expect("bound"));
         let gone = listen().await;
@@ -255,14 +256,14 @@ mod tests {
         drop(gone);
         let replicas = Replicas::new(parse(&all).expect("addresses"));
         for _ in 0..3 {
-            replicas.connect().await.expect("somebody answers");
+            replicas.connect().await.expect("a replica answers");
         }
         for listener in [&first, &second] {
-            listener.accept().await.expect("it had its turn");
+            listener.accept().await.expect("a connection");
         }
 
         let ports = [first, second].map(|listener| listener.local_addr().expect("bound"));
-        let error = replicas.connect().await.err().expect("nobody listens any more");
+        let error = replicas.connect().await.err().expect("no replica listens");
         assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
         for port in ports {
             assert!(error.to_string().contains(&format!("{port}: Connection refused")), "{error}");

@@ -1,4 +1,4 @@
-//! Small conversions that every handler needs.
+//! Conversions and field checks that all handlers use.
 
 use std::borrow::Cow;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use tonic::Status;
 use crate::invalid_field;
 use crate::pb::scheduler as pb;
 
-/// Parses an id that must be there.
+/// Parses a required id.
 pub fn parse_id<T: FromStr>(field: &str, text: &str) -> Result<T, Status>
 where
     T::Err: std::fmt::Display,
@@ -19,7 +19,7 @@ where
     text.parse().map_err(|error: T::Err| invalid_field(field, error.to_string()))
 }
 
-/// Parses an id that may be absent, which the empty string says.
+/// Parses an optional id. The empty string means absent.
 pub fn parse_optional_id<T: FromStr>(field: &str, text: &str) -> Result<Option<T>, Status>
 where
     T::Err: std::fmt::Display,
@@ -32,24 +32,24 @@ pub fn parse_digest(field: &str, bytes: &[u8]) -> Result<Digest, Status> {
     Digest::try_from(bytes).map_err(|error| invalid_field(field, error.to_string()))
 }
 
-/// Parses a team: 1 to 64 of `a-z 0-9 - _`.
+/// Parses a team: 1 to 64 characters of `a-z 0-9 - _`.
 pub fn parse_team(field: &str, team: String) -> Result<String, Status> {
     let allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
     if team.is_empty() || team.len() > 64 || !team.chars().all(allowed) {
-        return Err(invalid_field(field, "must be 1 to 64 of a-z 0-9 - _"));
+        return Err(invalid_field(field, "must be 1 to 64 characters of a-z 0-9 - _"));
     }
     Ok(team)
 }
 
-/// Most bytes of a label.
+/// Maximum size of a label, in bytes.
 const MOST_LABEL_BYTES: usize = 1024;
 
-/// Parses a name for people, which may be empty: at most 1024 bytes, without NUL, which no database keeps.
+/// Parses a label for people, which may be empty: at most 1024 bytes, without NUL, which databases cannot store.
 pub fn parse_label(field: &str, label: String) -> Result<String, Status> {
     check_label(field, &label).map(|()| label)
 }
 
-/// The same, of a text that stays where it is.
+/// Checks a label: at most 1024 bytes, without NUL.
 pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
     if label.len() > MOST_LABEL_BYTES || label.contains('\0') {
         return Err(invalid_field(field, format!("must be at most {MOST_LABEL_BYTES} bytes, without NUL")));
@@ -57,7 +57,7 @@ pub fn check_label(field: &str, label: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// Parses what a worker says of itself: a label that may be printed, for it has no control characters.
+/// Parses a label of a worker: at most 1024 bytes, without control characters.
 pub fn parse_printable(field: &str, label: String) -> Result<String, Status> {
     check_printable(field, &label).map(|()| label)
 }
@@ -69,10 +69,10 @@ fn check_printable(field: &str, label: &str) -> Result<(), Status> {
     check_label(field, label)
 }
 
-/// Most bytes of all tags or all capabilities that are asked for at a time, for lists tell many who ask.
+/// Maximum total size of the tags or capabilities of a request, in bytes. Lists return many requests in one message.
 const MOST_TAGS_BYTES: usize = 16 << 10;
 
-/// Checks tags that a worker must have: each is printable and not empty.
+/// Checks required tags: each is not empty and has no control characters.
 pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
     if tags.iter().any(String::is_empty) {
         return Err(invalid_field(field, "a tag must not be empty"));
@@ -80,7 +80,7 @@ pub fn check_tags(field: &str, tags: &[String]) -> Result<(), Status> {
     check_labels(field, tags)
 }
 
-/// Checks labels that a worker must have: each is printable.
+/// Checks required labels: none has control characters, and their total size is limited.
 pub fn check_labels(field: &str, labels: &[String]) -> Result<(), Status> {
     labels.iter().try_for_each(|label| check_printable(field, label))?;
     if labels.iter().map(String::len).sum::<usize>() > MOST_TAGS_BYTES {
@@ -89,15 +89,15 @@ pub fn check_labels(field: &str, labels: &[String]) -> Result<(), Status> {
     Ok(())
 }
 
-/// Most bytes of a name.
+/// Maximum size of a name, in bytes.
 const MOST_NAME_BYTES: usize = 255;
 
-/// Parses a name that must be there: 1 to 255 bytes, without control characters.
+/// Parses a required name: 1 to 255 bytes, without control characters.
 pub fn parse_name(field: &str, name: String) -> Result<String, Status> {
     check_name(field, &name).map(|()| name)
 }
 
-/// The same, of a text that stays where it is.
+/// Checks a name: 1 to 255 bytes, without control characters.
 pub fn check_name(field: &str, name: &str) -> Result<(), Status> {
     if name.is_empty() || name.len() > MOST_NAME_BYTES || name.contains(char::is_control) {
         let message = format!("must be 1 to {MOST_NAME_BYTES} bytes, without control characters");
@@ -106,7 +106,7 @@ pub fn check_name(field: &str, name: &str) -> Result<(), Status> {
     Ok(())
 }
 
-/// Parses a duration that may be absent.
+/// Parses an optional duration.
 pub fn parse_duration(
     field: &str,
     duration: Option<prost_types::Duration>,
@@ -123,7 +123,7 @@ pub fn parse_duration(
         .transpose()
 }
 
-/// Parses the value of an enum: neither unknown nor `…_UNSPECIFIED`.
+/// Parses an enum value. Unknown values and `…_UNSPECIFIED` are rejected.
 pub fn parse_enum<E: TryFrom<i32>>(field: &str, value: i32) -> Result<E, Status> {
     if value == 0 {
         return Err(invalid_field(field, "is required"));
@@ -131,28 +131,28 @@ pub fn parse_enum<E: TryFrom<i32>>(field: &str, value: i32) -> Result<E, Status>
     E::try_from(value).map_err(|_| invalid_field(field, format!("{value} is not a value of this enum")))
 }
 
-/// A field that must be there.
+/// Returns the value of a required field.
 pub fn required<T>(field: &str, value: Option<T>) -> Result<T, Status> {
     value.ok_or_else(|| invalid_field(field, "is required"))
 }
 
-/// An instant on the wire.
+/// Converts a time to its protobuf form.
 #[must_use]
 pub fn timestamp(at: Timestamp) -> prost_types::Timestamp {
     let nanos = i32::try_from(at.0.rem_euclid(1_000_000) * 1_000).unwrap_or(0);
     prost_types::Timestamp { seconds: at.0.div_euclid(1_000_000), nanos }
 }
 
-/// An instant from the wire, in whole microseconds.
+/// Converts a protobuf time to whole microseconds.
 #[must_use]
 pub fn from_timestamp(at: &prost_types::Timestamp) -> Timestamp {
     Timestamp(at.seconds.saturating_mul(1_000_000).saturating_add(i64::from(at.nanos) / 1_000))
 }
 
-/// The first second that no timestamp has: protobuf's end with the year 9999.
+/// First second that protobuf timestamps cannot represent. They end with the year 9999.
 const BEYOND_TIMESTAMPS: i64 = 253_402_300_800;
 
-/// Parses an instant from 1970 on, in whole microseconds.
+/// Parses a time from 1970 to 9999, in whole microseconds.
 pub fn parse_timestamp(field: &str, at: &prost_types::Timestamp) -> Result<Timestamp, Status> {
     if !(0..BEYOND_TIMESTAMPS).contains(&at.seconds) || !(0..1_000_000_000).contains(&at.nanos) {
         return Err(invalid_field(field, "must be from 1970 to 9999, and its nanos less than a second"));
@@ -160,7 +160,7 @@ pub fn parse_timestamp(field: &str, at: &prost_types::Timestamp) -> Result<Times
     Ok(from_timestamp(at))
 }
 
-/// A duration on the wire.
+/// Converts a duration to its protobuf form.
 #[must_use]
 pub fn duration(duration: Duration) -> prost_types::Duration {
     prost_types::Duration {
@@ -169,7 +169,7 @@ pub fn duration(duration: Duration) -> prost_types::Duration {
     }
 }
 
-/// How a process ended, on the wire.
+/// Converts the exit of a process to its protobuf form.
 #[must_use]
 pub fn exit(exit: Exit) -> pb::Exit {
     let how = match exit {
@@ -180,7 +180,7 @@ pub fn exit(exit: Exit) -> pb::Exit {
     pb::Exit { how: Some(how) }
 }
 
-/// How a process ended, from the wire.
+/// Parses the exit of a process.
 pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
     let byte = |name: &str, n: u32| {
         u8::try_from(n).map_err(|_| invalid_field(format!("{field}.{name}"), "must be 0 to 255"))
@@ -193,19 +193,19 @@ pub fn parse_exit(field: &str, exit: &pb::Exit) -> Result<Exit, Status> {
     }
 }
 
-/// What went wrong, on the wire.
+/// Converts a failure to its protobuf form.
 #[must_use]
 pub fn failure(failure: &Failure) -> pb::Failure {
     pb::Failure { reason: failure.reason.as_str().to_owned(), message: failure.message.clone() }
 }
 
-/// Most bytes of what is said of a failure.
+/// Maximum size of the message of a failure, in bytes.
 const MOST_FAILURE_BYTES: usize = 4096;
 
-/// What went wrong, from the wire. A reason that is not known here is a failure of the worker, and stands in the message.
+/// Converts a failure from its protobuf form. An unknown reason becomes `WORKER_FAILED` and is put into the message.
 ///
-/// Whoever says how an attempt ended repeats that until it is taken. So a message is never refused: it is cut off where it is very long, and has
-/// no NUL, which no database keeps.
+/// The conversion never fails, because a gateway repeats the report of an attempt until it is accepted. A long message is
+/// cut off, and NUL, which databases cannot store, is replaced.
 #[must_use]
 pub fn parse_failure(failure: pb::Failure) -> Failure {
     let pb::Failure { reason, message } = failure;
@@ -217,19 +217,19 @@ pub fn parse_failure(failure: pb::Failure) -> Failure {
     Failure { reason, message }
 }
 
-/// Most notes on one attempt that are kept.
+/// Maximum number of stored notes of an attempt.
 const MOST_NOTES: usize = 32;
-/// Most bytes of one note.
+/// Maximum size of a note, in bytes.
 const MOST_NOTE_BYTES: usize = 1024;
 
-/// Notes on an attempt, from the wire. A note is never refused: it is cut off, as the message of a failure is.
+/// Converts the notes of an attempt from their protobuf form. The conversion never fails; long notes are cut off.
 #[must_use]
 pub fn parse_notes(notes: Vec<String>) -> Vec<String> {
     let parse = |note: String| clipped(&note, MOST_NOTE_BYTES).replace('\0', "\u{fffd}");
     notes.into_iter().take(MOST_NOTES).map(parse).collect()
 }
 
-/// The beginning of a text that has more than `most` bytes, with a sign that there is more; all of one that has not.
+/// Cuts `text` off after `most` bytes and appends an ellipsis. Returns a shorter text unchanged.
 #[must_use]
 pub fn clipped(text: &str, most: usize) -> Cow<'_, str> {
     if text.len() <= most {
@@ -238,7 +238,7 @@ pub fn clipped(text: &str, most: usize) -> Cow<'_, str> {
     Cow::Owned(format!("{}…", &text[..text.floor_char_boundary(most)]))
 }
 
-/// How a workload ended, on the wire.
+/// Converts the outcome of a workload to its protobuf form.
 #[must_use]
 pub fn outcome(outcome: Outcome) -> pb::Outcome {
     match outcome {
@@ -249,7 +249,7 @@ pub fn outcome(outcome: Outcome) -> pb::Outcome {
     }
 }
 
-/// An output, on the wire.
+/// Converts a published output to its protobuf form.
 #[must_use]
 pub fn published_output(output: &PublishedOutput) -> pb::PublishedOutput {
     pb::PublishedOutput {
@@ -261,7 +261,7 @@ pub fn published_output(output: &PublishedOutput) -> pb::PublishedOutput {
     }
 }
 
-/// What an attempt used, on the wire.
+/// Converts the resource usage of an attempt to its protobuf form.
 #[must_use]
 pub fn usage(usage: &Usage) -> pb::Usage {
     pb::Usage {
@@ -275,7 +275,7 @@ pub fn usage(usage: &Usage) -> pb::Usage {
     }
 }
 
-/// What an attempt used, from the wire.
+/// Parses the resource usage of an attempt.
 pub fn parse_usage(field: &str, usage: pb::Usage) -> Result<Usage, Status> {
     let parse = |name: &str, duration| parse_duration(&format!("{field}.{name}"), duration);
     Ok(Usage {
@@ -289,7 +289,7 @@ pub fn parse_usage(field: &str, usage: pb::Usage) -> Result<Usage, Status> {
     })
 }
 
-/// What was left in a task cache, on the wire.
+/// Converts a published version of a task cache to its protobuf form.
 #[must_use]
 pub fn published_cache(cache: &PublishedCache) -> pb::PublishedCache {
     pb::PublishedCache {
@@ -299,7 +299,7 @@ pub fn published_cache(cache: &PublishedCache) -> pb::PublishedCache {
     }
 }
 
-/// What was left in a task cache, from the wire.
+/// Parses a published version of a task cache.
 pub fn parse_published_cache(field: &str, cache: pb::PublishedCache) -> Result<PublishedCache, Status> {
     Ok(PublishedCache {
         cache: parse_id(&format!("{field}.task_cache_id"), &cache.task_cache_id)?,
@@ -308,7 +308,7 @@ pub fn parse_published_cache(field: &str, cache: pb::PublishedCache) -> Result<P
     })
 }
 
-/// An output, from the wire.
+/// Parses a published output.
 pub fn parse_published_output(field: &str, output: pb::PublishedOutput) -> Result<PublishedOutput, Status> {
     Ok(PublishedOutput {
         artifact: parse_id(&format!("{field}.artifact_id"), &output.artifact_id)?,
@@ -324,14 +324,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn notes_are_bounded_and_free_of_nul() {
+    fn notes_are_cut_off_without_nul() {
         let notes = parse_notes(vec!["a\0".repeat(5000); 100]);
         assert_eq!(notes.len(), MOST_NOTES);
         assert!(notes.iter().all(|note| !note.contains('\0') && note.chars().count() == MOST_NOTE_BYTES + 1));
     }
 
     #[test]
-    fn a_duration_is_neither_negative_nor_malformed() {
+    fn negative_duration_is_rejected() {
         let parse = |seconds, nanos| parse_duration("term", Some(prost_types::Duration { seconds, nanos }));
         assert_eq!(parse_duration("term", None).ok(), Some(None));
         assert_eq!(parse(1, 500_000_000).ok(), Some(Some(Duration::from_millis(1500))));
@@ -341,12 +341,12 @@ mod tests {
         );
         for (seconds, nanos) in [(-1, 0), (0, -1), (1, -1), (i64::MIN, 0), (0, i32::MIN), (0, 1_000_000_000)]
         {
-            parse(seconds, nanos).expect_err("it is none");
+            parse(seconds, nanos).expect_err("an invalid duration");
         }
     }
 
     #[test]
-    fn what_is_said_of_a_failure_is_taken_and_can_be_kept() {
+    fn failure_message_is_cut_off_without_nul() {
         let of = |reason: &str, message: &str| {
             let failure = pb::Failure { reason: reason.to_owned(), message: message.to_owned() };
             let Failure { reason, message } = parse_failure(failure);
@@ -359,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn an_instant_is_one_that_every_reader_has() {
+    fn time_outside_1970_to_9999_is_rejected() {
         let parse = |seconds, nanos| parse_timestamp("at", &prost_types::Timestamp { seconds, nanos }).ok();
         assert_eq!(parse(1, 2_000), Some(Timestamp(1_000_002)));
         assert_eq!(parse(BEYOND_TIMESTAMPS - 1, 0), Some(Timestamp((BEYOND_TIMESTAMPS - 1) * 1_000_000)));
@@ -371,30 +371,30 @@ mod tests {
     }
 
     #[test]
-    fn a_label_is_short_and_can_be_kept() {
+    fn long_label_is_rejected() {
         assert_eq!(parse_label("label", String::new()).ok(), Some(String::new()));
         assert!(parse_label("label", "x".repeat(1024)).is_ok());
         for label in ["x".repeat(1025), "ü".repeat(513), "a\0b".to_owned()] {
-            parse_label("label", label).expect_err("it is refused");
+            parse_label("label", label).expect_err("an invalid text");
         }
     }
 
     #[test]
-    fn names_and_tags_have_no_control_characters() {
+    fn control_characters_are_rejected() {
         assert!(check_name("name", "wörker 1").is_ok());
         assert!(parse_printable("label", String::new()).is_ok());
         for text in ["a\0b", "a\nb", "\u{1b}[2J", "a\u{7f}", "a\u{9b}b"] {
-            check_name("name", text).expect_err("it is refused");
-            parse_printable("label", text.to_owned()).expect_err("it is refused");
-            check_tags("tags", &[text.to_owned()]).expect_err("it is refused");
+            check_name("name", text).expect_err("an invalid text");
+            parse_printable("label", text.to_owned()).expect_err("an invalid text");
+            check_tags("tags", &[text.to_owned()]).expect_err("an invalid text");
         }
     }
 
     #[test]
-    fn tags_are_bounded_together() {
+    fn total_size_of_tags_is_limited() {
         let tags = |count: usize| vec!["x".repeat(1024); count];
         assert!(check_tags("tags", &tags(16)).is_ok());
-        check_tags("tags", &tags(17)).expect_err("it is refused");
-        check_tags("tags", &[String::new()]).expect_err("it is refused");
+        check_tags("tags", &tags(17)).expect_err("an invalid text");
+        check_tags("tags", &[String::new()]).expect_err("an invalid text");
     }
 }

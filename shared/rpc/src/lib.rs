@@ -1,8 +1,8 @@
-//! Everything that touches the shape of the wire: generated code, conversions to and from `domain`, error details, signed
-//! tokens, and how a client reaches a service.
+//! The gRPC layer of all services: generated code, conversions to and from `domain`, error details, signed tokens and
+//! clients.
 //!
-//! Handlers parse with this crate, call a domain function, and answer with this crate; below them no protobuf type and no
-//! `Status` is seen.
+//! A handler parses its request with this crate, calls a domain function, and builds its response with this crate. Code
+//! below the handlers uses neither protobuf types nor `Status`.
 
 pub mod client;
 mod convert;
@@ -17,37 +17,37 @@ pub mod tree;
 
 pub use client::Peer;
 pub use convert::*;
-/// A message on the wire.
+/// Trait of all generated messages.
 pub use prost::Message;
 pub use reason::{Reason, Refusal, invalid_field, unavailable};
 
-/// The descriptors of all our protos, for reflection.
+/// Encoded descriptors of all protos, for reflection.
 pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/descriptors.bin"));
 
-/// Generated from `proto/`, whose comments are its manual.
+/// Generated code. The comments in `proto/` document it.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic, rustdoc::all)]
 pub mod pb {
-    /// `gantry.scheduler.v1`
+    /// Package `gantry.scheduler.v1`.
     pub mod scheduler {
         tonic::include_proto!("gantry.scheduler.v1");
     }
-    /// `gantry.artifacts.v1`
+    /// Package `gantry.artifacts.v1`.
     pub mod artifacts {
         tonic::include_proto!("gantry.artifacts.v1");
     }
-    /// `gantry.runtime.v1`
+    /// Package `gantry.runtime.v1`.
     pub mod runtime {
         tonic::include_proto!("gantry.runtime.v1");
     }
-    /// `gantry.streamer.v1`
+    /// Package `gantry.streamer.v1`.
     pub mod streamer {
         tonic::include_proto!("gantry.streamer.v1");
     }
-    /// `gantry.capabilities.v1`
+    /// Package `gantry.capabilities.v1`.
     pub mod capabilities {
         tonic::include_proto!("gantry.capabilities.v1");
     }
-    /// `gantry.local.v1`
+    /// Package `gantry.local.v1`.
     pub mod local {
         tonic::include_proto!("gantry.local.v1");
     }

@@ -1,4 +1,4 @@
-//! What comes to own outputs, as callers tell the scheduler, and the scheduler the artifact store.
+//! Owners of outputs in requests to the scheduler and to the artifact store.
 
 use std::collections::HashSet;
 
@@ -8,12 +8,13 @@ use tonic::Status;
 use crate::pb::{artifacts, scheduler};
 use crate::{invalid_field, parse_id, required};
 
-/// Most owners of an output.
+/// Maximum number of owners of an output.
 const MOST: usize = 100;
 
 macro_rules! both_packages {
     ($($package:ident, $parse:ident, $on_wire:ident;)+) => {$(
-        /// What comes to own one output. `caches`: those that own another one.
+        /// Parses the owners of one output. `caches` collects the caches of all outputs, because a cache may own only one
+        /// output.
         pub fn $parse(
             field: &str,
             owners: Vec<$package::OutputOwner>,
@@ -35,14 +36,14 @@ macro_rules! both_packages {
                     )?),
                 };
                 if owner.is_cache() && !caches.insert(owner) {
-                    return Err(invalid_field(field, "a cache must be named once"));
+                    return Err(invalid_field(field, "must name each cache only once"));
                 }
                 Ok(owner)
             };
             owners.into_iter().map(parse).collect()
         }
 
-        /// What comes to own an output, on the wire.
+        /// Converts an owner to its protobuf form.
         #[must_use]
         pub fn $on_wire(owner: OutputOwner) -> $package::OutputOwner {
             use $package::output_owner::Owner;
@@ -68,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn owners_come_back_from_the_wire_and_a_cache_owns_one_output() {
+    fn cache_owns_only_one_output() {
         let (build, cache, claim) = (BuildId::new(), CacheId::new(), ClaimId::new());
         let owners =
             [OutputOwner::Build(build), OutputOwner::TaskCache(cache), OutputOwner::ResourceCache(claim)];
@@ -76,14 +77,14 @@ mod tests {
         let mut parse = |owners: &[OutputOwner]| {
             parse_submitted("owners", owners.iter().copied().map(submitted).collect(), &mut caches)
         };
-        assert_eq!(parse(&owners).expect("they are fine"), owners);
-        assert_eq!(parse(&owners[..1]).expect("a build may own several"), owners[..1]);
-        parse(&owners[1..2]).expect_err("it is named twice");
-        parse(&[owners[0]; 101]).expect_err("they are too many");
+        assert_eq!(parse(&owners).expect("valid owners"), owners);
+        assert_eq!(parse(&owners[..1]).expect("a build may own several outputs"), owners[..1]);
+        parse(&owners[1..2]).expect_err("the cache is named twice");
+        parse(&[owners[0]; 101]).expect_err("too many owners");
         let none = vec![artifacts::OutputOwner { owner: None }];
-        parse_settled("owners", none, &mut HashSet::new()).expect_err("it says not which");
+        parse_settled("owners", none, &mut HashSet::new()).expect_err("the owner is missing");
         let malformed = artifacts::output_owner::Owner::TaskCacheId("x".to_owned());
         let malformed = vec![artifacts::OutputOwner { owner: Some(malformed) }];
-        parse_settled("owners", malformed, &mut HashSet::new()).expect_err("it is no id");
+        parse_settled("owners", malformed, &mut HashSet::new()).expect_err("the id is malformed");
     }
 }

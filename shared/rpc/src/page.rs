@@ -1,7 +1,8 @@
-//! Pages of lists: sizes, and tokens that nobody else can read meaning into.
+//! Pages of lists, with opaque page tokens.
 //!
-//! A token names the last item of the page before it, and carries a digest of the call and the whole request that it was made for. So it
-//! goes on with that list and no other: the same filters, the same team, the same call. The size of the page alone may change.
+//! Handlers of list calls parse the request with [`Page::of`] and build the response with [`Page::end`]. A token contains
+//! the id of the last item of the previous page and a digest of the call and its request. A token is therefore valid only
+//! for the same call with the same fields. Only the page size may change.
 
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
@@ -11,18 +12,19 @@ use uuid::Uuid;
 
 use crate::{Reason, invalid_field, pb};
 
-/// Most bytes of the items of a page, unless there is but one. Clients decode 4 MiB unless they are told otherwise.
+/// Maximum size of the items of a page in bytes, unless the page has a single item. Clients decode at most 4 MiB by
+/// default.
 pub const MOST_BYTES: usize = 2 << 20;
 
-/// How many bytes of a digest a token carries.
+/// Size of the digest in a token, in bytes.
 const CHECK: usize = 8;
 
-/// A request that is answered in pages.
+/// Request of a list call.
 pub trait List: Message + Clone {
-    /// Names the call.
+    /// Name of the call.
     const CALL: &'static str;
 
-    /// How many items a page may have, and where it begins; all else says what is listed.
+    /// Page size and page token. All other fields select the items.
     fn page(&mut self) -> (&mut u32, &mut String);
 }
 
@@ -55,19 +57,19 @@ lists! {
     scheduler::ListWorkersRequest,
 }
 
-/// One page of a list that is ordered by an id.
+/// Page of a list that is ordered by id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Page {
-    /// How many items at most.
+    /// Maximum number of items.
     pub size: u64,
-    /// The last id of the page before. `None`: the first page.
+    /// Last id of the previous page. `None`: this is the first page.
     pub after: Option<Uuid>,
-    /// Digest of what is listed.
+    /// Digest of the call and the request without the page fields.
     query: [u8; 32],
 }
 
 impl Page {
-    /// The page that `request` asks for: `page_size` items (0: 100), after what `page_token` names.
+    /// Parses the page of `request`: up to `page_size` items (0: 100) after the item in `page_token`.
     pub fn of<R: List>(service: &str, request: &R) -> Result<Self, Status> {
         let mut query = request.clone();
         let (size, token) = query.page();
@@ -85,14 +87,14 @@ impl Page {
         match first.read(&token) {
             Some(after) => Ok(Self { after: Some(after), ..first }),
             None => {
-                let message = "the page token was not made by this call with this request";
+                let message = "cannot use page token: it comes from another call or request; list from the start without a token";
                 Err(Reason::InvalidPageToken.status(service, message))
             }
         }
     }
 
-    /// The items of this page, and where to go on: as many of `found` as it has room for. `more`: there are more after them. The token is
-    /// empty if that was all.
+    /// Returns as many of the items as fit the page, and the token of the next page. `more`: the list continues after
+    /// `found`. The token is empty for the last page.
     pub fn end<T: Message>(
         &self,
         found: impl IntoIterator<Item = (Uuid, T)>,
@@ -111,13 +113,13 @@ impl Page {
         (items, last.filter(|_| more).map(|last| self.token(last)).unwrap_or_default())
     }
 
-    /// The token of the page that follows one that ends with `last`.
+    /// Returns the token of the page after the item `last`.
     #[must_use]
     pub fn token(&self, last: Uuid) -> String {
         URL_SAFE_NO_PAD.encode([last.as_bytes(), &self.check(last)[..]].concat())
     }
 
-    /// The id that a token of this query names.
+    /// Returns the id in a token. `None`: the token is not valid for this request.
     fn read(&self, token: &str) -> Option<Uuid> {
         let bytes = URL_SAFE_NO_PAD.decode(token).ok()?;
         let (last, check) = bytes.split_first_chunk()?;
@@ -125,7 +127,7 @@ impl Page {
         (check == self.check(last)).then_some(last)
     }
 
-    /// What a token of this query has beside `last`.
+    /// Returns the digest in the token for `last`.
     fn check(&self, last: Uuid) -> [u8; CHECK] {
         let digest = blake3::keyed_hash(&self.query, last.as_bytes());
         std::array::from_fn(|index| digest.as_bytes()[index])
@@ -151,20 +153,20 @@ mod tests {
 
     #[track_caller]
     fn assert_foreign<R: List>(request: &R) {
-        let refused = Page::of("test", request).expect_err("it is foreign");
+        let refused = Page::of("test", request).expect_err("a foreign token");
         let reason = refused.get_details_error_info().expect("a reason").reason;
         assert_eq!(reason, Reason::InvalidPageToken.as_str());
     }
 
     #[test]
-    fn a_token_goes_on_with_its_own_list_and_with_no_other() {
+    fn token_is_valid_only_for_its_request() {
         let (last, any) = (Uuid::now_v7(), InventoryState::Unspecified);
         let first = Page::of("test", &volumes("w", any, 0, "")).expect("a page");
         assert_eq!((first.size, first.after), (100, None));
         let token = first.token(last);
         assert_eq!(token.len(), 32, "{token}");
 
-        // However many are asked for.
+        // Another page size.
         let next = Page::of("test", &volumes("w", any, 7, &token)).expect("the next page");
         assert_eq!((next.size, next.after), (7, Some(last)));
         assert_eq!(next.token(last), token);
@@ -180,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_that_was_changed_or_made_up_is_refused() {
+    fn forged_token_is_rejected() {
         let any = InventoryState::Unspecified;
         let token = Page::of("test", &volumes("w", any, 0, "")).expect("a page").token(Uuid::now_v7());
         let bytes = URL_SAFE_NO_PAD.decode(&token).expect("base64");
@@ -192,8 +194,8 @@ mod tests {
         for length in 1..bytes.len() {
             assert_foreign(&volumes("w", any, 0, &URL_SAFE_NO_PAD.encode(&bytes[..length])));
         }
-        let made_up = URL_SAFE_NO_PAD.encode(Uuid::now_v7().as_bytes());
-        for foreign in ["?", &made_up, &format!("{token}AAAA"), &"A".repeat(100_000)] {
+        let forged = URL_SAFE_NO_PAD.encode(Uuid::now_v7().as_bytes());
+        for foreign in ["?", &forged, &format!("{token}AAAA"), &"A".repeat(100_000)] {
             assert_foreign(&volumes("w", any, 0, foreign));
         }
     }
@@ -220,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_has_at_most_a_thousand_items() {
+    fn page_size_above_1000_is_rejected() {
         let any = InventoryState::Unspecified;
         assert_eq!(Page::of("test", &volumes("w", any, 1000, "")).map(|page| page.size).ok(), Some(1000));
         for size in [1001, u32::MAX] {

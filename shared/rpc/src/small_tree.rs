@@ -1,7 +1,8 @@
-//! Small trees: what fits a call, from entries with their contents to a manifest, and an archive.
+//! Small trees: trees of files that fit one message.
 //!
-//! Who hands one over has no manifest and computes no digest; both are made here. Invariant: a [`SmallTree`] is within its limits and its manifest
-//! is valid, so it can be unpacked anywhere.
+//! The artifact store parses them, and the command line creates them. A caller sends entries with their contents; this
+//! module computes the manifest and the digest. Invariant: a [`SmallTree`] is within its limits and has a valid manifest.
+//! [`parse`] enforces it.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,9 +17,9 @@ use crate::invalid_field;
 use crate::pb::artifacts as pb;
 use crate::pb::artifacts::small_tree_entry::What;
 
-/// Most entries, with the directories that are only implied, but for the root.
+/// Maximum number of entries, including implied directories and without the root.
 pub const MOST_ENTRIES: usize = 1000;
-/// Most bytes of paths, contents and targets.
+/// Maximum total size of paths, contents and link targets, in bytes.
 pub const MOST_BYTES: usize = 1 << 20;
 
 const DEFAULT_FILE_MODE: u32 = 0o644;
@@ -28,25 +29,25 @@ const DEFAULT_DIRECTORY_MODE: u32 = 0o755;
 #[derive(Debug, Clone)]
 pub struct SmallTree {
     manifest: Arc<Manifest>,
-    /// Of each extent, by its ordinal.
+    /// Content of each extent, by its ordinal.
     contents: Vec<Bytes>,
 }
 
-/// A directory that makes no small tree.
+/// Reason why a directory is not a small tree.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum NotSmall {
-    /// It has too many entries.
-    #[error("it has more than {MOST_ENTRIES} entries")]
+    /// Too many entries.
+    #[error("the tree has more than {MOST_ENTRIES} entries")]
     Entries,
-    /// It has too many bytes.
-    #[error("its paths and contents have more than {MOST_BYTES} bytes")]
+    /// Too many bytes.
+    #[error("the paths and contents have more than {MOST_BYTES} bytes")]
     Bytes,
-    /// Something in it is none that small trees have.
-    #[error("{0:?} is {1}, which only an upload can have")]
+    /// An entry of a kind that small trees do not support.
+    #[error("{0:?} is {1}; use an upload instead")]
     Kind(std::path::PathBuf, &'static str),
 }
 
-/// A tree from the wire. What is wrong with it is said of `field`.
+/// Parses a tree. Errors name fields below `field`.
 pub fn parse(field: &str, tree: &pb::SmallTree) -> Result<SmallTree, Status> {
     let of_entries = format!("{field}.entries");
     if tree.entries.iter().filter(|entry| !entry.path.is_empty()).count() > MOST_ENTRIES {
@@ -62,7 +63,7 @@ pub fn parse(field: &str, tree: &pb::SmallTree) -> Result<SmallTree, Status> {
     }
     entries.sort_by(|(one, _), (other, _)| compare_paths(&one.path, &other.path));
     if let Some(pair) = entries.windows(2).find(|pair| pair[0].0.path == pair[1].0.path) {
-        let message = format!("{:?} must be named once", pair[0].0.path());
+        let message = format!("{:?} must occur only once", pair[0].0.path());
         return Err(invalid_field(format!("{of_entries}.path"), message));
     }
     for path in implied(&entries).map_err(|error| invalid_field(&of_entries, error.to_string()))? {
@@ -73,12 +74,12 @@ pub fn parse(field: &str, tree: &pb::SmallTree) -> Result<SmallTree, Status> {
     let (entries, contents): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
     let manifest = Manifest::new(entries, Limits::default())
         .map_err(|error| invalid_field(format!("{of_entries}.path"), error.to_string()))?;
-    // Each file has one extent, or none where it is empty.
+    // Each file has one extent, or none if it is empty.
     let contents = contents.into_iter().filter(|content| !content.is_empty()).collect();
     Ok(SmallTree { manifest: Arc::new(manifest), contents })
 }
 
-/// What an entry counts for.
+/// Returns the size of an entry that counts towards [`MOST_BYTES`].
 fn bytes_of(entry: &pb::SmallTreeEntry) -> usize {
     let what = match &entry.what {
         Some(What::File(bytes) | What::Symlink(bytes)) => bytes.len(),
@@ -93,7 +94,7 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
     let (kind, default_mode, content) = match what {
         What::File(content) => {
             let size_bytes = content.len() as u64;
-            // No content is longer than an extent may be.
+            // No content exceeds the maximum size of an extent.
             let length = u32::try_from(content.len()).unwrap_or(u32::MAX);
             let digest = Digest(*blake3::hash(content).as_bytes());
             let extents = if length == 0 { Vec::new() } else { vec![Extent { offset: 0, length, digest }] };
@@ -103,7 +104,7 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
         What::Directory(_) => (EntryKind::Directory, DEFAULT_DIRECTORY_MODE, Bytes::new()),
     };
     if entry.path.is_empty() && kind != EntryKind::Directory {
-        return Err(invalid_field(of("path"), "is the root, which is a directory"));
+        return Err(invalid_field(of("path"), "is the root, which must be a directory"));
     }
     let at = entry.modified_at.unwrap_or_default();
     let parsed = Entry {
@@ -113,7 +114,7 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
         gid: entry.gid,
         mtime_seconds: at.seconds,
         mtime_nanos: u32::try_from(at.nanos)
-            .map_err(|_| invalid_field(of("modified_at"), "must have nanos that are not negative"))?,
+            .map_err(|_| invalid_field(of("modified_at"), "must not have negative nanos"))?,
         xattrs: Vec::new(),
         kind,
     };
@@ -130,7 +131,7 @@ fn parse_entry(field: &str, entry: &pb::SmallTreeEntry) -> Result<(Entry, Bytes)
     Ok((parsed, content))
 }
 
-/// The directories in which something of `entries` is, and which are none of them. With them, there are no more than may be.
+/// Returns the parent directories that `entries` does not contain. Fails if the total exceeds [`MOST_ENTRIES`].
 fn implied(entries: &[(Entry, Bytes)]) -> Result<BTreeSet<Vec<u8>>, NotSmall> {
     let named: BTreeSet<&[u8]> = entries.iter().map(|(entry, _)| &entry.path[..]).collect();
     let mut implied = BTreeSet::new();
@@ -144,7 +145,7 @@ fn implied(entries: &[(Entry, Bytes)]) -> Result<BTreeSet<Vec<u8>>, NotSmall> {
             if named.contains(at) || !implied.insert(at.to_vec()) {
                 break;
             }
-            // With the root, which is not counted.
+            // The root does not count.
             if entries.len() + implied.len() > MOST_ENTRIES + 1 {
                 return Err(NotSmall::Entries);
             }
@@ -166,12 +167,12 @@ fn directory(path: Vec<u8>) -> Entry {
     }
 }
 
-/// A tree for the wire, of a manifest whose contents `read` yields by their ordinals.
+/// Creates a tree from a manifest. `read` returns the content of an extent by its ordinal.
 pub fn from_manifest<E: From<NotSmall>>(
     manifest: &Manifest,
     mut read: impl FnMut(u64) -> Result<Bytes, E>,
 ) -> Result<pb::SmallTree, E> {
-    // The root is not counted.
+    // The root does not count.
     if manifest.entries().len() > MOST_ENTRIES + 1 {
         return Err(NotSmall::Entries.into());
     }
@@ -182,13 +183,13 @@ pub fn from_manifest<E: From<NotSmall>>(
     for (index, entry) in manifest.entries().iter().enumerate() {
         let not = |what| NotSmall::Kind(entry.path().to_owned(), what);
         if !entry.xattrs.is_empty() {
-            return Err(not("something with extended attributes").into());
+            return Err(not("an entry with extended attributes").into());
         }
         let what = match &entry.kind {
             EntryKind::Directory => What::Directory(pb::SmallTreeDirectory {}),
             EntryKind::Symlink { target } => What::Symlink(Bytes::copy_from_slice(target)),
             EntryKind::File { size_bytes, extents } => {
-                // At most as large as all of them.
+                // No file is larger than the whole tree.
                 let mut content = vec![0; usize::try_from(*size_bytes).unwrap_or(MOST_BYTES)];
                 for (ordinal, extent) in manifest.ordinals_of(index).zip(extents) {
                     let start = usize::try_from(extent.offset).unwrap_or(usize::MAX);
@@ -219,13 +220,13 @@ pub fn from_manifest<E: From<NotSmall>>(
     Ok(pb::SmallTree { entries })
 }
 
-/// A tree as it is kept.
+/// Encodes a tree for storage.
 #[must_use]
 pub fn encode(tree: &pb::SmallTree) -> Vec<u8> {
     tree.encode_to_vec()
 }
 
-/// A tree that was kept.
+/// Decodes a stored tree.
 pub fn decode(bytes: Vec<u8>) -> Result<pb::SmallTree, DecodeError> {
     pb::SmallTree::decode(Bytes::from(bytes))
 }
@@ -237,7 +238,7 @@ impl SmallTree {
         self.manifest.tree_digest()
     }
 
-    /// Bytes of its files.
+    /// Size of all files, in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.manifest.size_bytes()

@@ -1,4 +1,8 @@
-//! The spec of a workload: validated where it enters, kept as the bytes that came, shown without secrets.
+//! Validation and conversion of workload specs.
+//!
+//! The scheduler validates a spec at its submission ([`parse`]), stores its encoding ([`encode`]), and returns it without
+//! secrets ([`without_secrets`]). A stored spec is decoded without checking limits that may have changed since
+//! ([`parse_accepted`]).
 
 use std::collections::HashSet;
 
@@ -15,32 +19,32 @@ use crate::{
     parse_id, parse_optional_id, parse_team, required,
 };
 
-/// Where processes start unless the spec says otherwise.
+/// Default working directory of processes.
 pub const DEFAULT_DIRECTORY: &[u8] = b"/workspace";
 
-/// Least memory that a container can be limited to. Its init and the start of a process are counted; below a few MiB either
-/// would be killed before the process did anything.
+/// Minimum memory limit of a container, in bytes. The limit includes the container's init and the start of the process,
+/// which a smaller limit would kill.
 pub const LEAST_MEMORY_BYTES: u64 = 6 << 20;
-/// Most memory that a container can be limited to: what every kernel takes, and more than any worker has.
+/// Maximum memory limit of a container, in bytes. Every kernel accepts it, and no worker has more.
 pub const MOST_MEMORY_BYTES: u64 = 1 << 60;
-/// Most processor time that a container can be limited to: what every kernel takes, and more than any worker has.
+/// Maximum processor limit of a container, in thousandths of a core. Every kernel accepts it, and no worker has more.
 pub const MOST_CPU_MILLIS: u64 = 10_000_000;
-/// How often a workload may begin again, at most.
+/// Maximum number of retries of a workload.
 pub const MOST_RETRIES: u32 = 100;
-const READ_ONCE: &str = "standard input that was read cannot be read once more";
-/// Most processes that a container can be limited to. The kernel takes one more, which is for its init.
+const READ_ONCE: &str = "not allowed with attached standard input, which can be read only once";
+/// Maximum process limit of a container. The kernel accepts one more, which is the container's init.
 pub const MOST_PIDS: u64 = (1 << 22) - 1;
 
-/// Most bytes of an encoded spec.
+/// Maximum size of an encoded spec, in bytes.
 const MAX_BYTES: usize = 1 << 20;
 const MAX_RESOURCE_TYPE_BYTES: usize = 255;
-/// Most task caches of a spec.
+/// Maximum number of task caches in a spec.
 const MOST_CACHES: usize = 100;
-/// Most inputs, outputs and caches of a spec. With what an attempt needs beside them it asks for fewer than 1000 volumes, as many as the artifact
-/// store prepares at a time, and pins fewer than 1000 artifacts, as many as it pins.
+/// Maximum number of inputs, outputs and caches in a spec, together. An attempt then needs fewer than 1000 volumes and
+/// pins fewer than 1000 artifacts, which are the limits of the artifact store for one call.
 const MOST_MOUNTS: usize = 900;
 
-/// Validates a spec, fills in its defaults and makes its paths absolute.
+/// Validates a submitted spec, fills in its defaults and makes its paths absolute.
 pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     if spec.encoded_len() > MAX_BYTES {
         return Err(invalid_field("spec", format!("is larger than {MAX_BYTES} bytes")));
@@ -48,13 +52,14 @@ pub fn parse(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     check_limits(&spec.limits.unwrap_or_default())?;
     check_texts(&spec)?;
     check_mounts(&spec)?;
-    accepted(spec)
+    parse_accepted(spec)
 }
 
-/// A spec that was accepted before. It is not asked how large it is, nor by how much it is limited, nor how long its texts are: with its defaults and
-/// absolute paths it may be larger than what its caller sent, bounds may be narrower now than they were then, and one such spec must not be in
-/// the way of others.
-pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
+/// Parses a spec that was accepted before, without checking sizes and limits.
+///
+/// A stored spec may exceed them for two reasons: its defaults and absolute paths make it larger than the submitted spec,
+/// and limits may be stricter now than at its submission. Such a spec must not block other workloads.
+pub fn parse_accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     parse_enum::<pb::WorkloadKind>("spec.kind", spec.kind)?;
     let image = match required("spec.image.source", required("spec.image", spec.image)?.source)? {
         pb::image::Source::Host(_) => Image::Host,
@@ -66,7 +71,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         pb::image::Source::ResourceType(name) => Image::ResourceType(name),
     };
     if spec.command.is_empty() || spec.command[0].is_empty() {
-        return Err(invalid_field("spec.command", "names no program"));
+        return Err(invalid_field("spec.command", "must name a program"));
     }
     for (index, argument) in spec.command.iter().enumerate() {
         no_nul(&format!("spec.command[{index}]"), argument)?;
@@ -86,7 +91,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
         return Err(invalid_field("spec.retries", READ_ONCE));
     }
     let inputs = parse_inputs(spec.inputs, &directory)?;
-    // A cache is named once, whether it is found as a directory or owns an output.
+    // A spec may name each cache once, either as a mount or as an owner of an output.
     let mut owners = HashSet::new();
     let caches = parse_caches(spec.caches, &mut owners)?;
     let outputs = parse_outputs(spec.outputs, &directory, &mut owners)?;
@@ -134,7 +139,7 @@ pub fn accepted(spec: pb::WorkloadSpec) -> Result<WorkloadSpec, Status> {
     })
 }
 
-/// A spec on the wire.
+/// Converts a spec to its protobuf form.
 #[must_use]
 pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
     let bytes = |bytes: &Bytes| bytes::Bytes::copy_from_slice(bytes);
@@ -223,7 +228,7 @@ pub fn to_proto(spec: &WorkloadSpec) -> pb::WorkloadSpec {
     }
 }
 
-/// The spec as its callers may see it later: values of environment variables are left out.
+/// Removes the values of environment variables, which no call returns.
 #[must_use]
 pub fn without_secrets(mut spec: pb::WorkloadSpec) -> pb::WorkloadSpec {
     for variable in &mut spec.environment {
@@ -232,22 +237,22 @@ pub fn without_secrets(mut spec: pb::WorkloadSpec) -> pb::WorkloadSpec {
     spec
 }
 
-/// The bytes in which a validated spec is kept.
+/// Encodes a validated spec for storage.
 #[must_use]
 pub fn encode(spec: &WorkloadSpec) -> Vec<u8> {
     to_proto(spec).encode_to_vec()
 }
 
-/// A spec that was kept. Fails only when it was not written by [`encode`].
+/// Decodes a stored spec. Fails only if the bytes do not come from [`encode`].
 pub fn decode(bytes: &[u8]) -> Result<WorkloadSpec, Status> {
     let spec = pb::WorkloadSpec::decode(bytes).map_err(|error| invalid_field("spec", error.to_string()))?;
-    accepted(spec)
+    parse_accepted(spec)
 }
 
-/// Most bytes in which the spec of a finished workload is kept as it is.
+/// Maximum size of the complete spec of a finished workload, in bytes. A larger spec is abridged.
 pub const MOST_FINISHED_BYTES: usize = 8 << 10;
 
-/// What is kept of a large spec whose workload has finished: what it was, and not all that was said to it.
+/// Removes the large parts of the spec of a finished workload.
 #[must_use]
 pub fn abridged(mut spec: WorkloadSpec) -> WorkloadSpec {
     const MOST_PATH_BYTES: usize = 1 << 10;
@@ -300,7 +305,7 @@ fn parse_inputs(inputs: Vec<pb::Input>, directory: &[u8]) -> Result<Vec<Input>, 
     Ok(parsed)
 }
 
-/// `named`: caches that are named elsewhere.
+/// Parses outputs. `named` collects the caches of the spec, each of which may occur only once.
 fn parse_outputs(
     outputs: Vec<pb::Output>,
     directory: &[u8],
@@ -342,7 +347,7 @@ fn parse_caches(
     Ok(parsed)
 }
 
-/// Texts are no longer than what workers say of themselves, and have no NUL: nothing could be told a process or found on a worker by one that has.
+/// Checks the lengths and characters of texts. Labels of workers have the same limits.
 fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     check_label("spec.user", &spec.user)?;
     check_label("spec.platform", &spec.platform)?;
@@ -354,7 +359,7 @@ fn check_texts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     }
 }
 
-/// A worker makes a volume for each of them, at once.
+/// Checks the number of mounts, because a worker creates a volume for each of them in one call.
 fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
     let mut count = 0;
     for (field, more) in [
@@ -373,11 +378,11 @@ fn check_mounts(spec: &pb::WorkloadSpec) -> Result<(), Status> {
 
 fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
     let pb::Limits { cpu_millis, memory_bytes, pids } = *limits;
-    let refuse = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
+    let reject = |field: &str, why: String| Err(invalid_field(format!("spec.limits.{field}"), why));
     if memory_bytes != 0 && memory_bytes < LEAST_MEMORY_BYTES {
-        return refuse(
+        return reject(
             "memory_bytes",
-            format!("must be at least {LEAST_MEMORY_BYTES}, which is what a container needs to start"),
+            format!("must be at least {LEAST_MEMORY_BYTES}, the memory that a container needs to start"),
         );
     }
     for (field, value, most) in [
@@ -386,31 +391,31 @@ fn check_limits(limits: &pb::Limits) -> Result<(), Status> {
         ("pids", pids, MOST_PIDS),
     ] {
         if value > most {
-            return refuse(field, format!("must be at most {most}"));
+            return reject(field, format!("must be at most {most}"));
         }
     }
     Ok(())
 }
 
-/// Which of those that wait is first.
+/// Checks a priority: -100 to 100.
 pub fn parse_priority(field: &str, priority: i32) -> Result<i32, Status> {
-    let most = -100..=100;
-    if most.contains(&priority) { Ok(priority) } else { Err(invalid_field(field, "must be -100 to 100")) }
+    let allowed = -100..=100;
+    if allowed.contains(&priority) { Ok(priority) } else { Err(invalid_field(field, "must be -100 to 100")) }
 }
 
-/// What of a worker shall be reserved.
+/// Parses the resources to reserve on a worker.
 pub fn parse_requests(
     field: &str,
     requests: Option<pb::ResourceRequests>,
 ) -> Result<ResourceRequests, Status> {
     let pb::ResourceRequests { cpu_millis, memory_bytes, disk_bytes } = requests.unwrap_or_default();
-    // As much as a database can count, and its sum over some millions of leases.
+    // The database can store the sum over some millions of leases.
     let most = 1 << 42;
     for (name, amount) in
         [("cpu_millis", cpu_millis), ("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)]
     {
         if amount > most {
-            let why = format!("is more than any worker has: must be at most {most}");
+            let why = format!("must be at most {most}");
             return Err(invalid_field(format!("{field}.{name}"), why));
         }
     }
@@ -446,7 +451,7 @@ fn mount_path(field: &str, path: &[u8], name: &str, directory: &[u8]) -> Result<
     Ok(path)
 }
 
-/// `path` as seen from `base`, without empty and `.` components. `..` is refused.
+/// Resolves `path` relative to `base` and removes empty and `.` components. `..` is rejected.
 fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
     no_nul(field, path)?;
     let whole = if path.starts_with(b"/") { path.to_vec() } else { [base, b"/", path].concat() };
@@ -470,8 +475,10 @@ fn absolute(field: &str, path: &[u8], base: &[u8]) -> Result<Bytes, Status> {
     Ok(normal)
 }
 
-/// No path lies below another, and none is another's. But an output may share the path of a copy-on-write input, and a cache may lie below an
-/// output or a copy-on-write input: builds keep what they made among their sources.
+/// Checks that no path equals another path or lies below it.
+///
+/// There are two exceptions. An output may have the path of a copy-on-write input. A cache may lie below an output or a
+/// copy-on-write input, because build tools keep caches among the sources.
 fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> Result<(), Status> {
     let below = |path: &[u8], other: &[u8]| {
         path.strip_prefix(other).is_some_and(|rest| rest.starts_with(b"/")) || other == b"/"
@@ -500,7 +507,7 @@ fn check_paths(inputs: &[Input], outputs: &[Output], caches: &[CacheMount]) -> R
                 if *kind != "cache" || *other_kind == "cache" {
                     return clash("lies below");
                 }
-                // Nothing can be mounted where no directory can be made.
+                // A mount point cannot be created in a read-only input.
                 if *other_read_only {
                     return clash("lies below read-only");
                 }
@@ -551,12 +558,12 @@ mod tests {
         pb::Output { name: name.to_owned(), path: bytes::Bytes::copy_from_slice(path), owners: Vec::new() }
     }
 
-    fn refusal(spec: pb::WorkloadSpec) -> String {
-        parse(spec).expect_err("refused").message().to_owned()
+    fn rejection(spec: pb::WorkloadSpec) -> String {
+        parse(spec).expect_err("an invalid spec").message().to_owned()
     }
 
     #[test]
-    fn paths_are_seen_from_the_working_directory_and_kept_specs_come_back_equal() {
+    fn paths_are_resolved_from_working_directory() {
         let owner = domain::workload::OutputOwner::TaskCache(domain::CacheId::new());
         let given = pb::WorkloadSpec {
             inputs: vec![
@@ -575,11 +582,11 @@ mod tests {
         assert_eq!(parsed.inputs[0].path, b"/workspace/src");
         assert_eq!(parsed.inputs[1].path, b"/opt/lib");
         assert_eq!(parsed.outputs[1].path, b"/workspace/report");
-        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        assert_eq!(decode(&encode(&parsed)).expect("a stored spec"), parsed);
     }
 
     #[test]
-    fn what_was_accepted_can_be_read_again_however_large_its_defaults_make_it() {
+    fn stored_spec_may_exceed_size_limit() {
         let large = |bytes| pb::WorkloadSpec {
             command: vec![b"true".as_slice().into(), vec![b'x'; bytes].into()],
             inputs: vec![input("src", b"", pb::Access::ReadOnly)],
@@ -587,50 +594,50 @@ mod tests {
         };
         let room = MAX_BYTES - large(MAX_BYTES / 2).encoded_len() + MAX_BYTES / 2;
         assert_eq!(large(room).encoded_len(), MAX_BYTES);
-        let parsed = parse(large(room)).expect("it just fits");
+        let parsed = parse(large(room)).expect("the largest valid spec");
         assert!(encode(&parsed).len() > MAX_BYTES);
-        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
-        assert!(refusal(large(room + 1)).contains("larger than"));
+        assert_eq!(decode(&encode(&parsed)).expect("a stored spec"), parsed);
+        assert!(rejection(large(room + 1)).contains("larger than"));
     }
 
     #[test]
-    fn what_cannot_be_mounted_is_refused_by_name() {
+    fn invalid_mounts_are_rejected() {
         let nested =
             vec![input("a", b"a", pb::Access::CopyOnWrite), input("b", b"a/b", pb::Access::CopyOnWrite)];
-        assert!(refusal(pb::WorkloadSpec { inputs: nested, ..spec() }).contains("lies below"));
+        assert!(rejection(pb::WorkloadSpec { inputs: nested, ..spec() }).contains("lies below"));
         let read_only = vec![input("a", b"a", pb::Access::ReadOnly)];
         let same = pb::WorkloadSpec { inputs: read_only, outputs: vec![output("a", b"")], ..spec() };
-        assert!(refusal(same).contains("read-only"));
+        assert!(rejection(same).contains("read-only"));
         let up = pb::WorkloadSpec { outputs: vec![output("a", b"../a")], ..spec() };
-        assert!(refusal(up).contains(".."));
+        assert!(rejection(up).contains(".."));
         let root = pb::WorkloadSpec { outputs: vec![output("a", b"/")], ..spec() };
-        assert!(refusal(root).contains("root"));
-        assert!(refusal(pb::WorkloadSpec { command: vec![], ..spec() }).contains("names no program"));
-        assert!(refusal(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
-        assert!(refusal(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
+        assert!(rejection(root).contains("root"));
+        assert!(rejection(pb::WorkloadSpec { command: vec![], ..spec() }).contains("must name a program"));
+        assert!(rejection(pb::WorkloadSpec { stdin: 0, ..spec() }).contains("is required"));
+        assert!(rejection(pb::WorkloadSpec { stdin: 99, ..spec() }).contains("99"));
     }
 
     #[test]
-    fn what_may_be_interrupted_has_no_attached_input() {
+    fn interruptible_spec_with_attached_stdin_is_rejected() {
         let with =
             |stdin: pb::StdinMode| pb::WorkloadSpec { interruptible: true, stdin: stdin.into(), ..spec() };
         assert!(parse(with(pb::StdinMode::None)).expect("a spec").interruptible);
-        assert!(refusal(with(pb::StdinMode::Attached)).contains("spec.interruptible"));
+        assert!(rejection(with(pb::StdinMode::Attached)).contains("spec.interruptible"));
     }
 
     #[test]
-    fn what_may_begin_again_has_no_attached_input() {
+    fn retries_with_attached_stdin_are_rejected() {
         let with =
             |retries, stdin: pb::StdinMode| pb::WorkloadSpec { retries, stdin: stdin.into(), ..spec() };
         assert_eq!(parse(with(MOST_RETRIES, pb::StdinMode::None)).expect("a spec").retries, MOST_RETRIES);
         assert_eq!(parse(with(0, pb::StdinMode::Attached)).expect("a spec").retries, 0);
         for wrong in [with(1, pb::StdinMode::Attached), with(MOST_RETRIES + 1, pb::StdinMode::None)] {
-            assert!(refusal(wrong).contains("spec.retries"));
+            assert!(rejection(wrong).contains("spec.retries"));
         }
     }
 
     #[test]
-    fn caches_are_absolute_and_beside_everything_else() {
+    fn cache_paths_are_checked() {
         let cache = |path: &[u8]| pb::CacheMount {
             task_cache_id: domain::CacheId::new().to_string(),
             path: bytes::Bytes::copy_from_slice(path),
@@ -647,9 +654,9 @@ mod tests {
         let parsed =
             parse(with(vec![cache(b"/root//.cargo/."), cache(b"/workspace/target")])).expect("valid");
         assert_eq!(parsed.caches[0].path, b"/root/.cargo");
-        assert_eq!(decode(&encode(&parsed)).expect("kept"), parsed);
+        assert_eq!(decode(&encode(&parsed)).expect("a stored spec"), parsed);
         for path in [&b"/workspace/src/target"[..], b"/workspace/out/target"] {
-            parse(with(vec![cache(path)])).expect("caches may lie among sources and results");
+            parse(with(vec![cache(path)])).expect("a cache may lie below an output or a copy-on-write input");
         }
         for (path, why) in [
             (&b""[..], "absolute"),
@@ -662,26 +669,26 @@ mod tests {
             (b"/workspace/fixed/target", "lies below read-only input"),
             (b"/workspace", "lies above input"),
         ] {
-            let said = refusal(with(vec![cache(path)]));
-            assert!(said.contains(why), "{said}");
+            let message = rejection(with(vec![cache(path)]));
+            assert!(message.contains(why), "{message}");
         }
-        assert!(refusal(with(vec![cache(b"/a"), cache(b"/a")])).contains("has the path of cache"));
-        assert!(refusal(with(vec![cache(b"/a"), cache(b"/a/b")])).contains("lies below cache"));
+        assert!(rejection(with(vec![cache(b"/a"), cache(b"/a")])).contains("has the path of cache"));
+        assert!(rejection(with(vec![cache(b"/a"), cache(b"/a/b")])).contains("lies below cache"));
         let one = cache(b"/a");
         let again = pb::CacheMount { path: b"/b".as_slice().into(), ..one.clone() };
-        assert!(refusal(with(vec![one.clone(), again])).contains("given twice"));
+        assert!(rejection(with(vec![one.clone(), again])).contains("given twice"));
         let owner = domain::workload::OutputOwner::TaskCache(one.task_cache_id.parse().expect("an id"));
         let owned = pb::Output { owners: vec![owner::submitted(owner)], ..output("out", b"") };
         let both = pb::WorkloadSpec { outputs: vec![owned], ..with(vec![one]) };
-        assert!(refusal(both).contains("named once"));
+        assert!(rejection(both).contains("only once"));
         let unnamed = pb::CacheMount { task_cache_id: "x".to_owned(), path: b"/a".as_slice().into() };
-        assert!(refusal(with(vec![unnamed])).contains("spec.caches[0].task_cache_id"));
+        assert!(rejection(with(vec![unnamed])).contains("spec.caches[0].task_cache_id"));
         let many = (0..=MOST_CACHES).map(|index| cache(format!("/{index}").as_bytes()));
-        assert!(refusal(with(many.collect())).contains("at most 100"));
+        assert!(rejection(with(many.collect())).contains("at most 100"));
     }
 
     #[test]
-    fn the_working_directory_is_seen_from_the_workspace() {
+    fn working_directory_is_relative_to_workspace() {
         let at = |directory: &'static [u8]| {
             let spec =
                 pb::WorkloadSpec { directory: directory.into(), outputs: vec![output("o", b"")], ..spec() };
@@ -691,11 +698,11 @@ mod tests {
         assert_eq!(at(b"").expect("valid"), there(b"/workspace", b"/workspace/o"));
         assert_eq!(at(b"sub/./dir/").expect("valid"), there(b"/workspace/sub/dir", b"/workspace/sub/dir/o"));
         assert_eq!(at(b"/srv").expect("valid"), there(b"/srv", b"/srv/o"));
-        assert!(at(b"../x").expect_err("refused").message().contains("spec.directory"));
+        assert!(at(b"../x").expect_err("an invalid spec").message().contains("spec.directory"));
     }
 
     #[test]
-    fn limits_that_no_process_could_start_with_are_refused_and_kept_ones_are_still_read() {
+    fn stored_spec_may_exceed_resource_limits() {
         let with = |limits: pb::Limits| pb::WorkloadSpec { limits: Some(limits), ..spec() };
         let limits = pb::Limits::default();
         for (wrong, field) in [
@@ -705,7 +712,7 @@ mod tests {
             (pb::Limits { cpu_millis: u64::MAX, ..limits }, "spec.limits.cpu_millis"),
             (pb::Limits { pids: 1 << 22, ..limits }, "spec.limits.pids"),
         ] {
-            let status = parse(with(wrong)).expect_err("refused");
+            let status = parse(with(wrong)).expect_err("an invalid spec");
             let violations =
                 tonic_types::StatusExt::get_details_bad_request(&status).expect("a field is named");
             assert_eq!(violations.field_violations[0].field, field);

@@ -1,9 +1,12 @@
-//! Signed tokens: session credentials, lease tokens, tickets. The scheduler signs; everyone else verifies offline.
+//! Signed tokens: session credentials, lease tokens and tickets. The scheduler signs them, and all other services verify
+//! them offline.
 //!
-//! A token is the base64url of `payload ‖ key id (8 bytes) ‖ Ed25519 signature (64 bytes)`. The signature is over the kind of the
-//! token and the payload, so that a token of one kind never passes for another. The payload ends with a code of the kind and the claims that only who has the
-//! secret can make (BLAKE3, keyed with what is derived from it), for the scheduler alone: to make it again takes a hundredth of the time of a
-//! signature. Callers treat tokens as opaque.
+//! A token is the base64url of `payload ‖ key id (8 bytes) ‖ Ed25519 signature (64 bytes)`. The signature covers the kind
+//! of the token and the payload, so that a token of one kind is never valid as another kind.
+//!
+//! The payload ends with a code over the kind and the claims: a keyed BLAKE3 hash whose key is derived from the secret of
+//! the signer. The scheduler verifies its own tokens with the code, which takes a hundredth of the time of a signature.
+//! Callers treat tokens as opaque.
 
 use std::collections::HashMap;
 use std::sync::RwLock;
@@ -25,39 +28,39 @@ use uuid::Uuid;
 use crate::pb::scheduler as pb;
 use crate::{Peer, Reason, Refusal};
 
-/// Names a key: the first bytes of its public half.
+/// Id of a key: the first bytes of its public half.
 pub type KeyId = [u8; 8];
 
-/// What can be signed.
+/// Claims that can be signed.
 pub trait Claims: Sized {
-    /// Tells kinds of token apart.
+    /// Kind of the token. It is part of the signed bytes.
     const KIND: &'static str;
-    /// The payload.
+    /// Encodes the claims as a payload.
     fn encode(&self) -> Vec<u8>;
-    /// The claims of a payload. `None`: it is not one of ours.
+    /// Decodes the claims of a payload. `None`: the payload is malformed.
     fn decode(payload: &[u8]) -> Option<Self>;
 }
 
-/// A token is not one that our scheduler signed for this.
+/// A token that this scheduler did not sign for the expected kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the token is malformed, forged, or of another kind")]
+#[error("the token is malformed, forged or of another kind")]
 pub struct InvalidToken;
 
 /// A token could not be verified.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
-    /// It is not one that our scheduler signed for this.
+    /// The scheduler did not sign the token for the expected kind.
     #[error(transparent)]
     Invalid(#[from] InvalidToken),
-    /// Its key is unknown here, and the scheduler could not be asked.
-    #[error("cannot ask the scheduler for its keys")]
+    /// The key is unknown, and the scheduler did not return its keys.
+    #[error("cannot get the keys of the scheduler")]
     KeysUnavailable(#[from] Refusal),
 }
 
-/// For what the key of codes is derived from the secret.
+/// Context in which the key of the codes is derived from the secret.
 const CODE_CONTEXT: &str = "gantry 2026-11-23 codes of tokens for their signer";
 
-/// Signs. Only the scheduler has one.
+/// Signer of tokens. Only the scheduler has one.
 #[derive(Clone)]
 pub struct TokenSigner {
     key: SigningKey,
@@ -65,13 +68,13 @@ pub struct TokenSigner {
 }
 
 impl TokenSigner {
-    /// The signer with this secret.
+    /// Creates the signer with this secret.
     #[must_use]
     pub fn from_seed(seed: &[u8; 32]) -> Self {
         Self { key: SigningKey::from_bytes(seed), code_key: blake3::derive_key(CODE_CONTEXT, seed) }
     }
 
-    /// The public half, and its name.
+    /// Returns the public key and its id.
     #[must_use]
     pub fn public(&self) -> pb::PublicKey {
         let key = self.key.verifying_key();
@@ -90,58 +93,59 @@ impl TokenSigner {
         URL_SAFE_NO_PAD.encode(token)
     }
 
-    /// Verifies a token that this signer made. By its code, whatever its signature says; one of an older version has none.
+    /// Verifies a token of this signer by its code and ignores the signature. A token of an older version has no code and
+    /// is verified by its signature.
     pub fn verify<C: Claims>(&self, token: &str) -> Result<C, InvalidToken> {
         let Unverified { payload, signature, .. } = Unverified::parse(token)?;
         let claims = C::decode(&payload).ok_or(InvalidToken)?;
-        let said = Code::decode(payload.as_slice()).map_err(|_| InvalidToken)?.code;
-        let is_ours = if said.is_empty() {
-            // Signatures are deterministic (RFC 8032), and to make one again takes a third of the time that it takes to verify one.
+        let code = Code::decode(payload.as_slice()).map_err(|_| InvalidToken)?.code;
+        let is_genuine = if code.is_empty() {
+            // Signatures are deterministic (RFC 8032). Signing again takes a third of the time of a verification.
             let own = self.key.sign(&signed_bytes(C::KIND, &payload));
             own.to_bytes().ct_eq(&signature.to_bytes())
         } else {
-            self.code::<C>(&claims.encode()).ct_eq(said.as_slice())
+            self.code::<C>(&claims.encode()).ct_eq(code.as_slice())
         };
-        if bool::from(is_ours) { Ok(claims) } else { Err(InvalidToken) }
+        if bool::from(is_genuine) { Ok(claims) } else { Err(InvalidToken) }
     }
 
-    /// What only this signer can say of claims.
+    /// Returns the code of encoded claims, which only this signer can compute.
     fn code<C: Claims>(&self, claims: &[u8]) -> [u8; 32] {
         blake3::keyed_hash(&self.code_key, &signed_bytes(C::KIND, claims)).into()
     }
 }
 
-/// Least time from one call for keys to the next, after the scheduler answered.
+/// Minimum time between two calls for keys after the scheduler answered.
 ///
-/// Anybody can make up a token with the id of an unknown key. So the number of such tokens must not be the number of calls.
+/// Any client can send tokens with unknown key ids. The limit keeps such tokens from causing a call each.
 pub const KEYS_KEPT: Duration = Duration::from_secs(5);
-/// Time that the scheduler has to answer a call for keys.
+/// Deadline of a call for keys.
 const KEYS_DEADLINE: Duration = Duration::from_secs(5);
-/// Bytes that a token may have at most. Those that the scheduler signs have a few hundred.
+/// Maximum size of a token in bytes. Genuine tokens have a few hundred bytes.
 const MOST_TOKEN_BYTES: usize = 16 << 10;
-/// Least time from one call for keys to the next, after the scheduler did not answer.
+/// Minimum time between two calls for keys after the scheduler did not answer.
 pub const KEYS_RETRY: Duration = Duration::from_secs(1);
 
-/// The scheduler's public keys, asked for when one is missing.
+/// Public keys of the scheduler. Missing keys are requested from it.
 ///
-/// Invariant: a token causes no call if its key is known, and all tokens of this process together cause one call in [`KEYS_KEPT`]
-/// ([`KEYS_RETRY`] while the scheduler does not answer). The lock on `refreshed` enforces it.
+/// Invariant: a token with a known key causes no call. All tokens of the process together cause at most one call in
+/// [`KEYS_KEPT`], or in [`KEYS_RETRY`] while the scheduler does not answer. The lock on `refreshed` enforces it.
 pub struct Keys {
-    /// `None`: the keys were given, and there are no others.
+    /// `None`: the set of keys is fixed.
     scheduler: Option<Peer>,
     known: RwLock<HashMap<KeyId, VerifyingKey>>,
-    /// The last call for keys. `None`: there was none.
+    /// Last call for keys. `None`: there was none.
     refreshed: Mutex<Option<Refreshed>>,
 }
 
-/// A call for keys.
+/// Time and result of a call for keys.
 struct Refreshed {
     at: Instant,
     outcome: Result<(), Refusal>,
 }
 
 impl Refreshed {
-    /// Whether the next call is too early.
+    /// Whether it is too early for the next call.
     fn is_recent(&self) -> bool {
         let kept = if self.outcome.is_ok() { KEYS_KEPT } else { KEYS_RETRY };
         self.at.elapsed() < kept
@@ -149,20 +153,20 @@ impl Refreshed {
 }
 
 impl Keys {
-    /// Knows no key yet; asks `scheduler`.
+    /// Starts without keys and requests them from `scheduler`.
     #[must_use]
     pub fn new(scheduler: Peer) -> Self {
         Self { scheduler: Some(scheduler), known: RwLock::default(), refreshed: Mutex::default() }
     }
 
-    /// Knows these keys and asks nobody for others.
+    /// Uses a fixed set of keys.
     #[must_use]
     pub fn fixed(keys: &[pb::PublicKey]) -> Self {
         let known = RwLock::new(keys.iter().filter_map(verifying_key).collect());
         Self { scheduler: None, known, refreshed: Mutex::default() }
     }
 
-    /// Verifies a token, and answers what it claims.
+    /// Verifies a token and returns its claims.
     pub async fn verify<C: Claims>(&self, token: &str) -> Result<C, VerifyError> {
         let unverified = Unverified::parse(token)?;
         if let Some(key) = self.get(unverified.key_id) {
@@ -177,31 +181,31 @@ impl Keys {
         self.known.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(&id).copied()
     }
 
-    /// Asks the scheduler for its keys, unless it was asked so recently that nothing new is expected.
+    /// Requests the keys of the scheduler, unless the last request was too recent.
     async fn refresh(&self, missing: KeyId) -> Result<(), Refusal> {
         let Some(scheduler) = &self.scheduler else { return Ok(()) };
         let mut refreshed = self.refreshed.lock().await;
-        // Another call may have brought it while this one waited.
+        // Another call may have added the key while this call waited for the lock.
         if self.get(missing).is_some() {
             return Ok(());
         }
         if let Some(last) = refreshed.as_ref().filter(|last| last.is_recent()) {
             return last.outcome.clone();
         }
-        // A caller may leave before the answer. The call counts from its start.
+        // The caller may be cancelled before the response. The time of the call is therefore recorded at its start.
         let unanswered = Reason::Unavailable.status("gantry", "the scheduler has not answered yet");
         *refreshed = Some(Refreshed { at: Instant::now(), outcome: Err(unanswered.into()) });
-        let outcome = self.ask(scheduler.clone()).await;
+        let outcome = self.request_keys(scheduler.clone()).await;
         *refreshed = Some(Refreshed { at: Instant::now(), outcome: outcome.clone() });
         outcome
     }
 
-    async fn ask(&self, scheduler: Peer) -> Result<(), Refusal> {
+    async fn request_keys(&self, scheduler: Peer) -> Result<(), Refusal> {
         let mut request = tonic::Request::new(pb::KeysRequest {});
-        // Others wait for this answer.
+        // Other calls wait for this response.
         request.set_timeout(KEYS_DEADLINE);
-        let answer = pb::workers_client::WorkersClient::new(scheduler).keys(request).await?.into_inner();
-        let keys = answer.keys.iter().filter_map(verifying_key);
+        let response = pb::workers_client::WorkersClient::new(scheduler).keys(request).await?.into_inner();
+        let keys = response.keys.iter().filter_map(verifying_key);
         self.known.write().unwrap_or_else(std::sync::PoisonError::into_inner).extend(keys);
         Ok(())
     }
@@ -236,7 +240,7 @@ fn signed_bytes(kind: &str, payload: &[u8]) -> Vec<u8> {
     [b"gantry/1/", kind.as_bytes(), b"\0", payload].concat()
 }
 
-/// A public key and its name. `None`: it is none.
+/// Parses a public key. `None`: the key is malformed.
 fn verifying_key(key: &pb::PublicKey) -> Option<(KeyId, VerifyingKey)> {
     let key = VerifyingKey::from_bytes(key.ed25519.as_ref().try_into().ok()?).ok()?;
     Some((key_id(&key), key))
@@ -256,7 +260,7 @@ struct Payload {
     numbers: Vec<u64>,
     #[prost(string, tag = "3")]
     team: String,
-    /// Of a ticket.
+    /// Address of the gateway. Only set in a ticket.
     #[prost(string, tag = "5")]
     endpoint: String,
 }
@@ -267,7 +271,7 @@ impl Payload {
     }
 }
 
-/// What is added to a payload. Who does not know of it passes over it.
+/// Code at the end of a payload. Decoders of [`Payload`] ignore this unknown field.
 #[derive(Clone, PartialEq, Message)]
 struct Code {
     #[prost(bytes = "vec", tag = "4")]
@@ -390,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_comes_back_as_it_was_signed() {
+    fn signed_token_has_its_claims() {
         let signer = TokenSigner::from_seed(&[1; 32]);
         let claims = lease();
         assert_eq!(signer.verify(&signer.sign(&claims)), Ok(claims));
@@ -410,22 +414,22 @@ mod tests {
     }
 
     #[test]
-    fn a_token_of_a_version_without_codes_is_ours_as_well() {
+    fn token_without_code_is_verified_by_signature() {
         let (signer, claims) = (TokenSigner::from_seed(&[1; 32]), lease());
-        let made = |key: &SigningKey| {
+        let sign_without_code = |key: &SigningKey| {
             let mut token = claims.encode();
             let signature = key.sign(&signed_bytes(LeaseClaims::KIND, &token));
             token.extend_from_slice(&key_id(&key.verifying_key()));
             token.extend_from_slice(&signature.to_bytes());
             URL_SAFE_NO_PAD.encode(token)
         };
-        assert_eq!(signer.verify(&made(&signer.key)), Ok(claims.clone()));
+        assert_eq!(signer.verify(&sign_without_code(&signer.key)), Ok(claims.clone()));
         let other = SigningKey::from_bytes(&[2; 32]);
-        assert_eq!(signer.verify::<LeaseClaims>(&made(&other)), Err(InvalidToken));
+        assert_eq!(signer.verify::<LeaseClaims>(&sign_without_code(&other)), Err(InvalidToken));
     }
 
     #[tokio::test]
-    async fn a_token_of_another_kind_or_key_or_with_a_changed_bit_is_refused() {
+    async fn forged_token_is_rejected() {
         let signer = TokenSigner::from_seed(&[1; 32]);
         let others = Keys::fixed(&[signer.public()]);
         let token = signer.sign(&lease());
@@ -439,7 +443,7 @@ mod tests {
             changed[bit / 8] ^= 1 << (bit % 8);
             let changed = URL_SAFE_NO_PAD.encode(changed);
             assert!(others.verify::<LeaseClaims>(&changed).await.is_err(), "bit {bit}");
-            // What comes after the code is for others.
+            // The signer ignores the key id and the signature after the code.
             let is_of_payload = bit < (bytes.len() - 72) * 8;
             assert_eq!(signer.verify::<LeaseClaims>(&changed).is_err(), is_of_payload, "bit {bit}");
         }

@@ -1,12 +1,12 @@
-//! W3C trace context, from one process to the next.
+//! W3C trace context between processes.
 
 use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId, TraceState};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-/// The header that carries it.
+/// Name of the header with the trace context.
 pub const TRACEPARENT: &str = "traceparent";
 
-/// The context of the current span. `None`: it is not traced.
+/// Returns the trace context of the current span. `None`: the span is not traced.
 #[must_use]
 pub fn current() -> Option<String> {
     let context = tracing::Span::current().context();
@@ -15,12 +15,12 @@ pub fn current() -> Option<String> {
         .then(|| format!("00-{}-{}-{:02x}", span.trace_id(), span.span_id(), span.trace_flags().to_u8()))
 }
 
-/// Makes the span that `traceparent` names the parent of `span`. A malformed one is ignored, as the standard asks.
+/// Makes the span in `traceparent` the parent of `span`. A malformed `traceparent` is ignored, as the standard requires.
 pub fn continue_from(span: &tracing::Span, traceparent: &str) {
     let Some(remote) = parse(traceparent) else { return };
     let context = opentelemetry::Context::new().with_remote_span_context(remote);
     if let Err(error) = span.set_parent(context) {
-        tracing::debug!(%error, "cannot continue a trace");
+        tracing::debug!(%error, "cannot set the parent of a span");
     }
 }
 

@@ -1,7 +1,7 @@
-//! Manifests and sets of extents on the wire.
+//! Conversion of manifests and sets of extents to and from messages.
 //!
-//! An entry's encoding is what the digest of a tree is made of, so entries cross here as the bytes they are: `transfer` and the
-//! generated code agree on every one of them, which a test holds.
+//! The digest of a tree is computed over the encoded entries. The encodings of `transfer` and of the generated code must
+//! therefore be identical, byte for byte. A test compares them.
 
 use bytes::Bytes;
 use prost::Message;
@@ -12,24 +12,24 @@ use transfer::{
 
 use crate::pb::runtime as pb;
 
-/// Most encoded bytes of a part of a manifest.
+/// Maximum size of a part of a manifest, in encoded bytes.
 const PART_BYTES: usize = 1 << 20;
-/// Most extents of a file in a message: less than [`PART_BYTES`].
+/// Maximum number of extents of a file in a message. Their encoding is smaller than [`PART_BYTES`].
 const EXTENTS: usize = 16_000;
-/// Most runs in a message.
+/// Maximum number of runs in a message.
 const RUNS: usize = 50_000;
 
-/// A manifest, in parts that fit a message.
+/// Splits a manifest into parts that fit a message.
 pub fn manifest_parts(manifest: &Manifest) -> impl Iterator<Item = pb::ManifestPart> {
     manifest.parts(PART_BYTES).flat_map(|entries| match entries {
         [entry] if entry.extents().len() > EXTENTS => pieces(entry),
         entries => {
-            vec![pb::ManifestPart { entries: entries.iter().filter_map(on_wire).collect(), more: false }]
+            vec![pb::ManifestPart { entries: entries.iter().filter_map(encode_entry).collect(), more: false }]
         }
     })
 }
 
-/// A file with more extents than fit a message.
+/// Splits a file with more extents than fit a message.
 fn pieces(entry: &Entry) -> Vec<pb::ManifestPart> {
     let EntryKind::File { size_bytes, extents } = &entry.kind else { return Vec::new() };
     let last = extents.len().div_ceil(EXTENTS) - 1;
@@ -37,17 +37,17 @@ fn pieces(entry: &Entry) -> Vec<pb::ManifestPart> {
         let kind = EntryKind::File { size_bytes: *size_bytes, extents: extents.to_vec() };
         let xattrs = if number == 0 { entry.xattrs.clone() } else { Vec::new() };
         let piece = Entry { path: entry.path.clone(), xattrs, kind, ..*entry };
-        pb::ManifestPart { entries: on_wire(&piece).into_iter().collect(), more: number < last }
+        pb::ManifestPart { entries: encode_entry(&piece).into_iter().collect(), more: number < last }
     };
     extents.chunks(EXTENTS).enumerate().map(piece).collect()
 }
 
-fn on_wire(entry: &Entry) -> Option<pb::Entry> {
-    // Both sides are encodings of the same message, so decoding cannot fail; the tests hold that.
+fn encode_entry(entry: &Entry) -> Option<pb::Entry> {
+    // Both types encode the same message, so decoding cannot fail. A test checks this.
     pb::Entry::decode(Bytes::from(entry.encode())).ok()
 }
 
-/// The end of a manifest.
+/// Returns the message that ends a manifest.
 #[must_use]
 pub fn manifest_end(manifest: &Manifest) -> pb::ManifestEnd {
     pb::ManifestEnd {
@@ -57,7 +57,7 @@ pub fn manifest_end(manifest: &Manifest) -> pb::ManifestEnd {
     }
 }
 
-/// Takes a part of a manifest.
+/// Adds a part to a manifest.
 pub fn push_part(builder: &mut ManifestBuilder, part: &pb::ManifestPart) -> Result<(), InvalidManifest> {
     let (last, entries) = match part.entries.split_last() {
         Some((last, entries)) if part.more => (Some(last), entries),
@@ -67,19 +67,19 @@ pub fn push_part(builder: &mut ManifestBuilder, part: &pb::ManifestPart) -> Resu
     last.map_or(Ok(()), |entry| builder.begin_encoded(&entry.encode_to_vec()))
 }
 
-/// Ordinals, in messages that are not too large. At least one message.
+/// Splits ordinals into messages of limited size.
 pub fn runs(runs: &OrdinalRanges) -> Vec<pb::ExtentRuns> {
     let all: Vec<_> =
         runs.runs().map(|run| pb::ExtentRun { first: run.start, count: run.end - run.start }).collect();
     all.chunks(RUNS).map(|runs| pb::ExtentRuns { runs: runs.to_vec() }).collect()
 }
 
-/// Takes some ordinals.
+/// Adds the ordinals of a message.
 pub fn push_runs(runs: &mut OrdinalRanges, part: &pb::ExtentRuns) -> Result<(), InvalidRange> {
     part.runs.iter().try_for_each(|run| runs.insert_run(run.first, run.count))
 }
 
-/// A manifest that breaks a rule, as `service` says it.
+/// Returns the status for an invalid manifest in the domain `service`.
 #[must_use]
 pub fn invalid_manifest(service: &str, error: &InvalidManifest) -> Status {
     let reason = match error {
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn the_generated_code_and_transfer_encode_entries_alike() {
+    fn generated_code_and_transfer_encode_entries_equally() {
         let extent = Extent { offset: 4096, length: 10, digest: domain::Digest([7; 32]) };
         let bare = |path: &str, kind| Entry { xattrs: vec![], ..entry(path, kind) };
         let link = Entry {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_with_many_extents_travels_in_messages_that_are_not_too_large() {
+    fn file_with_many_extents_is_split() {
         let count = 2 * EXTENTS as u64 + 1;
         let extent =
             |at| Extent { offset: at << 20, length: 1 << 20, digest: domain::Digest([at as u8; 32]) };

@@ -1,4 +1,4 @@
-//! The golden corpus means here what its JSON says.
+//! Checks that each message of the golden corpus equals its JSON.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::gantry::{artifacts, runtime, scheduler, streamer};
 
-/// What is left of `encoded` once generated code has decoded it.
+/// Encodes `encoded` again after the generated code has decoded it.
 fn through_generated_code(name: &str, encoded: &[u8]) -> Vec<u8> {
     macro_rules! decode {
         ($($package:ident :: $message:ident,)+) => {

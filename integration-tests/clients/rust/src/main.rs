@@ -1,5 +1,5 @@
-//! Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each
-//! step.
+//! Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy.
+//! docs/clients.md explains each step.
 
 mod retry;
 
@@ -44,7 +44,7 @@ use retry::retry;
 include!(concat!(env!("OUT_DIR"), "/protos.rs"));
 
 const BREAK_AFTER: usize = 100_000;
-/// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+/// More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever.
 const ERRORS: usize = 40 << 20;
 const WORKLOADS: &str = "gantry.scheduler.v1.Workloads";
 
@@ -60,7 +60,7 @@ fn addresses() -> anyhow::Result<HashMap<String, String>> {
     Ok(parts.map(|(service, address)| (service.to_owned(), address.to_owned())).collect())
 }
 
-/// Has each call carry the token.
+/// Adds the cluster token to each call.
 #[derive(Clone)]
 struct Bearer(Option<MetadataValue<Ascii>>);
 
@@ -114,7 +114,7 @@ impl Client {
         })
     }
 
-    /// Where a worker is reached: through the proxy if there is one.
+    /// Connects to the gateway of a worker, or to the proxy if there is one.
     fn gateway(&self, endpoint: &str) -> anyhow::Result<Service> {
         connect(self.addresses.get("proxy").map_or(endpoint, String::as_str), &self.bearer)
     }
@@ -139,7 +139,7 @@ impl Client {
         let archive = tokio_stream::iter(archive(directory, go_to.ticket)?);
         let digest = volumes.write_archive(archive).await?.into_inner().digest;
 
-        // Without the commit, nothing that was sent counts.
+        // Without the commit, the upload has no effect.
         let commit = UploadCommit { digest: digest.clone() };
         requests.send(UploadRequest { message: Some(Message::Commit(commit)) }).await?;
         let answer = answers.message().await?.and_then(|answer| answer.message);
@@ -181,7 +181,7 @@ impl Client {
     // docs:end
 
     // docs:watch
-    /// Follows a workload until an event is wanted. The revision is where to go on.
+    /// Follows a workload until a wanted event. Returns the revision from which the next call resumes.
     async fn watch<T>(
         &self,
         workload_id: &str,
@@ -193,7 +193,7 @@ impl Client {
         let watch = async || self.workloads.clone().watch(request.clone()).await;
         let mut events = retry(WORKLOADS, "Watch", watch).await?;
         while let Some(answer) = events.message().await? {
-            let Some(event) = answer.event else { continue }; // Of a newer scheduler.
+            let Some(event) = answer.event else { continue }; // An event of a newer scheduler.
             println!("watched: {}", name(&event));
             if let Some(found) = wanted(&event) {
                 return Ok((answer.revision, found));
@@ -205,7 +205,7 @@ impl Client {
     // docs:end
 
     // docs:attach
-    /// All of both outputs, over a connection that breaks once.
+    /// Returns both outputs completely. Its connection breaks once.
     async fn attach(&self, at: &Whereabouts) -> anyhow::Result<(Vec<u8>, Vec<u8>, u32)> {
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         for connections in 1.. {
@@ -221,7 +221,7 @@ impl Client {
             };
             requests.send(AttachRequest { message: Some(attach_request::Message::Resume(resume)) }).await?;
             let mut said = containers.attach(ReceiverStream::new(stream)).await?.into_inner();
-            // Leaving this loop drops the connection, and so breaks it.
+            // Leaving this loop drops and thereby breaks the connection.
             while connections > 1 || stdout.len() < BREAK_AFTER {
                 let message = said.message().await?.context("the stream was cut")?.message;
                 match message {
@@ -229,11 +229,11 @@ impl Client {
                         let output = if piece.stream() == Stream::Stdout { &mut stdout } else { &mut stderr };
                         ensure!(piece.offset == output.len() as u64, "out of order");
                         output.extend(piece.data);
-                        // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+                        // Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
                         let (stdout_offset, stderr_offset) = (stdout.len() as u64, stderr.len() as u64);
                         let ack = Ack { stdout_offset, stderr_offset };
                         let ack = attach_request::Message::Ack(ack);
-                        // Where the call has ended, nobody takes it: why, say its answers.
+                        // If the call has ended, its responses have the reason.
                         requests.send(AttachRequest { message: Some(ack) }).await.ok();
                     }
                     Some(attach_response::Message::Done(_)) => return Ok((stdout, stderr, connections)),
@@ -272,7 +272,7 @@ impl Client {
     // docs:end
 }
 
-/// The messages of WriteArchive.
+/// Returns the requests of WriteArchive.
 fn archive(directory: &Path, ticket: String) -> std::io::Result<Vec<WriteArchiveRequest>> {
     use write_archive_request::Message;
     let mut tar = tar::Builder::new(Vec::new());
@@ -301,7 +301,7 @@ fn unpack(content: &[u8]) -> anyhow::Result<BTreeMap<String, Vec<u8>>> {
     Ok(files)
 }
 
-/// Files with their content, symbolic links as `-> target`.
+/// Returns files with their contents, and symbolic links as `-> target`.
 fn read_all(root: &Path, directory: &Path, files: &mut BTreeMap<String, Vec<u8>>) -> anyhow::Result<()> {
     for entry in std::fs::read_dir(directory)? {
         let path = entry?.path();
@@ -330,9 +330,9 @@ fn name(event: &Event) -> &'static str {
 }
 
 // docs:refused
-/// Why a call was refused, as docs/errors.md lists it.
+/// Returns the reason of an error, as listed in docs/errors.md.
 fn error_info(status: &Status) -> anyhow::Result<ErrorInfo> {
-    status.get_details_error_info().with_context(|| format!("nobody of ours answered: {status}"))
+    status.get_details_error_info().with_context(|| format!("the error does not come from Gantry: {status}"))
 }
 // docs:end
 

@@ -1,4 +1,4 @@
-//! tonic reads no gRPC service config: this does what proto/service-config.json says.
+//! Implements proto/service-config.json, because tonic does not read gRPC service configs.
 
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -10,7 +10,7 @@ static CONFIG: LazyLock<Value> = LazyLock::new(|| {
     serde_json::from_str(include_str!("../../../../proto/service-config.json")).expect("it is JSON")
 });
 
-/// Makes a call that may be repeated, until somebody answers.
+/// Makes an idempotent call, and repeats it while the service is unavailable.
 pub async fn retry<T>(
     service: &str,
     method: &str,

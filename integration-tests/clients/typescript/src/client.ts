@@ -1,4 +1,4 @@
-// Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step.
+// Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy. docs/clients.md explains each step.
 
 import { deepStrictEqual, ok, strictEqual } from "node:assert";
 import { createHash, randomUUID } from "node:crypto";
@@ -37,7 +37,7 @@ import { retry } from "./retry.js";
 
 const team = process.env.GANTRY_TEAM ?? "main";
 const breakAfter = 100_000;
-// More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever.
+// More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever.
 const errors = 40 << 20;
 
 // docs:connect
@@ -50,7 +50,7 @@ function addresses(): Map<string, string> {
   return new Map(parts);
 }
 
-/** Has each call carry the token. */
+/** Adds the cluster token to each call. */
 function authorize(): Interceptor {
   const file = process.env.GANTRY_TOKEN_FILE;
   const token = file === undefined ? undefined : readFileSync(file, "utf8").trim();
@@ -78,7 +78,7 @@ const placements = createClient(Placements, scheduler.transport);
 const owners = createClient(Owners, artifacts.transport);
 const streamer = createClient(Streamer, streaming.transport);
 
-/** Where a worker is reached: through the proxy if there is one. */
+/** Connects to the gateway of a worker, or to the proxy if there is one. */
 function gateway(endpoint: string) {
   return connect(servers.get("proxy") ?? endpoint);
 }
@@ -97,7 +97,7 @@ async function upload(directory: string, buildId: string) {
   const written = await createClient(Volumes, transport).writeArchive(archive(directory, ticket));
   connection.abort();
 
-  // Without the commit, nothing that was sent counts.
+  // Without the commit, the upload has no effect.
   void requests.write({ message: { case: "commit", value: { digest: written.digest } } });
   const { value: last } = await answers.next();
   if (last?.message.case !== "uploaded") throw new Error("the stream was cut");
@@ -131,7 +131,7 @@ function pack(directory: string): AsyncIterable<Buffer> {
   return archive as AsyncIterable<Buffer>;
 }
 
-/** All names below a directory. Symbolic links are not followed. */
+/** Returns all names below a directory without following symbolic links. */
 function list(directory: string, below = ""): string[] {
   const entries = readdirSync(join(directory, below), { withFileTypes: true });
   return entries.flatMap((entry) => {
@@ -140,7 +140,7 @@ function list(directory: string, below = ""): string[] {
   });
 }
 
-/** Files with their content, symbolic links with their target. */
+/** Returns files with their contents, and symbolic links with their targets. */
 function readAll(directory: string) {
   const files = new Map<string, Buffer | string>();
   for (const name of list(directory)) {
@@ -174,7 +174,7 @@ function spec(artifactId: string, buildId: string, tags: string[] = []) {
 // docs:end
 
 // docs:watch
-/** Follows a workload until the event that is wanted. The revision is where to go on. */
+/** Follows a workload until a wanted event. Returns the revision from which the next call resumes. */
 async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
   workloadId: string,
   wanted: Case,
@@ -192,7 +192,7 @@ async function watch<Case extends NonNullable<WatchResponse["event"]["case"]>>(
 // docs:end
 
 // docs:attach
-/** All of both outputs, over a connection that breaks once. */
+/** Returns both outputs completely. Its connection breaks once. */
 async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
   const [stdout, stderr] = [new Output(), new Output()];
   const offsets = () => ({ stdoutOffset: BigInt(stdout.length), stderrOffset: BigInt(stderr.length) });
@@ -203,7 +203,7 @@ async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
     const broken = new AbortController();
     const requests = createWritableIterable<MessageInitShape<typeof AttachRequestSchema>>();
     const resume = { team, workerId, processId: attemptId, ...offsets() };
-    // What cannot be sent is heard of where answers are read.
+    // The reader of the responses reports send errors.
     const say = (message: MessageInitShape<typeof AttachRequestSchema>["message"]) =>
       requests.write({ message }).catch(() => undefined);
     void say({ case: "resume", value: resume });
@@ -213,7 +213,7 @@ async function attach({ gatewayEndpoint, workerId, attemptId }: Whereabouts) {
         if (message.case === "output") {
           const output = message.value.stream === Stream.STDOUT ? stdout : stderr;
           output.push(message.value.offset, message.value.data);
-          // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+          // Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
           void say({ case: "ack", value: offsets() });
           if (connections === 1 && stdout.length >= breakAfter) broken.abort();
         }
@@ -272,11 +272,11 @@ async function unpack(parts: Uint8Array[]) {
 }
 
 // docs:refused
-/** Why a call was refused, as docs/errors.md lists it. */
+/** Returns the reason of an error, as listed in docs/errors.md. */
 function errorInfo(error: unknown) {
   const failure = ConnectError.from(error);
   const [info] = failure.findDetails(ErrorInfoSchema);
-  if (info === undefined) throw failure; // Nobody of ours answered.
+  if (info === undefined) throw failure; // The error does not come from Gantry.
   return { code: failure.code, info };
 }
 // docs:end

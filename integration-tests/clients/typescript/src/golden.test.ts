@@ -1,4 +1,4 @@
-// The golden corpus means in TypeScript what it means in Rust.
+// Checks that TypeScript decodes the golden corpus as Rust does.
 
 import { ok } from "node:assert";
 import { readdirSync, readFileSync } from "node:fs";

@@ -1,4 +1,4 @@
-// Connect reads no gRPC service config: this does what proto/service-config.json says.
+// Implements proto/service-config.json, because Connect does not read gRPC service configs.
 
 import { readFileSync } from "node:fs";
 import { setTimeout } from "node:timers/promises";
@@ -17,7 +17,7 @@ const config = JSON.parse(readFileSync(file, "utf8")) as Config;
 
 const seconds = (text: string) => Number.parseFloat(text) * 1000;
 
-/** Repeats calls that may be repeated, until somebody answers. */
+/** Repeats an idempotent call while the service is unavailable. */
 export function retry(): Interceptor {
   return (next) => async (request) => {
     const policy = config.methodConfig.find(({ name }) =>

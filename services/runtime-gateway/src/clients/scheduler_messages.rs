@@ -325,7 +325,7 @@ fn parse_run(lease: LeaseId, run: pb::RunAttempt) -> LeaseRequest {
             lease,
             attempt: rpc::parse_id("attempt_id", &run.attempt_id)?,
             workload: rpc::parse_id("workload_id", &run.workload_id)?,
-            spec: rpc::spec::accepted(rpc::required("spec", run.spec)?)?,
+            spec: rpc::spec::parse_accepted(rpc::required("spec", run.spec)?)?,
             token: run.lease_token,
             traceparent: run.traceparent,
         })

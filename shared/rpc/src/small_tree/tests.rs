@@ -16,16 +16,16 @@ fn tree(entries: Vec<pb::SmallTreeEntry>) -> Result<SmallTree, Status> {
     parse("tree", &pb::SmallTree { entries })
 }
 
-/// The field that is at fault.
+/// Returns the field of the violation.
 #[track_caller]
 fn fault(entries: Vec<pb::SmallTreeEntry>) -> String {
-    let status = tree(entries).expect_err("it is refused");
-    let request = status.get_details_bad_request().expect("it names a field");
+    let status = tree(entries).expect_err("an invalid tree");
+    let request = status.get_details_bad_request().expect("a field violation");
     request.field_violations[0].field.clone()
 }
 
 #[test]
-fn it_has_the_digest_of_the_same_tree_in_a_directory() {
+fn small_tree_has_digest_of_uploaded_tree() {
     let directory = tempfile::tempdir().expect("a directory");
     let root = directory.path();
     std::fs::create_dir_all(root.join("a/b")).expect("made");
@@ -40,49 +40,50 @@ fn it_has_the_digest_of_the_same_tree_in_a_directory() {
     let mut reader =
         transfer::TreeReader::new(root, manifest.clone(), transfer::ReadOptions::default()).expect("opened");
     let wire = from_manifest::<Box<dyn std::error::Error>>(&manifest, |ordinal| Ok(reader.read(ordinal)?));
-    let wire = wire.expect("it is small");
-    let parsed = parse("tree", &wire).expect("it is fine");
+    let wire = wire.expect("a small tree");
+    let parsed = parse("tree", &wire).expect("a valid tree");
     assert_eq!(parsed.digest(), manifest.tree_digest());
     assert_eq!(parsed.size_bytes(), 7);
-    assert_eq!(decode(encode(&wire)).expect("it was encoded"), wire);
+    assert_eq!(decode(encode(&wire)).expect("a stored tree"), wire);
 
     let archive = parsed.archive().expect("packed");
     let read = ArchiveReader::new(&archive[..]).read(Limits::default(), |_| Ok(())).expect("an archive");
-    assert_eq!(read.tree_digest(), manifest.tree_digest(), "nor does it change on its way");
+    assert_eq!(read.tree_digest(), manifest.tree_digest(), "the archive has another digest");
 }
 
 #[test]
-fn what_is_not_said_is_what_is_usual_and_the_order_means_nothing() {
-    let plain = tree(vec![file("b/c", "1"), file("a", "2")]).expect("it is fine");
+fn small_tree_ignores_order_of_entries() {
+    let plain = tree(vec![file("b/c", "1"), file("a", "2")]).expect("a valid tree");
     let mut root = entry("", What::Directory(pb::SmallTreeDirectory {}));
     root.mode = Some(0o755);
     let mut a = file("a", "2");
     a.mode = Some(0o644);
-    let said = tree(vec![a, entry("b", What::Directory(pb::SmallTreeDirectory {})), root, file("b/c", "1")]);
-    assert_eq!(said.expect("it is fine").digest(), plain.digest());
+    let explicit =
+        tree(vec![a, entry("b", What::Directory(pb::SmallTreeDirectory {})), root, file("b/c", "1")]);
+    assert_eq!(explicit.expect("a valid tree").digest(), plain.digest());
     let mut other = file("a", "2");
     other.modified_at = Some(prost_types::Timestamp { seconds: 1, nanos: 0 });
-    assert_ne!(tree(vec![other, file("b/c", "1")]).expect("it is fine").digest(), plain.digest());
+    assert_ne!(tree(vec![other, file("b/c", "1")]).expect("a valid tree").digest(), plain.digest());
 
-    let empty = tree(Vec::new()).expect("it is fine").digest();
+    let empty = tree(Vec::new()).expect("a valid tree").digest();
     assert_eq!(
         empty.to_string(),
         "b34277c3c2709d039b2c44b9d946137e364b372ca5870a7bed16d1afbb24d5b7",
-        "of the empty directory that the contract shows"
+        "volumes.proto documents this digest"
     );
 }
 
 #[test]
-fn what_is_unsafe_or_makes_no_sense_is_refused_and_named() {
+fn invalid_entry_is_rejected_by_field() {
     for path in ["/a", "a/", "a//b", "..", "a/../b", ".", "./a", "a\0b", &"x".repeat(256), &"x/".repeat(2049)]
     {
         assert_eq!(fault(vec![file("fine", ""), file(path, "x")]), "tree.entries[1].path", "{path:?}");
     }
     assert_eq!(fault(vec![file("", "x")]), "tree.entries[0].path");
     assert_eq!(fault(vec![file("a", "x"), file("b", "y"), file("a", "x")]), "tree.entries.path");
-    assert_eq!(fault(vec![file("a/b", "x"), file("a", "y")]), "tree.entries.path", "a file holds something");
+    assert_eq!(fault(vec![file("a/b", "x"), file("a", "y")]), "tree.entries.path", "an entry below a file");
     let link = entry("a", What::Symlink(Bytes::from_static(b"b")));
-    assert_eq!(fault(vec![link.clone(), file("a/b", "x")]), "tree.entries.path", "a link holds something");
+    assert_eq!(fault(vec![link.clone(), file("a/b", "x")]), "tree.entries.path", "an entry below a link");
     for target in [&b""[..], b"a\0b", &[b'x'; 4096]] {
         let link = entry("a", What::Symlink(Bytes::copy_from_slice(target)));
         assert_eq!(fault(vec![link]), "tree.entries[0].symlink");
@@ -110,11 +111,11 @@ fn what_is_too_large_is_refused() {
     assert!(full.archive().expect("packed").len() > MOST_BYTES);
     assert_eq!(fault(vec![file("ab", &content)]), "tree.entries");
     let many = |count: usize| (0..count).map(|n| file(n.to_string(), "")).collect::<Vec<_>>();
-    tree(many(MOST_ENTRIES)).expect("they are just few enough");
+    tree(many(MOST_ENTRIES)).expect("the largest valid tree");
     assert_eq!(fault(many(MOST_ENTRIES + 1)), "tree.entries");
-    // Directories that are only implied take as much as others do.
+    // Implied directories count.
     let deep = |depth: usize| vec![file(format!("{}f", "d/".repeat(depth)), "")];
-    tree(deep(MOST_ENTRIES - 1)).expect("they are just few enough");
+    tree(deep(MOST_ENTRIES - 1)).expect("the largest valid tree");
     assert_eq!(fault(deep(MOST_ENTRIES)), "tree.entries");
 
     let entries = (0..=MOST_ENTRIES).map(|n| directory(format!("{n:04}").into_bytes()));

@@ -1,7 +1,8 @@
-//! The golden corpus: encoded messages, beside their canonical JSON, that the clients in every language decode and compare.
+//! The golden corpus: encoded messages beside their canonical JSON, which the clients in all languages decode and compare.
 //!
-//! `TYPE.CASE.binpb` is what this code puts on the wire, `TYPE.CASE.json` what it means. Both are made here, and the committed ones are
-//! compared: whoever changes what is on the wire sees it. `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc golden` writes them.
+//! `TYPE.CASE.binpb` has the encoding, and `TYPE.CASE.json` the canonical JSON. The test compares the committed files with
+//! the current encoding, so that a change of the encoding is noticed.
+//! `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc golden` writes the files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,9 @@ use prost::Message;
 use prost_reflect::{DescriptorPool, DynamicMessage, SerializeOptions};
 use serde_json::{Value, json};
 
-/// No UTF-8: a lone continuation byte, a byte that never occurs, and NUL.
+/// Bytes that are not UTF-8: a lone continuation byte, an invalid byte, and NUL.
 const NOT_UTF8: &[u8] = b"\x80\xff\x00/\xc3";
-/// More than the numbers of JavaScript hold.
+/// A number that JavaScript cannot represent exactly.
 const LARGE: u64 = (1 << 53) + 1;
 const ID: &str = "01980000-0000-7000-8000-00000000002a";
 
@@ -28,10 +29,10 @@ impl Corpus {
     fn add<M: Message>(&mut self, case: &str, message: &M) {
         // `gantry_rpc::pb::scheduler::Exit` is `gantry.scheduler.v1.Exit`.
         let path: Vec<_> = std::any::type_name::<M>().split("::").collect();
-        let [_, "pb", package, name] = path[..] else { panic!("{path:?} is no message of ours") };
+        let [_, "pb", package, name] = path[..] else { panic!("{path:?} is not a Gantry message") };
         let name = format!("gantry.{package}.v1.{name}");
         let encoded = message.encode_to_vec();
-        let descriptor = self.pool.get_message_by_name(&name).expect("a message of ours");
+        let descriptor = self.pool.get_message_by_name(&name).expect("a known message");
         let dynamic = DynamicMessage::decode(descriptor, encoded.as_slice()).expect("it decodes");
         let json = dynamic
             .serialize_with_options(serde_json::value::Serializer, &SerializeOptions::new())
@@ -113,14 +114,14 @@ fn whereabouts() -> scheduler::Whereabouts {
     }
 }
 
-fn of_the_scheduler(corpus: &mut Corpus) {
+fn add_scheduler_messages(corpus: &mut Corpus) {
     use scheduler::*;
     corpus.add("full", &spec());
     corpus.add("empty", &WorkloadSpec::default());
     let artifact = Image { source: Some(image::Source::ArtifactId(String::new())) };
     corpus.add("a_chosen_default", &artifact);
     corpus.add("nothing_chosen", &Image::default());
-    // A reader that is older than what it reads.
+    // Values that an older reader does not know.
     corpus.add(
         "enums_of_the_future",
         &WorkloadSpec { kind: 99, stdin: -1, network: i32::MAX, ..Default::default() },
@@ -147,7 +148,7 @@ fn of_the_scheduler(corpus: &mut Corpus) {
         failure: Some(Failure { reason: text("OUTPUT_LOST"), message: text("why") }),
         outputs,
         whereabouts: Some(whereabouts()),
-        // What is 0 is told from what is not known.
+        // 0 differs from absent.
         usage: Some(Usage {
             queued: duration(0, 0),
             running: duration(1, 500_000_000),
@@ -168,7 +169,7 @@ fn of_the_scheduler(corpus: &mut Corpus) {
     let running = Running { whereabouts: Some(whereabouts()) };
     corpus.add("running", &event(LARGE, Some(watch_response::Event::Running(running))));
     corpus.add("finished", &event(u64::MAX, Some(watch_response::Event::Finished(finished))));
-    // An event that this reader does not know looks like none.
+    // An unknown event decodes as no event.
     corpus.add("no_event", &WatchResponse { at: timestamp(-1, 999_999_999), ..Default::default() });
 
     corpus.add(
@@ -226,7 +227,7 @@ fn of_the_scheduler(corpus: &mut Corpus) {
     );
 }
 
-fn of_the_others(corpus: &mut Corpus) {
+fn add_other_messages(corpus: &mut Corpus) {
     use artifacts::PutBuildRequest;
     use runtime::*;
     corpus.add(
@@ -315,8 +316,8 @@ fn of_the_others(corpus: &mut Corpus) {
     corpus.add("done", &ReadArchiveResponse { message: Some(done) });
 }
 
-/// What comes in the trailer `grpc-status-details-bin` of a refusal.
-fn of_errors(corpus: &mut Corpus) {
+/// Content of the trailer `grpc-status-details-bin` of an error.
+fn add_errors(corpus: &mut Corpus) {
     let about = [("one", text("lacks the tags gpu"))];
     let status =
         Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could ever run it", about);
@@ -336,14 +337,14 @@ fn of_errors(corpus: &mut Corpus) {
 fn corpus() -> BTreeMap<String, Vec<u8>> {
     let pool = DescriptorPool::decode(DESCRIPTORS).expect("descriptors");
     let mut corpus = Corpus { pool, files: BTreeMap::new() };
-    of_the_scheduler(&mut corpus);
-    of_the_others(&mut corpus);
-    of_errors(&mut corpus);
+    add_scheduler_messages(&mut corpus);
+    add_other_messages(&mut corpus);
+    add_errors(&mut corpus);
     corpus.files
 }
 
 #[test]
-fn the_committed_corpus_is_what_this_code_encodes() {
+fn committed_corpus_equals_current_encoding() {
     let directory: PathBuf =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../integration-tests/clients/golden");
     let expected = corpus();

@@ -1,6 +1,6 @@
-//! Page tokens and signed tokens that others send: each is refused, or is what was made here.
+//! Changed page tokens and signed tokens, which must be rejected.
 //!
-//! Each case changes some bytes of a valid one, drawn from a number: see `testing::hostile`.
+//! Each case changes random bytes of a valid token; see `testing::hostile`.
 use std::fmt::Debug;
 
 use base64::Engine;
@@ -17,10 +17,10 @@ use testing::hostile::{Counting, Draws, each, most_allocated};
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Most memory that it takes to read a token that is as long as these, in bytes.
+/// Maximum memory for reading a token of this length, in bytes.
 const MOST: usize = 256 << 10;
 
-/// A token that was changed: in its text, or in the bytes that it stands for.
+/// Changes a token in its text or in its decoded bytes.
 fn changed(token: &str, draws: &mut Draws) -> String {
     let changed = match draws.below(2) {
         0 => draws.changed(token.as_bytes()),
@@ -74,12 +74,12 @@ async fn check_claims<C: Claims + Clone + PartialEq + Debug>(
 ) {
     let token = signer.sign(&claims);
     assert_eq!(signer.verify::<C>(&token), Ok(claims.clone()));
-    assert_eq!(keys.verify::<C>(&token).await.expect("it is genuine"), claims);
+    assert_eq!(keys.verify::<C>(&token).await.expect("a genuine token"), claims);
 
     let other = changed(&token, draws);
     let (own, allocated) = most_allocated(|| signer.verify::<C>(&other));
     assert!(allocated <= MOST, "{allocated}");
-    // The signer looks at its own code, and not at the signature.
+    // The signer checks its own code and not the signature.
     assert!(own.is_err() || own == Ok(claims.clone()), "{own:?}");
     let read = keys.verify::<C>(&other).await;
     assert_eq!(read.is_ok(), other == token, "{other:?}");

@@ -1,5 +1,6 @@
-//! The contracts on the wire.
+//! Tests of the contracts on the wire.
 
+mod contract;
 mod errors;
 mod golden;
 mod hostile_tokens;

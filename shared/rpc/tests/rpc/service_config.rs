@@ -1,60 +1,31 @@
-//! `proto/service-config.json` says what the comments of the protos say: what callers may repeat, and how long they wait for it.
+//! `proto/service-config.json` states which calls a library may repeat, and their deadlines. It is generated from the
+//! comments of the protos.
 //!
-//! `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc service_config` writes it.
+//! `GANTRY_BLESS=1 cargo test -p gantry-rpc --test rpc service_config` writes the file.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
 
-use prost::Message;
-use prost_types::FileDescriptorSet;
 use serde_json::{Value, json};
 
-fn proto() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../proto")
-}
+use crate::contract::{contracts, proto};
 
-/// The comment before `rpc NAME(` in the service, as one line.
-fn comment(text: &str, service: &str, rpc: &str) -> String {
-    let service = text.split(&format!("\nservice {service} {{")).nth(1).expect("the service");
-    let before = service.split(&format!("rpc {rpc}(")).next().expect("what is before it");
-    let lines: Vec<_> =
-        before.lines().rev().skip(1).map(str::trim).take_while(|l| l.starts_with("//")).collect();
-    lines.iter().rev().map(|line| line.trim_start_matches('/').trim()).collect::<Vec<_>>().join(" ")
-}
-
-/// Seconds. `None`: it says that there is no deadline.
-fn deadline(rpc: &str, comment: &str) -> Option<u32> {
-    let said =
-        comment.split("Default deadline: ").nth(1).unwrap_or_else(|| panic!("{rpc} names no deadline"));
-    let first = said.split([' ', '.']).next().expect("a word");
-    (first != "none").then(|| first.parse().unwrap_or_else(|_| panic!("{rpc}: {first} s?")))
-}
-
-/// What callers may repeat, by how long they wait for it; calls whose caller streams cannot be repeated by a library.
+/// Idempotent calls of callers and operators, by their deadline. A library cannot repeat a call with a stream of
+/// requests.
 fn repeatable() -> BTreeMap<Option<u32>, Vec<Value>> {
-    let descriptors = FileDescriptorSet::decode(gantry_rpc::DESCRIPTORS).expect("descriptors");
     let mut methods: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for file in descriptors.file.iter().filter(|file| file.package().starts_with("gantry.")) {
-        let text = std::fs::read_to_string(proto().join(file.name())).expect("the file");
-        for service in &file.service {
-            for method in service.method.iter().filter(|method| !method.client_streaming()) {
-                let comment = comment(&text, service.name(), method.name());
-                let principal = comment.split("Principal: ").nth(1).unwrap_or_default();
-                let calls =
-                    ["caller", "operator", "holder of a ticket"].iter().any(|who| principal.starts_with(who));
-                if !calls || !comment.contains("Safe to repeat") {
-                    continue;
-                }
-                let name = json!({ "service": format!("{}.{}", file.package(), service.name()), "method": method.name() });
-                methods.entry(deadline(method.name(), &comment)).or_default().push(name);
-            }
+    for contract in contracts() {
+        let is_for_callers = matches!(contract.callers[0].as_str(), "caller" | "operator");
+        if is_for_callers && contract.idempotent && !contract.streams_requests {
+            let service = format!("{}.{}", contract.package, contract.service);
+            let name = json!({ "service": service, "method": contract.rpc });
+            methods.entry(contract.deadline).or_default().push(name);
         }
     }
     methods
 }
 
 #[test]
-fn callers_repeat_what_the_protos_allow_and_nothing_else() {
+fn service_config_repeats_only_idempotent_calls() {
     let policy = json!({
         "maxAttempts": 5,
         "initialBackoff": "0.2s",
@@ -72,12 +43,12 @@ fn callers_repeat_what_the_protos_allow_and_nothing_else() {
     });
     let expected = json!({ "methodConfig": configs.collect::<Vec<_>>() });
     assert!(expected.to_string().contains("\"Submit\""), "{expected}");
-    assert!(!expected.to_string().contains("\"StartAttempt\""), "that is the gateways'");
+    assert!(!expected.to_string().contains("\"StartAttempt\""), "only gateways call StartAttempt");
 
     let file = proto().join("service-config.json");
-    let text = serde_json::to_string_pretty(&expected).expect("text") + "\n";
+    let text = serde_json::to_string_pretty(&expected).expect("JSON") + "\n";
     if std::env::var_os("GANTRY_BLESS").is_some() {
-        std::fs::write(&file, &text).expect("written");
+        std::fs::write(&file, &text).expect("the file is written");
     }
     assert_eq!(std::fs::read_to_string(&file).expect("proto/service-config.json"), text);
 }

@@ -79,10 +79,10 @@ import org.apache.commons.compress.archivers.tar.TarArchiveInputStream;
 import org.apache.commons.compress.archivers.tar.TarArchiveOutputStream;
 import org.apache.commons.compress.archivers.tar.TarConstants;
 
-/** Uploads a directory, has a command copy it and write lines, follows that, and downloads the copy. docs/clients.md explains each step. */
+/** Uploads a directory, runs a command that copies it and writes output, follows the command, and downloads the copy. docs/clients.md explains each step. */
 public final class Client implements AutoCloseable {
   private static final int BREAK_AFTER = 100_000;
-  /** More than a worker keeps that nobody acknowledges: who forgets standard error waits for ever. */
+  /** More output than a worker keeps without acknowledgement. A caller that does not acknowledge standard error waits forever. */
   private static final int ERRORS = 40 << 20;
 
   private final String team = System.getenv().getOrDefault("GANTRY_TEAM", "main");
@@ -129,7 +129,7 @@ public final class Client implements AutoCloseable {
   }
   // docs:end
 
-  /** Where a worker is reached: through the proxy if there is one. */
+  /** Connects to the gateway of a worker, or to the proxy if there is one. */
   private ManagedChannel gateway(String endpoint) throws IOException {
     return connect(addresses.getOrDefault("proxy", endpoint));
   }
@@ -154,7 +154,7 @@ public final class Client implements AutoCloseable {
     archive.halfClose();
     ByteString digest = archive.read().getDigest();
 
-    // Without the commit, nothing that was sent counts.
+    // Without the commit, the upload has no effect.
     call.write(UploadRequest.newBuilder().setCommit(UploadCommit.newBuilder().setDigest(digest)).build());
     var uploaded = call.read().getUploaded();
     call.halfClose();
@@ -202,7 +202,7 @@ public final class Client implements AutoCloseable {
     }
   }
 
-  /** Files with their content, symbolic links as `-> target`. */
+  /** Returns files with their contents, and symbolic links as `-> target`. */
   private static Map<String, ByteString> readAll(Path directory) throws IOException {
     var files = new TreeMap<String, ByteString>();
     for (Path path : list(directory)) {
@@ -245,7 +245,7 @@ public final class Client implements AutoCloseable {
   // docs:end
 
   // docs:watch
-  /** Follows a workload until the event that is wanted. Its revision is where to go on. */
+  /** Follows a workload until a wanted event. Returns the revision from which the next call resumes. */
   WatchResponse watch(String workloadId, EventCase wanted, long afterRevision) throws Exception {
     var request = WatchRequest.newBuilder().setTeam(team).setWorkloadId(workloadId).setAfterRevision(afterRevision).build();
     var call = workloads.watch(request);
@@ -267,7 +267,7 @@ public final class Client implements AutoCloseable {
   // docs:attach
   record Attached(byte[] stdout, byte[] stderr, int connections) {}
 
-  /** All of both outputs, over a connection that breaks once. */
+  /** Returns both outputs completely. Its connection breaks once. */
   Attached attach(Whereabouts whereabouts) throws Exception {
     var stdout = new ByteArrayOutputStream();
     var stderr = new ByteArrayOutputStream();
@@ -286,7 +286,7 @@ public final class Client implements AutoCloseable {
     }
   }
 
-  /** Never waits to send: a blocking stub that does, while answers wait to be read, may wait for ever. */
+  /** Never blocks to send. A blocking stub that waits to send while responses are unread may wait forever. */
   private static final class Reader implements ClientResponseObserver<AttachRequest, AttachResponse> {
     final CompletableFuture<Boolean> done = new CompletableFuture<>();
     private final ByteArrayOutputStream stdout;
@@ -314,7 +314,7 @@ public final class Client implements AutoCloseable {
         var output = said.getOutput().getStream() == Stream.STREAM_STDOUT ? stdout : stderr;
         check(said.getOutput().getOffset() == output.size(), "out of order");
         output.writeBytes(said.getOutput().getData().toByteArray());
-        // What is acknowledged need not be kept, and lets the process go on: both outputs, wanted or not.
+        // Acknowledge both outputs, even if one is discarded. The worker then drops the bytes, and the process continues.
         var ack = Ack.newBuilder().setStdoutOffset(stdout.size()).setStderrOffset(stderr.size());
         requests.onNext(AttachRequest.newBuilder().setAck(ack).build());
       }
@@ -370,14 +370,14 @@ public final class Client implements AutoCloseable {
   // docs:end
 
   // docs:refused
-  /** Why a call was refused, as docs/errors.md lists it. */
+  /** Returns the reason of an error, as listed in docs/errors.md. */
   static ErrorInfo errorInfo(StatusException error) throws Exception {
     for (var detail : StatusProto.fromThrowable(error).getDetailsList()) {
       if (detail.is(ErrorInfo.class)) {
         return detail.unpack(ErrorInfo.class);
       }
     }
-    throw error; // Nobody of ours answered.
+    throw error; // The error does not come from Gantry.
   }
   // docs:end
 

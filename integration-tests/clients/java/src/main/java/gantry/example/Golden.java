@@ -7,7 +7,7 @@ import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.List;
 
-/** The golden corpus means in Java what it means in Rust. */
+/** Checks that Java decodes the golden corpus as Rust does. */
 public final class Golden {
   private static final String SUFFIX = ".binpb";
 
