@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Artifacts`
+//! Handlers of `gantry.artifacts.v1.Artifacts`.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::builds;
 use crate::explain::{self, Question};
 use crate::marks::references::Keepers;
 
-/// How long an artifact that comes back is kept when its caller does not say.
+/// Default time for which a restored artifact is kept without an owner.
 pub(super) const DEFAULT_REPRIEVE: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
@@ -59,8 +59,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let encoded = inline::read(self.store.db.read(), team, id).await?;
 
         let decoded = encoded.map(rpc::small_tree::decode).transpose();
-        let tree =
-            decoded.map_err(|error| rpc::unavailable(SERVICE, "read what is kept of a tree", &error))?;
+        let tree = decoded.map_err(|error| rpc::unavailable(SERVICE, "decode a stored tree", &error))?;
         Ok(Response::new(pb::ReadTreeResponse { tree }))
     }
 
@@ -97,7 +96,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let found = artifacts::get(self.store.db.read(), team, id, self.store.now(), &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
 
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(Response::new(pb::GetArtifactResponse { artifact: Some(artifact(located, &keepers)) }))
@@ -206,7 +205,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         });
         let new = &new.collect::<Result<Vec<_>, Status>>()?;
         if new.iter().map(|new| new.id).collect::<HashSet<_>>().len() < new.len() {
-            return Err(rpc::invalid_field("artifacts.artifact_id", "must be another for each"));
+            return Err(rpc::invalid_field("artifacts.artifact_id", "must be unique"));
         }
         let now = self.store.now();
 
@@ -264,7 +263,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let explained = explain::explain(self.store.db.read(), &question, id)
             .await
-            .map_err(|error| errors::database("explain it", &error))?;
+            .map_err(|error| errors::database("explain an id", &error))?;
 
         let explained = explained.ok_or_else(|| errors::unknown_id(id))?;
         Ok(Response::new(super::explain::explanation(explained)))
@@ -295,13 +294,13 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let found = artifacts::get(self.store.db.read(), team, id, now, &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(Response::new(pb::UndeleteResponse { artifact: Some(artifact(located, &keepers)) }))
     }
 }
 
-/// How long an artifact that comes back is kept without an owner.
+/// Parses the time for which a restored artifact is kept without an owner.
 pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
     match keep {
         Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Reprieve(keep)),

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Caches`
+//! Handlers of `gantry.artifacts.v1.Caches`.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use crate::caches::resource_caches::{self, Ask, Found, User};
 use crate::caches::task_caches::{self, Key, Which};
 use crate::db::entity::{ALL_TEAMS, base_resource_type, resource_cache, task_cache};
 
-/// The longest name of a job, a step or a type, in bytes.
+/// Maximum length of the name of a job, step or type, in bytes.
 pub(super) const LONGEST_NAME: usize = 1024;
 
-/// The longest path, in bytes.
+/// Maximum length of a path, in bytes.
 pub(super) const LONGEST_PATH: usize = 4096;
 
-/// The longest text for people, in bytes.
+/// Maximum length of a text for people, in bytes.
 pub(super) const LONGEST_TEXT: usize = 65536;
 
-/// The longest that a task cache may stay unused: ten years.
+/// Maximum TTL of a task cache: ten years.
 const LONGEST_TTL: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
 #[tonic::async_trait]
@@ -189,7 +189,7 @@ impl pb::caches_server::Caches for Handlers {
             path: named("path", request.path, LONGEST_PATH)?,
         };
         let ttl = match rpc::parse_duration("ttl", request.ttl)?.unwrap_or(self.store.config.task_cache_ttl) {
-            Duration::ZERO => return Err(rpc::invalid_field("ttl", "must be longer than nothing")),
+            Duration::ZERO => return Err(rpc::invalid_field("ttl", "must not be zero")),
             ttl if ttl > LONGEST_TTL => return Err(rpc::invalid_field("ttl", "must be at most ten years")),
             ttl => ttl,
         };
@@ -200,7 +200,7 @@ impl pb::caches_server::Caches for Handlers {
             .db
             .write(|txn| async move { task_caches::find_or_create(&txn, key, ttl, now).await })
             .await
-            .map_err(|error| errors::database("look for a task cache", &error))?;
+            .map_err(|error| errors::database("find a task cache", &error))?;
 
         Ok(Response::new(pb::FindOrCreateTaskCacheResponse {
             cache_id: cache.to_string(),
@@ -376,7 +376,7 @@ impl pb::caches_server::Caches for Handlers {
 
         let rows = base_types::list_certs(self.store.db.read(), page)
             .await
-            .map_err(|error| errors::database("list the certs of workers", &error))?;
+            .map_err(|error| errors::database("list the certificates of workers", &error))?;
 
         let certs = rows.into_iter().map(|row| {
             let certs = pb::ResourceCerts {
@@ -394,7 +394,7 @@ pub(super) fn at_most(field: &str, text: String, bytes: usize) -> Result<String,
     if text.len() > bytes {
         return Err(rpc::invalid_field(field, format!("must be at most {bytes} bytes")));
     }
-    // PostgreSQL keeps no text with one.
+    // PostgreSQL rejects texts with NUL.
     if text.contains('\0') {
         return Err(rpc::invalid_field(field, "must not contain NUL"));
     }
@@ -466,7 +466,7 @@ fn base_resource_type(row: base_resource_type::Model) -> pb::BaseResourceType {
     }
 }
 
-/// An id that may be absent.
+/// Returns the text of an optional id.
 fn text(id: Option<Uuid>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Collector`
+//! Handlers of `gantry.artifacts.v1.Collector`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::gc;
 use crate::gc::dry_run::{self, WouldGo};
 use crate::policy::garbage::{Collected, Kind};
 
-/// How many messages wait for a slow reader, beside those that it misses.
+/// Number of messages buffered for a slow reader.
 const AHEAD: usize = 1;
 
-/// How many marks one answer names, so that it fits into a message.
+/// Maximum number of marks in one answer, so that it fits into a message.
 const MOST_NAMED: usize = 10_000;
 
 #[tonic::async_trait]
@@ -58,7 +58,7 @@ impl pb::collector_server::Collector for Handlers {
     }
 }
 
-/// Sends what is marked until the reader leaves or the store stops.
+/// Sends marks until the reader leaves or the store stops.
 async fn pass_on(
     mut collections: broadcast::Receiver<Arc<[Collected]>>,
     messages: &mpsc::Sender<pb::WatchCollectionsResponse>,
@@ -111,11 +111,11 @@ mod tests {
     use crate::policy::garbage::MarkReason;
 
     #[tokio::test]
-    async fn who_is_too_slow_is_told_how_much_was_left_out() {
-        const TOLD: u64 = 1000;
+    async fn slow_watcher_receives_number_of_missed_messages() {
+        const SENT: u64 = 1000;
         let collections = CollectionFeed::default();
         let watching = collections.subscribe();
-        for _ in 0..TOLD {
+        for _ in 0..SENT {
             collections.tell(&[Collected {
                 kind: Kind::Artifact,
                 id: Uuid::now_v7(),
@@ -140,6 +140,6 @@ mod tests {
         };
         let ((), (read, missed)) = tokio::join!(send, read);
         assert!(read > 0 && missed > 0);
-        assert_eq!(read + missed, TOLD);
+        assert_eq!(read + missed, SENT);
     }
 }

@@ -1,4 +1,4 @@
-//! From explanations to what callers see.
+//! Conversion of explanations to protobuf messages.
 
 use domain::Timestamp;
 use rpc::pb::artifacts as pb;

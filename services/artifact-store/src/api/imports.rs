@@ -1,4 +1,4 @@
-//! What workers bring along, from what gateways say of it to what callers see.
+//! Handlers of imports of worker-provided images and certificates.
 
 use domain::Timestamp;
 use rpc::page::Page;
@@ -16,11 +16,11 @@ impl Handlers {
         &self,
         request: pb::PrepareImportRequest,
     ) -> Result<pb::PrepareImportResponse, Status> {
-        let brought = rpc::required("provided", request.provided)?;
-        let brought = &ProvidedItem {
-            resource_type: at_most("brought.resource_type", brought.resource_type, LONGEST_NAME)?,
-            version: at_most("brought.version", brought.version, LONGEST_TEXT)?,
-            path: named("brought.path", brought.path, LONGEST_PATH)?,
+        let provided = rpc::required("provided", request.provided)?;
+        let provided = &ProvidedItem {
+            resource_type: at_most("provided.resource_type", provided.resource_type, LONGEST_NAME)?,
+            version: at_most("provided.version", provided.version, LONGEST_TEXT)?,
+            path: named("provided.path", provided.path, LONGEST_PATH)?,
         };
         let claims = &self.session(&request.session_credential).await?;
         let (now, term) = (self.store.now(), self.store.config.claim_term);
@@ -28,7 +28,7 @@ impl Handlers {
         let (prepared, marked) = self
             .store
             .db
-            .write(|txn| async move { imports::prepare(&txn, claims, brought, now, term).await })
+            .write(|txn| async move { imports::prepare(&txn, claims, provided, now, term).await })
             .await
             .map_err(|error| self.noticing(error))?;
 
@@ -93,7 +93,7 @@ impl Handlers {
 
         let rows = imports::list(self.store.db.read(), worker, page)
             .await
-            .map_err(|error| errors::database("list what workers bring along", &error))?;
+            .map_err(|error| errors::database("list imports", &error))?;
 
         let found = rows.into_iter().map(|row| (row.0.import_id, listed(row))).collect();
         let (imports, next_page_token) = super::end_page(page, found);

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Inventory`
+//! Handlers of `gantry.artifacts.v1.Inventory`.
 
 use std::pin::Pin;
 
@@ -24,10 +24,10 @@ use crate::inventory::{self, Bytes, Needs};
 use crate::inventory::{delete_requests, worker_removal};
 use crate::store_life::receipts::Token;
 
-/// How many messages wait for a slow gateway.
+/// Number of messages buffered for a slow gateway.
 const SWEEPS_AHEAD: usize = 4;
 
-/// How many losses wait for a slow watcher.
+/// Number of losses buffered for a slow watcher.
 const LOSSES_AHEAD: usize = 16;
 
 #[tonic::async_trait]
@@ -253,14 +253,13 @@ impl pb::inventory_server::Inventory for Handlers {
                 worker.id = %claims.worker,
                 store.life = %token.life,
                 store.ended_life = %ended,
-                "a worker remembers more than this database, which came out of a backup: it has begun a new life"
+                "store began a new store life: a worker has proven that this database was restored from a backup"
             );
         }
         if begun.unproven {
             tracing::warn!(
                 worker.id = %claims.worker,
-                "a worker says that it remembers more than this database, and has no receipt for it: if the database came out of a backup, run \
-                 `artifact-store restored`"
+                "worker claims a newer report than this database has, without a receipt: if the database was restored from a backup, run `artifact-store restored`"
             );
         }
         let token = pb::ReportToken {
@@ -307,7 +306,7 @@ impl pb::inventory_server::Inventory for Handlers {
         self.tasks.spawn(async move {
             let watched = sweep::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
             if let Err(error) = watched {
-                // The caller may have left.
+                // Send fails if the caller has left.
                 sweeps.send(Err(handlers.noticing(error))).await.ok();
             }
         });
@@ -356,7 +355,7 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let row = inventory::volume(self.store.db.read(), handle)
             .await
-            .map_err(|error| errors::database("look for a volume", &error))?;
+            .map_err(|error| errors::database("get a volume", &error))?;
 
         let row = row.ok_or_else(|| errors::volume_not_found(handle))?;
         Ok(Response::new(pb::GetVolumeResponse { volume: Some(listed_volume(row)) }))
@@ -370,7 +369,7 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let row = inventory::container(self.store.db.read(), handle)
             .await
-            .map_err(|error| errors::database("look for a container", &error))?;
+            .map_err(|error| errors::database("get a container", &error))?;
 
         let row = row.ok_or_else(|| errors::no_container(handle))?;
         Ok(Response::new(pb::GetContainerResponse { container: Some(listed_container(row)) }))
@@ -427,12 +426,12 @@ impl pb::inventory_server::Inventory for Handlers {
             let Handlers { store, stopping, .. } = &handlers;
             let watched = losses::watch(store, after, &handlers.policy(), &losses, stopping).await;
             if let Err(error) = watched {
-                // The caller may have left.
+                // Send fails if the caller has left.
                 losses.send(Err(error)).await.ok();
             }
         });
 
-        let answers = ReceiverStream::new(stream).map(|told| Ok(lost(told?)));
+        let answers = ReceiverStream::new(stream).map(|notice| Ok(lost(notice?)));
         Ok(Response::new(Box::pin(answers)))
     }
 
@@ -451,13 +450,14 @@ impl pb::inventory_server::Inventory for Handlers {
         let (now, policy) = (self.store.now(), self.policy());
 
         let listed = artifacts::list_at_risk(self.store.db.read(), &team, &workers, page, now, &policy).await;
-        let (listed, looked_at) = listed.map_err(|error| errors::database("list what is at risk", &error))?;
+        let (listed, looked_at) =
+            listed.map_err(|error| errors::database("list artifacts at risk", &error))?;
 
         let listed = listed
             .into_iter()
             .map(|(located, keepers)| (located.artifact.ordinal, super::artifact(located, &keepers)));
         let (artifacts, mut next_page_token) = page.end(listed, false);
-        // Not all that was looked at is listed.
+        // Some of the checked artifacts are not listed.
         let full = u64::try_from(looked_at.len()).is_ok_and(|len| len == page.size);
         if let Some(last) = looked_at.last()
             && full
@@ -501,12 +501,13 @@ impl pb::inventory_server::Inventory for Handlers {
 }
 
 impl Handlers {
-    /// The session that speaks, unless it is an operator.
+    /// Returns the session of a gateway, or nothing for an operator.
     async fn optional_session(&self, credential: &str) -> Result<Option<SessionClaims>, Status> {
         if credential.is_empty() { Ok(None) } else { self.session(credential).await.map(Some) }
     }
 
-    /// Takes the first message of a report, and refuses one that could not be judged before it is sent.
+    /// Receives the first message of a report, and rejects a report that could not be judged before
+    /// its list is sent.
     async fn open_report(
         &self,
         messages: &mut Streaming<pb::ReportRequest>,

@@ -1,4 +1,4 @@
-//! Messages of `gantry.artifacts.v1.Inventory`, to and from what the store knows.
+//! Conversion of messages of `gantry.artifacts.v1.Inventory`.
 
 use std::collections::HashSet;
 
@@ -18,19 +18,19 @@ use crate::inventory::sweep::Sweep;
 use crate::inventory::{NeededVolume, StartsWith};
 use crate::store_life::receipts::Token;
 
-/// How many volumes a list may be asked for by their handles: a page.
+/// Maximum number of handles in a request for a list of volumes: one page.
 const MOST_LISTED: usize = 1000;
 
-/// How many volumes a container may need.
+/// Maximum number of volumes of a container.
 pub(super) const MOST_VOLUMES: usize = 1000;
 
-/// Most bytes of a volume's name: gateways put a word before the name that a spec gives it.
+/// Maximum length of a volume's name, in bytes. Gateways prefix the names of a spec.
 const MOST_NAME_BYTES: usize = 512;
 
-/// How many workers may be named of which to say what is at risk.
+/// Maximum number of workers in a request for artifacts at risk.
 pub(super) const MOST_AT_RISK: usize = 10_000;
 
-/// `None`: it is empty.
+/// Parses an optional receipt.
 pub(super) fn parse_receipt(receipt: &[u8]) -> Result<Option<Receipt>, Status> {
     if receipt.is_empty() {
         return Ok(None);
@@ -55,7 +55,7 @@ pub(super) async fn next_message(
     }
 }
 
-/// Receives a report up to its commit, which alone makes it count.
+/// Receives a report up to its commit, without which it has no effect.
 pub(super) async fn receive_holdings(
     messages: &mut Streaming<pb::ReportRequest>,
 ) -> Result<Holdings, Status> {
@@ -82,7 +82,7 @@ pub(super) async fn receive_holdings(
                     return Ok(holdings);
                 }
                 return Err(errors::truncated(format!(
-                    "{sent} handles came, and {} were sent",
+                    "received {sent} handles, but the commit counts {}",
                     commit.count
                 )));
             }
@@ -196,7 +196,8 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
         worker_id: row.worker_id.to_string(),
         state: state(row.state).into(),
         purpose: purpose.into(),
-        // An input holds what it was made from; an output, what it may become.
+        // An input has the artifact that it was created from. An output has the one that it may
+        // become.
         artifact_id: text(row.artifact_id.or(row.from_artifact_id.filter(|_| row.purpose == Purpose::Input))),
         parent_handle: text(row.parent),
         attempt_id: text(row.attempt_id),
@@ -207,7 +208,7 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
     }
 }
 
-/// Since when something is lost that is.
+/// Returns since when an item is lost, if it is.
 fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
     lost_at.filter(|_| state == State::Lost).map(Timestamp)
 }
@@ -243,12 +244,12 @@ pub(super) fn listed_container(row: container::Model) -> pb::Container {
     }
 }
 
-/// The owner of a container, unless it was purged: then it is not known.
+/// Returns the attempt or workload of a container, which is unknown for a purged orphan.
 fn known(id: Uuid) -> Option<Uuid> {
     (!id.is_nil()).then_some(id)
 }
 
-/// An id that may be absent, which the empty string says.
+/// Returns the text of an optional id, which is empty if absent.
 pub(super) fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }

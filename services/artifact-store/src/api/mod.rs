@@ -1,4 +1,5 @@
-//! The services of the store. Handlers parse, call a domain function in a transaction, and answer.
+//! The gRPC services of the store. A handler parses, calls a domain function in a transaction, and
+//! answers.
 
 mod artifacts;
 mod caches;
@@ -30,22 +31,22 @@ use crate::pins::Pins;
 use crate::policy::garbage::Policy;
 use crate::sessions::SessionError;
 
-/// The name of this service in error details.
+/// Name of this service in error details.
 const SERVICE: &str = "gantry.artifacts";
 
-/// How many artifacts one call may name.
+/// Maximum number of artifacts in one call.
 const MOST_ARTIFACTS: usize = 1000;
 
-/// How many task caches a workload may use.
+/// Maximum number of task caches of a workload.
 const MOST_TASK_CACHES: usize = 100;
 
-/// How long a reason for people may be, in bytes.
+/// Maximum length of a reason for people, in bytes.
 const LONGEST_WHY: usize = 1000;
 
-/// How many workers one call may name.
+/// Maximum number of workers in one call.
 const MOST_WORKERS: usize = 1000;
 
-/// All services of the store. Cheap to clone.
+/// Handlers of all services of the store. Cheap to clone.
 #[derive(Clone)]
 struct Handlers {
     store: Arc<Store>,
@@ -77,14 +78,14 @@ impl Handlers {
         Policy { unowned_ttl: self.store.config.unowned_ttl, gc_grace: self.store.config.gc_grace }
     }
 
-    /// The session that speaks, once the credential was verified and its session recorded.
+    /// Verifies a session credential, records its session, and returns its claims.
     async fn session(&self, credential: &str) -> Result<SessionClaims, Status> {
         let claims: SessionClaims = self.store.verify(credential).await.map_err(errors::verify)?;
         self.store.record(&claims).await?;
         Ok(claims)
     }
 
-    /// Passes `error` on; a session that the database lost is recorded again by the call that repeats this one.
+    /// Returns `error`. If the database has lost a session, makes the next call record it again.
     fn noticing<E: AsSession>(&self, error: E) -> E {
         if let Some(SessionError::Unrecorded(claims)) = error.session() {
             self.store.unrecord(claims.worker);
@@ -93,7 +94,7 @@ impl Handlers {
     }
 }
 
-/// An error that may be about a session.
+/// An error that may contain a session error.
 trait AsSession {
     fn session(&self) -> Option<&SessionError>;
 }
@@ -146,7 +147,7 @@ fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
     }
 }
 
-/// What keeps an artifact, for people.
+/// Describes the references that keep an artifact, for people.
 fn kept_by(keepers: &Keepers) -> Vec<String> {
     let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.what.to_string()).collect();
     let left_out = keepers.total.saturating_sub(u64::try_from(lines.len()).unwrap_or(u64::MAX));
@@ -222,20 +223,21 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }
 
-/// A reason for people, which is required and no novel.
+/// Parses a reason for people, which is required and limited.
 fn parse_why(why: String) -> Result<String, Status> {
     match why.len() {
         0 => Err(rpc::invalid_field("why", "is required")),
         length if length > LONGEST_WHY => {
             Err(rpc::invalid_field("why", format!("must be at most {LONGEST_WHY} bytes")))
         }
-        // PostgreSQL keeps no text with one.
+        // PostgreSQL rejects texts with NUL.
         _ if why.contains('\0') => Err(rpc::invalid_field("why", "must not contain NUL")),
         _ => Ok(why),
     }
 }
 
-/// What is on this page of what was found, which may be more than it has room for. Answers where to go on as well. Empty: that was all.
+/// Returns the elements of a page that fit into a message, and the token of the next page. The
+/// token is empty after the last page.
 fn end_page<M: rpc::Message>(page: rpc::page::Page, found: Vec<(uuid::Uuid, M)>) -> (Vec<M>, String) {
     let full = u64::try_from(found.len()).is_ok_and(|len| len == page.size);
     page.end(found, full)

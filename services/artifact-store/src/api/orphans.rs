@@ -1,4 +1,4 @@
-//! Orphans, as callers see them, and what operators decide about them.
+//! Handlers of orphans.
 
 use domain::{Digest, Timestamp};
 use rpc::page::Page;
@@ -16,7 +16,7 @@ use crate::db::units;
 use crate::inventory::orphans as aside;
 use crate::inventory::orphans::{Adoption, Description};
 
-/// How many handles one call may name.
+/// Maximum number of handles in one call.
 const MOST: usize = 1000;
 
 impl Handlers {
@@ -60,7 +60,7 @@ impl Handlers {
         self.store.sweep_wakers.wake(marked);
         let found = artifacts::get(self.store.db.read(), &adoption.team, id, now, &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(pb::AdoptResponse { artifact: Some(artifact(located, &keepers)) })
     }

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Pins`
+//! Handlers of `gantry.artifacts.v1.Pins`.
 
 use std::collections::HashSet;
 
@@ -104,14 +104,14 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
         .map(|output| {
             let artifact = rpc::parse_id("outputs.artifact_id", &output.artifact_id)?;
             if !seen.insert(artifact) {
-                return Err(rpc::invalid_field("outputs.artifact_id", "must be named once"));
+                return Err(rpc::invalid_field("outputs.artifact_id", "must be unique"));
             }
             let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
             let label = rpc::parse_label("outputs.label", output.label)?;
             let owners = rpc::owner::parse_settled("outputs.owners", output.owners, &mut caches)?;
             let for_owners_only = output.for_owners_only;
             if for_owners_only && owners.is_empty() {
-                return Err(rpc::invalid_field("outputs.for_owners_only", "has no owners"));
+                return Err(rpc::invalid_field("outputs.for_owners_only", "requires owners"));
             }
             Ok(SettledOutput { artifact, digest, label, owners, for_owners_only })
         })
@@ -125,7 +125,7 @@ fn parse_task_caches(caches: &[String]) -> Result<Vec<domain::CacheId>, Status> 
     caches.iter().map(|cache| rpc::parse_id("task_cache_ids", cache)).collect()
 }
 
-/// Each once, in their order.
+/// Removes duplicates, and keeps the order.
 fn distinct(ids: Vec<domain::ArtifactId>) -> Vec<domain::ArtifactId> {
     let mut seen = HashSet::new();
     ids.into_iter().filter(|id| seen.insert(*id)).collect()

@@ -1,7 +1,10 @@
-//! Where artifacts are, looked up at once for callers of one team that ask at the same time ([`Batcher`]). A scheduler that is about to place what uses artifacts
-//! asks, so many do.
+//! Batched lookup of artifacts: one query for concurrent calls of a team ([`Batcher`]).
 //!
-//! Invariant: each is told what it would be told alone, of rows that were read after it asked. A lookup that fails is told to all of them.
+//! Schedulers look up the artifacts of each request that they place, so that many calls are
+//! concurrent.
+//!
+//! Invariant: each caller gets the answer of a separate lookup, from rows read after its call. If a
+//! lookup fails, all of its callers get the error.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -13,27 +16,27 @@ use tokio_util::task::TaskTracker;
 
 use crate::artifacts::{Located, in_order, locate};
 
-/// How many at most.
+/// Maximum number of calls in a batch.
 const MOST: usize = 64;
 
-/// How many artifacts a request may name that is answered with others.
+/// Maximum number of artifacts in a call that is batched with others.
 const FEW: usize = 100;
 
-/// Says where artifacts are. Cheap to clone; clones share it.
+/// Batching locator of artifacts. Cheap to clone. Clones share the batches.
 #[derive(Clone)]
 pub(crate) struct Locating {
     db: Database,
     batcher: Batcher<Wanted, Result<Vec<Located>, DbErr>>,
 }
 
-/// What a team wants to know it of.
+/// A call that waits for its batch.
 struct Wanted {
     team: String,
     artifacts: Vec<ArtifactId>,
 }
 
 impl Locating {
-    /// It has tasks of its own among `tasks`.
+    /// Creates a locator, which spawns its tasks on `tasks`.
     pub(crate) fn new(db: Database, tasks: TaskTracker) -> Self {
         let of_calls = db.clone();
         let batcher = Batcher::new(MOST, tasks, move |calls| {
@@ -46,7 +49,7 @@ impl Locating {
         Self { db, batcher }
     }
 
-    /// [`locate`], with others where it is of few.
+    /// Looks up artifacts like [`locate`]. Small calls are batched with others.
     pub(crate) async fn locate(
         &self,
         team: String,
@@ -60,7 +63,7 @@ impl Locating {
     }
 }
 
-/// Looks it up for those of one team.
+/// Answers the calls of one team with one lookup.
 async fn locate_group(
     db: &Database,
     (wanted, answers): (Vec<Wanted>, ReplySenders<Result<Vec<Located>, DbErr>>),

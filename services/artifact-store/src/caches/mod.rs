@@ -1,21 +1,31 @@
-//! Caches, and the other owners beside builds: what keeps an artifact because it is likely to be wanted again.
+//! Caches: owners beside builds, which keep artifacts that are likely to be needed again.
 //!
 //! ```text
-//! resource cache:  (asked for) ──claimed──▶ being made ──put──▶ ready ──deleted, or unused for long──▶ (gone)
+//! resource cache:  (requested) ──claimed──▶ being made ──put──▶ ready ──deleted, or TTL without
+//! use──▶ (gone)
 //!                                  │    ▲ another claim             │
 //!                                  └────┴────────bytes lost─────────┘
-//! task cache:      (asked for) ──▶ empty ──published──▶ with its latest version ──deleted, or unused for long──▶ (gone)
+//! task cache:      (requested) ──▶ empty ──published──▶ with its latest version ──deleted, or TTL
+//! without use──▶ (gone)
 //! ```
 //!
-//! What one of them owns stands in its row. A transaction that changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
-//! their ids ([`hand_over`]): so the collector either sees the owner, or has marked the artifact before it is owned, and what is let go of is
-//! looked at again in the same transaction. What a workload made is owned from the moment in which it is sealed ([`outputs`]).
+//! The row of a cache names the artifact that it owns. A transaction that changes it locks the row,
+//! and then the new and the previous artifact in the order of their ids ([`hand_over`]).
+//! Therefore the collector either sees the new owner, or has marked the artifact before. The
+//! transaction also schedules a check of the previous artifact.
+//! An output that a workload makes for a cache is owned from the moment in which it is sealed
+//! ([`outputs`]).
 //!
-//! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
-//! with the build or the workload, even if no call says so ([`crate::marks::cache_uses::uses`]).
+//! Invariants:
 //!
-//! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
-//! their artifacts every team may locate, pin and copy ([`crate::artifacts::access::usable_by`]).
+//! - A resource cache has at most one valid claim. Only an artifact that is put under the valid
+//!   claim counts.
+//! - A use ends with its build or workload, even if no call ends it
+//!   ([`crate::marks::cache_uses::uses`]).
+//!
+//! A cache is available to its own team. Resource caches with the scope [`ALL_TEAMS`], base
+//! resource types and certificates are available to every team. Every team may locate, pin and copy
+//! their artifacts ([`crate::artifacts::access::usable_by`]).
 
 pub(crate) mod base_types;
 pub(crate) mod outputs;
@@ -45,8 +55,8 @@ pub(crate) enum HandOverError {
     Database(#[from] DbErr),
 }
 
-/// Locks what a cache shall own and what it owned before, for the caller to write that down: the first has an owner from now on, the other is
-/// looked at.
+/// Locks the new and the previous artifact of a cache, so that the caller can change the owner.
+/// Records that the new one had an owner, and schedules a check of the previous one.
 async fn hand_over(
     txn: &DatabaseTransaction,
     team: &str,
@@ -76,7 +86,7 @@ async fn hand_over(
     Ok(())
 }
 
-/// Locks what caches own that are about to go, and has it looked at.
+/// Locks artifacts whose caches are about to be deleted, and schedules checks of them.
 pub(crate) async fn let_go(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
@@ -98,7 +108,7 @@ pub(crate) async fn let_go(
     look_at_locked(txn, locked, now).await
 }
 
-/// Makes artifacts due whose rows the caller holds, even if others keep them besides.
+/// Makes locked artifacts due, even if other owners keep them.
 async fn look_at_locked(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
@@ -117,7 +127,7 @@ async fn look_at_locked(
         .map(drop)
 }
 
-/// A sealed artifact with the bytes that are left of it. `None`: there is none, or they are lost.
+/// Returns a sealed artifact with its locations. `None` if there is none or its bytes are lost.
 async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Result<Option<Located>, DbErr> {
     let Some(id) = artifact else { return Ok(None) };
     let row = artifact::Entity::find_by_id(id)
@@ -128,16 +138,17 @@ async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Resu
     Ok(located.filter(Located::has_bytes))
 }
 
-/// Where caches are.
+/// Result of a lookup of caches.
 #[derive(Default)]
 pub(crate) struct LocatedCaches {
-    /// Those that have bytes.
+    /// Caches with bytes.
     pub(crate) located: Vec<(CacheId, Located)>,
-    /// Those that are none of the team's.
+    /// Ids of caches that are not available to the team.
     pub(crate) unknown: Vec<CacheId>,
 }
 
-/// Where the bytes of caches are that are answered to `team`, in the order asked.
+/// Returns the caches among `ids` that are available to `team`, with their locations, in the order
+/// of `ids`.
 pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,

@@ -1,6 +1,10 @@
-//! Caches that come to own what a workload made, and those that it used, in the transaction that seals it.
+//! Outputs of settled workloads that caches own.
 //!
-//! A maker that lost its claim, and one that publishes to a task cache that is gone, publish nothing; other owners of the output are not concerned.
+//! The transaction that seals the outputs gives them to the caches, and ends the workload's uses of
+//! caches.
+//!
+//! A maker with a lost claim publishes nothing, and neither does a workload whose task cache is
+//! gone. Other owners of the output still get it.
 
 use std::time::Duration;
 
@@ -13,14 +17,16 @@ use uuid::Uuid;
 use crate::caches::{let_go, resource_caches, task_caches};
 use crate::db::entity::artifact;
 
-/// An output, and what shall own it.
+/// An output, and its future owner.
 pub(crate) type Owned = (OutputOwner, ArtifactId);
 
-/// Gives caches of `team` their outputs, which the caller has just made, sealed, and ends the uses of task caches by their maker. Answers those that
-/// are not to be had. Builds are the caller's business.
+/// Gives caches of `team` their sealed outputs, and ends the maker's uses of task caches. Returns
+/// the outputs whose caches are not available.
 ///
-/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two that settle
-/// with the same caches do not wait for one another.
+/// The caller gives outputs to builds.
+///
+/// To prevent deadlocks, rows of resource caches are locked before those of task caches, in the
+/// order of claims and ids. Their previous artifacts are locked last.
 pub(crate) async fn give(
     txn: &DatabaseTransaction,
     team: &str,

@@ -1,4 +1,4 @@
-//! Resource caches: found or made, put, used, deleted.
+//! Resource caches: lookup, claims, uses and deletion.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::marks::cache_uses;
 use crate::marks::deletion_log::{self, LogEntry};
 use crate::policy::retention::CacheEndReason;
 
-/// What uses a cache.
+/// User of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum User {
     Build(BuildId),
@@ -43,11 +43,11 @@ pub(crate) enum UserError {
     Build(#[from] OwnerEnded),
     #[error(transparent)]
     Workload(#[from] HolderError),
-    #[error("workload {0} was settled before")]
+    #[error("workload {0} is already settled")]
     Settled(WorkloadId),
 }
 
-/// Locks a user that goes on, so that it does not end before the caller commits.
+/// Locks a user that has not ended, so that it does not end before the caller commits.
 async fn lock_user(
     txn: &DatabaseTransaction,
     user: User,
@@ -68,7 +68,7 @@ async fn lock_user(
     Ok(())
 }
 
-/// Writes down that a user that was locked uses a cache that was locked.
+/// Records that a locked user uses a locked cache.
 async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(), DbErr> {
     let (user_kind, user_id) = user.columns();
     let row =
@@ -84,11 +84,11 @@ async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(
         .map(drop)
 }
 
-/// A request for a cache.
+/// Request for a cache.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
     pub(crate) team: String,
-    /// Whether the cache is one for every team.
+    /// Whether the cache is available to every team.
     pub(crate) shared: bool,
     pub(crate) key: Digest,
     pub(crate) claim: ClaimId,
@@ -104,28 +104,28 @@ impl Ask {
     }
 }
 
-/// The answer to a request for a cache.
+/// Result of a request for a cache.
 #[derive(Debug)]
 pub(crate) enum Found {
-    /// It is there.
+    /// The cache is ready.
     Ready(Box<Located>),
-    /// It is the asker's to make.
+    /// The caller must make the artifact.
     Yours,
-    /// Under this claim.
+    /// Another maker holds this claim.
     BeingMade(ClaimId),
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FindError {
-    #[error("claim {0} was used for another cache")]
+    #[error("claim {0} belongs to another cache")]
     ClaimTaken(ClaimId),
     #[error(transparent)]
     User(#[from] UserError),
-    #[error("database failed while looking for a resource cache")]
+    #[error("database failed while finding a resource cache")]
     Database(#[from] DbErr),
 }
 
-/// Finds a cache, or hands it to the caller to make: of all that ask at once, to one.
+/// Finds a cache, or gives its claim to the caller. Of concurrent callers, one gets the claim.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
     ask: &Ask,
@@ -162,7 +162,7 @@ pub(crate) async fn find_or_create(
     Ok((CacheId::from_uuid(row.cache_id), found))
 }
 
-/// Finds or makes the row of a cache, claimed by the asker, and locks it.
+/// Finds or creates the row of a cache, claimed by the caller, and locks it.
 async fn lock(
     txn: &DatabaseTransaction,
     ask: &Ask,
@@ -202,11 +202,12 @@ async fn lock(
         .lock_exclusive()
         .one(txn)
         .await?;
-    // It may have gone since: a caller that asks again makes it.
-    row.ok_or_else(|| DbErr::RecordNotFound("a resource cache that was just there".to_owned()).into())
+    // The row may have been deleted meanwhile. The caller repeats the call and creates it.
+    row.ok_or_else(|| DbErr::RecordNotFound("resource cache".to_owned()).into())
 }
 
-/// Gives a cache that is not there to the asker to make. What it owned is lost, and let go.
+/// Gives the claim of a cache that is not ready to the caller. Its previous artifact has no bytes,
+/// and the cache lets go of it.
 async fn claim_it(
     txn: &DatabaseTransaction,
     row: &resource_cache::Model,
@@ -240,11 +241,11 @@ pub(crate) enum ClaimError {
     Lost(ClaimId),
     #[error(transparent)]
     Artifact(#[from] HandOverError),
-    #[error("database failed while looking for a claim")]
+    #[error("database failed while reading a claim")]
     Database(#[from] DbErr),
 }
 
-/// The cache that is made under a claim of `team`, or was, locked.
+/// Locks and returns the cache that is or was made under a claim of `team`.
 async fn lock_claimed(
     txn: &DatabaseTransaction,
     team: &str,
@@ -259,12 +260,12 @@ async fn lock_claimed(
     row.ok_or(ClaimError::Lost(claim))
 }
 
-/// Whether the holder of the claim of a cache may still put something.
+/// Returns whether the maker of a cache may still put an artifact.
 fn is_being_made(row: &resource_cache::Model, now: Timestamp) -> bool {
     row.artifact_id.is_none() && row.claimed_until.is_some_and(|until| until > now.0)
 }
 
-/// Renews a claim. One under which the cache was made needs no more renewing.
+/// Renews a claim. A claim whose cache is ready needs no renewal.
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     team: &str,
@@ -287,7 +288,7 @@ pub(crate) async fn renew(
     }
 }
 
-/// Makes a cache ready, under a claim that is valid.
+/// Makes a cache ready, under a valid claim.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     team: &str,
@@ -309,7 +310,7 @@ pub(crate) async fn put(
     Ok(cache)
 }
 
-/// The cache that is being made under a claim of `team` that is valid, locked.
+/// Locks and returns the cache that is being made under a valid claim of `team`.
 pub(super) async fn lock_being_made(
     txn: &DatabaseTransaction,
     team: &str,
@@ -323,7 +324,7 @@ pub(super) async fn lock_being_made(
     }
 }
 
-/// Makes a cache ready that is locked and being made.
+/// Makes a locked cache ready that is being made.
 pub(super) async fn make_ready(
     txn: &DatabaseTransaction,
     cache: Uuid,
@@ -345,7 +346,7 @@ pub(super) async fn make_ready(
 /// A cache cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UseError {
-    #[error("no resource cache {0} for this team")]
+    #[error("resource cache {0} is not available to this team")]
     NotFound(CacheId),
     #[error(transparent)]
     User(#[from] UserError),
@@ -353,7 +354,7 @@ pub(crate) enum UseError {
     Database(#[from] DbErr),
 }
 
-/// Locks a cache that is answered to `team`.
+/// Locks a cache that is available to `team`.
 async fn lock_for(
     txn: &DatabaseTransaction,
     team: &str,
@@ -366,7 +367,7 @@ async fn lock_for(
         .await
 }
 
-/// Writes down that a cache is used.
+/// Records that a user uses a cache.
 pub(crate) async fn use_it(
     txn: &DatabaseTransaction,
     team: &str,
@@ -381,7 +382,7 @@ pub(crate) async fn use_it(
     Ok(())
 }
 
-/// Ends a use.
+/// Ends a use of a cache.
 pub(crate) async fn release(
     txn: &DatabaseTransaction,
     team: &str,
@@ -410,9 +411,9 @@ async fn touch(txn: &DatabaseTransaction, cache: Uuid, now: Timestamp) -> Result
 /// A cache cannot be deleted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeleteError {
-    #[error("this team made no resource cache {0}")]
+    #[error("no resource cache {0} made by this team")]
     NotFound(CacheId),
-    #[error("resource cache {0} is used")]
+    #[error("cannot delete resource cache {0}: a build or workload uses it")]
     InUse(CacheId),
     #[error("database failed while deleting a resource cache")]
     Database(#[from] DbErr),
@@ -443,14 +444,15 @@ pub(crate) async fn delete(
     Ok(())
 }
 
-/// Removes the rows of caches that are locked.
+/// Deletes the rows of locked caches.
 pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<(), DbErr> {
     let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
     cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
     resource_cache::Entity::delete_many().filter(those()).exec(txn).await.map(drop)
 }
 
-/// Gives every claim at least a full `term` from `now`: its maker could perhaps not renew it.
+/// Extends all claims to at least `now + term`, because their makers may have been unable to renew
+/// them.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -464,7 +466,7 @@ pub(crate) async fn extend_terms(
         .map(drop)
 }
 
-/// A page of the caches that are answered to `team`, the oldest first.
+/// Returns a page of the caches that are available to `team`, oldest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     team: &str,

@@ -1,4 +1,4 @@
-//! Why an artifact is there, or went.
+//! Explanations of artifacts.
 
 use std::collections::HashMap;
 
@@ -67,7 +67,8 @@ pub(super) async fn artifact(
     Ok(explanation)
 }
 
-/// When the last replica of an artifact went that was lost. `None`: that is not known, or not any more.
+/// Returns when the last lost replica of an artifact was lost. `None` if that is unknown or
+/// forgotten.
 async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<Timestamp>, DbErr> {
     let lost = volume::Entity::find()
         .select_only()
@@ -78,7 +79,7 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     if let Some(at) = known.flatten() {
         return Ok(Some(Timestamp(at)));
     }
-    // Its worker was forgotten with all that it held.
+    // The replica's worker was forgotten, with all of its volumes.
     let noticed = loss::Entity::find()
         .select_only()
         .column_as(loss::Column::LostAt.max(), "lost_at")
@@ -87,7 +88,8 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     Ok(known.flatten().map(Timestamp))
 }
 
-/// An artifact that the store does not know, and of which workers hold orphans. `None`: none does, or it is another team's.
+/// Explains an artifact that is unknown to the store and of which workers have orphans. `None` if
+/// there are none, or they belong to another team.
 pub(super) async fn orphan(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -111,7 +113,7 @@ pub(super) async fn orphan(
     Ok(Some(explanation))
 }
 
-/// When an artifact goes that nothing keeps without end. `None`: something does.
+/// Returns when an artifact will be deleted. `None` if something keeps it indefinitely.
 pub(super) async fn goes_at(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -167,8 +169,7 @@ async fn keepers(
             }
             KeeperKind::Volume(id) => (Some((Thing::Volume, id.uuid())), child(id.uuid(), keeper.until)),
             KeeperKind::Transfer(id) => {
-                let text =
-                    format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");
+                let text = format!("transfer {id}, which fills it and renews its claim");
                 (Some((Thing::Transfer, id.uuid())), text)
             }
             KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),

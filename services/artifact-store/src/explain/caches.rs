@@ -1,4 +1,4 @@
-//! What caches and base resource types are, what they own, and what keeps them.
+//! Explanations of caches and base resource types.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use crate::marks::references;
 use crate::policy::garbage::KeeperKind;
 use crate::policy::retention::{CacheEndReason, ReleaseTime};
 
-/// A resource cache, to a team to which it is answered.
+/// Explains a resource cache that is available to the team.
 pub(super) async fn resource_cache(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -40,7 +40,7 @@ pub(super) async fn resource_cache(
             }
         }
         (true, ReleaseTime::At(at)) => {
-            explanation.lets_go(question.now, at, "its maker", CacheEndReason::NotMade);
+            explanation.lets_go(question.now, at, "the claim of its maker", CacheEndReason::NotMade);
         }
         (false, ReleaseTime::At(at)) => {
             explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
@@ -49,7 +49,7 @@ pub(super) async fn resource_cache(
     Ok(Some(explanation))
 }
 
-/// Names what uses a cache.
+/// Adds the users of a cache.
 async fn users(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -75,7 +75,7 @@ async fn name_users(
     for user in users.first {
         let (thing, text) = match user.what {
             KeeperKind::Build(id) => {
-                // Another team's build, where the cache is shared, is named and no more.
+                // A build of another team, which uses a shared cache, is named without details.
                 let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
                 let which = row.map(holders::which_build).unwrap_or_default();
                 ((Thing::Build, id.uuid()), format!("build {id}{which}, which uses it"))
@@ -89,7 +89,7 @@ async fn name_users(
     Ok(())
 }
 
-/// A task cache of the team.
+/// Explains a task cache of the team.
 pub(super) async fn task_cache(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -115,18 +115,18 @@ pub(super) async fn task_cache(
     Ok(Some(explanation))
 }
 
-/// Which base resource type it is, to be said after its id.
+/// Describes a base resource type, as a suffix of its id.
 pub(super) fn which_type(row: &base_resource_type::Model) -> String {
     let of = row.worker_id.map_or_else(|| "the cluster".to_owned(), |worker| format!("worker {worker}"));
     format!(" ({}), of {of}", name(row))
 }
 
-/// The type and its version.
+/// Returns the type and its version.
 fn name(row: &base_resource_type::Model) -> String {
     format!("{} {}", row.resource_type, row.version).trim().to_owned()
 }
 
-/// A base resource type, which is every team's.
+/// Explains a base resource type, which is available to every team.
 pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
     let mut explanation = Explanation {
         label: name(row),
@@ -134,13 +134,13 @@ pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation
     };
     explanation.relate_one("owns", Thing::Artifact, Some(row.artifact_id));
     explanation.relate_one("worker", Thing::Worker, row.worker_id);
-    let text = "its place, until another version is put there".to_owned();
+    let text = "its worker or cluster, until another version replaces it".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation
 }
 
 impl Explanation {
-    /// Says when it goes by itself: it is kept by something until then.
+    /// Sets the time of an automatic deletion, and what keeps it until then.
     fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheEndReason) {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });

@@ -1,4 +1,4 @@
-//! What builds, workloads, attempts, transfers and workers are, and what they keep.
+//! Explanations of builds, workloads, attempts, transfers and workers.
 
 use domain::Timestamp;
 use sea_orm::{
@@ -33,12 +33,12 @@ pub(super) async fn build(
     if row.kept_until.is_none_or(|until| until > question.now.0) {
         explanation.kept_by.add(keeps(row));
     } else {
-        explanation.why = "its end, and the time that it was to keep after that, are over".to_owned();
+        explanation.why = "it has ended, and its keep time has passed".to_owned();
     }
     Ok(explanation)
 }
 
-/// Why a build has not let go.
+/// Returns why a build has not let go.
 fn keeps(row: &build::Model) -> Keeper {
     let rule = |text: &str, until: Option<i64>| Keeper {
         thing: None,
@@ -46,23 +46,21 @@ fn keeps(row: &build::Model) -> Keeper {
         until: until.map(Timestamp),
     };
     match (row.ended_at, row.ends_with) {
-        (Some(_), _) if row.kept_until.is_some() => {
-            rule("it has ended, and keeps for as long as its caller asked", row.kept_until)
-        }
+        (Some(_), _) if row.kept_until.is_some() => rule("its keep time after its end", row.kept_until),
         (Some(_), _) => rule("it did not succeed, and is the latest build of its job", None),
         (None, Some(workload)) if row.bound => Keeper {
             thing: Some((Thing::Workload, workload)),
-            text: format!("workload {workload}, whose end is its end"),
+            text: format!("workload {workload}, which ends it"),
             until: None,
         },
         (None, _) if row.term_ends_at.is_some() => {
             rule("its term, unless its caller renews it or its workload is submitted", row.term_ends_at)
         }
-        (None, _) => rule("its caller, which says when it has ended", None),
+        (None, _) => rule("its caller, which ends it", None),
     }
 }
 
-/// What to say of a build that keeps something, behind its id.
+/// Describes a build that keeps something, as a suffix of its id.
 pub(super) fn which_build(row: &build::Model) -> String {
     let job = match (&row.job, row.number) {
         (Some(job), Some(number)) => format!(" ({job} #{number})"),
@@ -131,7 +129,7 @@ pub(super) async fn attempt(
     Ok(Some(explanation))
 }
 
-/// What brings bytes into this volume, or has.
+/// Explains the transfer that fills or filled a volume.
 pub(super) async fn transfer(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -152,7 +150,7 @@ pub(super) async fn transfer(
     explanation.relate_one("into", Thing::Volume, Some(row.handle));
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
     if let Some(until) = claimed_until {
-        let text = "its claim, which it renews while it goes on".to_owned();
+        let text = "its claim, which it renews until it ends".to_owned();
         explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
         explanation.goes_at = Some(until);
         explanation.why = MarkReason::ClaimRanOut.to_string();
@@ -160,7 +158,7 @@ pub(super) async fn transfer(
     Ok(Some(explanation))
 }
 
-/// What the store knows of a worker: what it holds.
+/// Explains a worker by its inventory.
 pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> Result<Explanation, DbErr> {
     #[derive(FromQueryResult)]
     struct Volumes {

@@ -1,7 +1,7 @@
-//! How long the things that keep something keep it, if they end by themselves.
+//! Times for which references keep an item, if they end automatically.
 //!
-//! Called by the explanations. The rows come from [`crate::marks::references`], and
-//! [`crate::policy::retention`] and [`crate::policy::garbage`] say until when.
+//! The explanations call it. The rows come from [`crate::marks::references`].
+//! [`crate::policy::retention`] and [`crate::policy::garbage`] have the rules.
 
 use std::collections::HashMap;
 
@@ -18,23 +18,23 @@ use crate::marks::references::{self, Keepers};
 use crate::policy::garbage::{self, Keeper, KeeperKind};
 use crate::policy::retention::ReleaseTime;
 
-/// How many of the things that keep something are judged. If there are more, when it goes is not
-/// told.
+/// Maximum number of references that are judged. If there are more, the time of the deletion is
+/// unknown.
 const MOST_JUDGED: u64 = 10_000;
 
-/// What keeps something, and for how long.
+/// References that keep an item, and until when.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Holds {
-    /// The first few things.
+    /// The first few references.
     pub(super) first: Vec<Keeper>,
     pub(super) total: u64,
-    /// Whether something of it does not say until when.
+    /// Whether a reference has no scheduled end.
     pub(super) endless: bool,
-    /// When the last of the rest lets go. `None`: there is none.
+    /// Last scheduled end. `None` if there is none.
     pub(super) until: Option<Timestamp>,
 }
 
-/// What holds an artifact.
+/// Returns the references that keep an artifact.
 pub(super) async fn of_artifact(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -44,7 +44,7 @@ pub(super) async fn of_artifact(
     judged(conn, question, found.remove(&artifact).unwrap_or_default()).await
 }
 
-/// What is made from a volume.
+/// Returns the volumes that were created from a volume.
 pub(super) async fn of_volume(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -53,8 +53,8 @@ pub(super) async fn of_volume(
     judged(conn, question, references::children(conn, parent, MOST_JUDGED).await?).await
 }
 
-/// Until when volumes of attempts that have ended are kept. Those from which something is made are
-/// not answered, nor those whose attempts go on.
+/// Returns until when volumes of ended attempts are kept. Omits volumes with children, and volumes
+/// of active attempts.
 pub(super) async fn volumes_until(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -69,7 +69,7 @@ pub(super) async fn volumes_until(
     Ok(until.collect())
 }
 
-/// Adds until when each thing keeps what it does.
+/// Adds the end of each reference.
 async fn judged(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -103,7 +103,7 @@ async fn judged(
     Ok(Holds { first, total, endless, until })
 }
 
-/// When resource caches go that are used by nothing but what ends by itself.
+/// Returns when resource caches will be deleted. Omits caches with a use that has no scheduled end.
 async fn resource_caches_until(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -122,7 +122,7 @@ async fn resource_caches_until(
     Ok(until.collect())
 }
 
-/// When task caches go that nothing uses.
+/// Returns when unused task caches will be deleted.
 async fn task_caches_until(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],

@@ -1,7 +1,10 @@
-//! Explanations: why something that the store knows is there, or went.
+//! Explanations: why an item is kept, when it will be deleted, or why it was deleted.
 //!
-//! When something goes is derived by what will mark it: [`crate::policy::garbage`] is asked about the moment after the last thing that keeps it. Reads
-//! only, in as many statements however much there is; of everything that may be much, the first few things and how many there are.
+//! The time of the deletion comes from the garbage rules: [`crate::policy::garbage`] judges the
+//! moment after the last reference ends.
+//!
+//! It only reads. The number of statements does not depend on the number of rows. Long lists are
+//! cut off after the first few elements and have a total.
 
 mod artifacts;
 mod caches;
@@ -27,10 +30,10 @@ use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
 use keep_periods::Holds;
 
-/// How many things of a kind are named.
+/// Maximum number of items in a list.
 const MOST: u64 = 50;
 
-/// What an id can be the id of.
+/// Kind of an item that has an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Thing {
     Artifact,
@@ -46,7 +49,7 @@ pub(crate) enum Thing {
     BaseResourceType,
 }
 
-/// Where something is in its life.
+/// State of an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     Open,
@@ -75,7 +78,7 @@ pub(crate) enum Stage {
     Orphaned,
 }
 
-/// What something is, and why it is there or went.
+/// An item with its state, references and reasons.
 #[derive(Debug, Clone)]
 pub(crate) struct Explanation {
     pub(crate) thing: Thing,
@@ -92,13 +95,13 @@ pub(crate) struct Explanation {
     pub(crate) why: String,
     pub(crate) remembered_until: Option<Timestamp>,
     pub(crate) can_be_undeleted: bool,
-    /// Whether no worker has the bytes of a sealed artifact any more, nor the store.
+    /// Whether the bytes of a sealed artifact are neither on a worker nor in the store.
     pub(crate) bytes_lost: bool,
-    /// Since when something is missing on its worker.
+    /// Since when it is missing on its worker.
     pub(crate) lost_at: Option<Timestamp>,
-    /// The team of an orphan. Empty: that is not known.
+    /// Team of an orphan. Empty if unknown.
     pub(crate) team: String,
-    /// Whether an orphan has final bytes that are known.
+    /// Whether an orphan has a known digest.
     pub(crate) can_be_adopted: bool,
     /// Whether the store itself has its bytes.
     pub(crate) in_store: bool,
@@ -129,21 +132,22 @@ impl Explanation {
         }
     }
 
-    /// Names things that it has to do with, if there are any.
+    /// Adds a relation, unless it is empty.
     fn relate(&mut self, relation: Relation) {
         if relation.total > 0 {
             self.relations.push(relation);
         }
     }
 
-    /// Names one thing that it has to do with, if there is one.
+    /// Adds a relation to one item, if there is one.
     fn relate_one(&mut self, relation: &'static str, thing: Thing, id: Option<Uuid>) {
         if let Some(id) = id {
             self.relate(Relation { relation, thing, ids: vec![id], total: 1 });
         }
     }
 
-    /// Says when it goes, if what keeps it ends by itself: when nothing of that is left, `judge` says.
+    /// Sets the time of the deletion if all references have scheduled ends. `judge` judges the item
+    /// without references.
     fn goes(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
         if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::fate(last, judge)) {
             self.goes_at = Some(at);
@@ -152,14 +156,14 @@ impl Explanation {
     }
 }
 
-/// What keeps something: the first few things, and how many there are.
+/// References that keep an item: the first few, and their number.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Keepers {
     pub(crate) first: Vec<Keeper>,
     pub(crate) total: u64,
-    /// Whether one of them does not say until when.
+    /// Whether a reference has no scheduled end.
     endless: bool,
-    /// When the last of the others ends.
+    /// Last scheduled end.
     until: Option<Timestamp>,
 }
 
@@ -171,7 +175,7 @@ impl Keepers {
         self.first.push(keeper);
     }
 
-    /// Adds things of which the first are named, and says how long all of them keep it.
+    /// Adds the first references of a list, and the total and ends of the whole list.
     fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &Holds) {
         self.total += holds.total;
         self.endless |= holds.endless;
@@ -179,23 +183,23 @@ impl Keepers {
         self.first.extend(first);
     }
 
-    /// When nothing of it is left, if all of it ends by itself.
+    /// Returns when the last reference ends, if all have scheduled ends.
     fn last(&self, now: Timestamp) -> Option<Timestamp> {
         (!self.endless).then(|| self.until.map_or(now, |until| Ord::max(until, now)))
     }
 }
 
-/// One thing that keeps something.
+/// A reference that keeps an item.
 #[derive(Debug, Clone)]
 pub(crate) struct Keeper {
-    /// `None`: a rule.
+    /// The referring item. `None` for a rule.
     pub(crate) thing: Option<(Thing, Uuid)>,
     pub(crate) text: String,
-    /// `None`: not before something happens.
+    /// Scheduled end. `None` if it depends on an event.
     pub(crate) until: Option<Timestamp>,
 }
 
-/// What something has to do with other things: the first of them, and how many there are.
+/// Items related to an item: the first few, and their number.
 #[derive(Debug, Clone)]
 pub(crate) struct Relation {
     pub(crate) relation: &'static str,
@@ -204,7 +208,7 @@ pub(crate) struct Relation {
     pub(crate) total: u64,
 }
 
-/// The asking team, the instant, and the settings by which it is judged.
+/// Context of an explanation: the calling team, the time, and the settings.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Question<'a> {
     pub(crate) team: &'a str,
@@ -214,7 +218,7 @@ pub(crate) struct Question<'a> {
     pub(crate) resource_cache_ttl: Duration,
 }
 
-/// Explains the thing with this id. `None`: the team has no such thing, or it is forgotten.
+/// Explains the item with this id. `None` if it is unknown to the team or forgotten.
 pub(crate) async fn explain(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -259,7 +263,7 @@ pub(crate) async fn explain(
     if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
         return Ok(Some(caches::base_resource_type(&row)));
     }
-    // Nothing that is garbage is in its index.
+    // The index of transfers excludes garbage.
     let transfer = volume::Entity::find()
         .filter(volume::Column::TransferId.eq(id))
         .filter(Expr::cust("given_up = FALSE"));
@@ -275,7 +279,7 @@ pub(crate) async fn explain(
     artifacts::orphan(conn, question, id).await
 }
 
-/// What is gone, as far as it is remembered.
+/// Explains an item by its entry in the deletion log.
 fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
     let thing = match row.kind {
         DeletionKind::Volume => Thing::Volume,
@@ -293,7 +297,8 @@ fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
     }
 }
 
-/// Whether what belongs to these artifacts and to this attempt may be shown to the team: whose it is says whichever is still known.
+/// Returns whether the team may see an item of these artifacts and this holder. All of their rows
+/// that still exist must belong to the team.
 async fn is_of_team(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -311,7 +316,7 @@ async fn is_of_team(
     Ok(teams.iter().all(|team| team == question.team || team == ALL_TEAMS))
 }
 
-/// The first things of a query, and how many there are.
+/// Returns the first items of a query, and their number.
 async fn related<E>(
     conn: &impl ConnectionTrait,
     relation: &'static str,
@@ -341,7 +346,7 @@ fn inventory_state(state: State) -> Stage {
     }
 }
 
-/// What to say of a volume that keeps what it is made from.
+/// Describes a volume that keeps its parent.
 fn child(id: Uuid, until: Option<Timestamp>) -> String {
     let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
     format!("volume {id}, which is made from it{ended}")

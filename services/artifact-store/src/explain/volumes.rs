@@ -1,4 +1,4 @@
-//! Why a volume or a container is there, or went.
+//! Explanations of volumes and containers.
 
 use domain::Timestamp;
 use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
@@ -55,8 +55,8 @@ pub(super) async fn volume(
         Belonging::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
         Belonging::ToArtifact { claimed_until: Some(until), .. } => {
             let text = row.transfer_id.map_or_else(
-                || "its gateway, by which it is imported; it renews its claim while it goes on".to_owned(),
-                |id| format!("transfer {id}, which fills it; it renews its claim while it goes on"),
+                || "its gateway, which imports into it and renews its claim".to_owned(),
+                |id| format!("transfer {id}, which fills it and renews its claim"),
             );
             let thing = row.transfer_id.map(|id| (Thing::Transfer, id));
             (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
@@ -71,7 +71,7 @@ pub(super) async fn volume(
     if let Some(keeper) = keeper {
         explanation.kept_by.add(keeper);
     }
-    // What it is once nothing of that is left.
+    // The facts after the last reference has ended.
     let left = VolumeFacts {
         has_live_child: false,
         belongs: match facts.belongs {
@@ -88,7 +88,7 @@ pub(super) async fn volume(
     Ok(Some(explanation))
 }
 
-/// An orphan, which an operator decides about.
+/// Explains an orphan.
 pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     let thing = match row.kind {
         OrphanKind::Volume => Thing::Volume,
@@ -100,8 +100,7 @@ pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     };
     explanation.team = row.team.clone().unwrap_or_default();
     explanation.can_be_adopted = row.digest.is_some();
-    let text =
-        "no operator has decided about it: the store came out of a backup and does not know it".to_owned();
+    let text = "it is an orphan of a restored backup, which an operator must adopt or purge".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation.relate_one("held", Thing::Artifact, row.artifact_id);
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
@@ -109,7 +108,7 @@ pub(super) fn orphan(row: &orphan::Model) -> Explanation {
     explanation
 }
 
-/// What a volume is for, and how it is called there.
+/// Returns the purpose of a volume, with its name.
 fn label(row: &volume::Model) -> String {
     let purpose = match row.purpose {
         Purpose::Replica => "replica",
@@ -119,12 +118,12 @@ fn label(row: &volume::Model) -> String {
     };
     match (&row.name, row.adopted_at) {
         (Some(name), _) => format!("{purpose} {name}"),
-        (None, Some(_)) => format!("{purpose}, adopted after it had been an orphan"),
+        (None, Some(_)) => format!("{purpose}, adopted as an orphan"),
         (None, None) => purpose.to_owned(),
     }
 }
 
-/// Copy-on-write children keep a volume while they are no garbage.
+/// Adds the copy-on-write children that keep a volume.
 async fn keep_for_children(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -142,7 +141,7 @@ async fn keep_for_children(
     Ok(())
 }
 
-/// A replica is kept as long as its artifact.
+/// Returns the artifact that keeps its replica.
 async fn of_artifact(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
@@ -151,7 +150,7 @@ async fn of_artifact(
     let Some(id) = row.artifact_id else { return Ok(None) };
     let Some(artifact) = artifact::Entity::find_by_id(id).one(conn).await? else { return Ok(None) };
     let until = artifacts::goes_at(conn, question, &artifact).await?;
-    let text = format!("artifact {id}, which it holds");
+    let text = format!("artifact {id}, of which it is a replica");
     Ok(Some(Keeper { thing: Some((Thing::Artifact, id)), text, until }))
 }
 
@@ -168,7 +167,7 @@ pub(super) async fn container(
         ..Explanation::of(Thing::Container, row.handle, inventory_state(row.state))
     };
     explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
-    // Of what was purged the owner is not known.
+    // The attempt and workload of a purged orphan are unknown.
     let known = |id: Uuid| (!id.is_nil()).then_some(id);
     explanation.relate_one("attempt", Thing::Attempt, known(row.attempt_id));
     explanation.relate_one("workload", Thing::Workload, known(row.holder_id));
@@ -203,14 +202,14 @@ async fn find_attempt(
     }
 }
 
-/// An attempt keeps what was made for it.
+/// Returns the active attempt that keeps its containers and volumes.
 fn goes_on(attempt: Uuid) -> Keeper {
     let text = format!("attempt {attempt}, which goes on");
     Keeper { thing: Some((Thing::Attempt, attempt)), text, until: None }
 }
 
-/// What was made for an attempt is kept for a while after its end.
+/// Returns the grace period that keeps containers and volumes of an ended attempt.
 fn grace(question: &Question<'_>, until: Timestamp) -> Option<Keeper> {
-    let text = "its attempt has ended, and is kept for a while".to_owned();
+    let text = "the grace period of its ended attempt".to_owned();
     (until > question.now).then_some(Keeper { thing: None, text, until: Some(until) })
 }

@@ -1,7 +1,7 @@
-//! The dry run of a round: its batches in one transaction, which is rolled back.
+//! The dry run of a collection: one transaction with all batches, which is rolled back.
 //!
-//! Called by the handler of `Collect`. What it tells is what [`super::full_round`] would mark, for
-//! the same steps work it out; [`LIMIT`] bounds for how long its locks hold up callers that write.
+//! The handler of `Collect` calls it. It runs the same steps as [`super::full_round`], so that it
+//! reports what that would mark. [`LIMIT`] bounds the time for which its locks block writers.
 
 use std::time::{Duration, Instant};
 
@@ -10,22 +10,22 @@ use sea_orm::{DatabaseTransaction, DbErr};
 use crate::app::Store;
 use crate::gc::{Collected, Settings, Step, make_all_due};
 
-/// How long the transaction of a dry run goes on at most, in seconds: callers that write may wait
-/// for its locks, and give up after ten.
+/// Maximum duration of the transaction, in seconds. Writers that wait for its locks give up after
+/// ten seconds.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// How many rows are in one batch of a dry run. All batches hold their locks until the end.
+/// Number of rows in a batch of a dry run. All batches hold their locks until the end.
 const ROWS: u64 = 2000;
 
-/// What a dry run found.
+/// Result of a dry run.
 #[derive(Debug, Default)]
 pub(crate) struct WouldGo {
     pub(crate) collected: Vec<Collected>,
-    /// Whether there may be more: it found as many as were asked for, or its time was over.
+    /// Whether the list may be incomplete, because it is long enough or the time is over.
     pub(crate) is_cut_off: bool,
 }
 
-/// How the transaction of a dry run ends: an error, so that it is rolled back.
+/// Error that rolls back the transaction of a dry run.
 #[derive(Debug, thiserror::Error)]
 enum RolledBack {
     #[error("a dry run changes nothing")]
@@ -34,7 +34,7 @@ enum RolledBack {
     Database(#[from] DbErr),
 }
 
-/// What a round would mark, at least the first `most`.
+/// Returns what a round would mark, at least the first `most` items.
 pub(crate) async fn round(store: &Store, most: usize) -> Result<WouldGo, DbErr> {
     let settings = Settings { batch: ROWS, ..Settings::of(store) };
     let run = store.db.write(|txn| async move {
@@ -47,7 +47,7 @@ pub(crate) async fn round(store: &Store, most: usize) -> Result<WouldGo, DbErr> 
     }
 }
 
-/// Runs the steps that mark something, one batch after the other.
+/// Runs the batches of all steps that mark.
 async fn run_batches(txn: &DatabaseTransaction, settings: &Settings, most: usize) -> Result<WouldGo, DbErr> {
     let begun = Instant::now();
     let mut would_go = WouldGo::default();

@@ -1,4 +1,4 @@
-//! Inventory: the volumes and containers of every worker, from before they are made until they are there.
+//! Inventory: the volumes and containers of every worker.
 //!
 //! ```text
 //! creating ──prepared, complete──▶ created ──new incarnation──▶ unconfirmed ──report──▶ created
@@ -7,9 +7,15 @@
 //!    └──────── marked, from every state ────────▶ destroying ──handed out──▶ sweeping ──report──▶ (gone)
 //! ```
 //!
-//! [`crate::marks`] and [`crate::inventory::report`] do the second half. Invariants: a handle is minted here, in a transaction that writes its row, and
-//! never twice (the primary key, and fresh UUIDs); an attempt has one container and one volume of each name beside what is garbage
-//! (unique indexes); only the session that may speak changes a row ([`crate::sessions::fence`]).
+//! [`crate::marks`] and [`crate::inventory::report`] implement the second half of the diagram.
+//!
+//! Invariants:
+//!
+//! - A handle is minted here, in the transaction that writes its row, and never reused. The primary
+//!   key and random UUIDs enforce it.
+//! - Apart from garbage, an attempt has one container and one volume of each name. Unique indexes
+//!   enforce it.
+//! - Only the current session of a worker changes its rows ([`crate::sessions::fence`]).
 
 pub(crate) mod delete_requests;
 pub(crate) mod imports;
@@ -40,7 +46,7 @@ use crate::sessions::{SessionError, fence};
 pub(crate) enum PreparedError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("attempt {0} is over")]
+    #[error("attempt {0} has ended")]
     AttemptEnded(AttemptId),
     #[error("database failed while recording a container")]
     Database(#[from] DbErr),
@@ -60,12 +66,14 @@ pub(crate) async fn prepared(
         .col_expr(container::Column::State, Expr::value(State::Created))
         .col_expr(container::Column::JudgedAfter, Expr::value(worker.sequence))
         .filter(container::Column::AttemptId.eq(id.uuid()))
-        // Written out, as other states are in partial indexes: for a parameter in its place SQLite would plan the statement each time.
+        // A literal, because partial indexes use it. With a parameter, SQLite would plan the
+        // statement on each execution.
         .filter(Expr::cust("state = 'creating'"))
         .exec(txn)
         .await?;
     if made.rows_affected == 0 {
-        // A repeat finds it made. What was marked since, by a new session, was prepared in vain.
+        // A repeated call finds the container created. If a new session has marked it, the attempt
+        // counts as ended.
         let live = live_container(txn, id).await?;
         return live.map(|_| ()).ok_or(PreparedError::AttemptEnded(id));
     }
@@ -79,7 +87,7 @@ pub(crate) async fn prepared(
     Ok(())
 }
 
-/// The final bytes of a volume.
+/// Digest and size of a complete volume.
 #[derive(Debug, Clone)]
 pub(crate) struct Bytes {
     pub(crate) digest: Digest,
@@ -94,13 +102,13 @@ pub(crate) enum CompleteError {
     Session(#[from] SessionError),
     #[error("no volume {0} on this worker")]
     NotFound(VolumeHandle),
-    #[error("volume {0} is an input, which has no final bytes")]
+    #[error("cannot complete volume {0}: it is an input")]
     Input(VolumeHandle),
-    #[error("volume {0} is an import, which is completed by a call of its own")]
+    #[error("cannot complete volume {0}: use CompleteImport for it")]
     Import(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),
-    #[error("the attempt of volume {0} is over")]
+    #[error("the attempt of volume {0} has ended")]
     AttemptEnded(VolumeHandle),
     #[error("the transfer into volume {0} lost its claim")]
     ClaimLost(VolumeHandle),
@@ -108,7 +116,7 @@ pub(crate) enum CompleteError {
     Database(#[from] DbErr),
 }
 
-/// Records that a volume has its final bytes: a planned replica that arrived, or an output candidate. Answers whose bytes they are.
+/// Records that a replica or an output volume is complete. Returns the artifact that it belongs to.
 pub(crate) async fn volume_complete(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -120,7 +128,7 @@ pub(crate) async fn volume_complete(
     let of_worker = || {
         volume::Entity::find_by_id(handle.uuid()).filter(volume::Column::WorkerId.eq(claims.worker.uuid()))
     };
-    // What the volume is made for is locked before the volume itself, as everybody else does.
+    // The attempt or artifact is locked before the volume, as in all transactions.
     let Some(seen) = of_worker().one(txn).await? else { return Err(CompleteError::NotFound(handle)) };
     if seen.is_import() && !seen.complete {
         return Err(CompleteError::Import(handle));
@@ -161,7 +169,7 @@ pub(crate) async fn volume_complete(
     Ok(artifact)
 }
 
-/// Whether the attempt of an output goes on. Holds it still.
+/// Returns whether the attempt of an output is active, and locks it in shared mode.
 async fn attempt_wants(
     txn: &DatabaseTransaction,
     row: &volume::Model,
@@ -171,7 +179,7 @@ async fn attempt_wants(
     Ok(lock_attempt(txn, AttemptId::from_uuid(id), worker).await?.is_some())
 }
 
-/// Whether an artifact still wants these bytes. Holds it still.
+/// Returns whether an artifact accepts these bytes, and locks it in shared mode.
 async fn artifact_wants(
     txn: &DatabaseTransaction,
     row: &volume::Model,
@@ -190,13 +198,13 @@ async fn artifact_wants(
 pub(crate) enum TouchError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("attempt {0} has no container on this worker, or it is garbage")]
+    #[error("attempt {0} has no container on this worker")]
     ContainerNotFound(AttemptId),
-    #[error("database failed while noting that a container is used")]
+    #[error("database failed while recording the use of a container")]
     Database(#[from] DbErr),
 }
 
-/// Notes that the container of an attempt is used interactively.
+/// Records an interactive use of the container of an attempt.
 pub(crate) async fn touch(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -214,7 +222,7 @@ pub(crate) async fn touch(
     if touched.rows_affected == 0 { Err(TouchError::ContainerNotFound(attempt)) } else { Ok(()) }
 }
 
-/// One volume. `None`: there is none.
+/// Returns a volume, with its mark merged into the row.
 pub(crate) async fn volume(
     conn: &impl ConnectionTrait,
     handle: VolumeHandle,
@@ -225,7 +233,7 @@ pub(crate) async fn volume(
     }
 }
 
-/// One container. `None`: there is none.
+/// Returns a container.
 pub(crate) async fn container(
     conn: &impl ConnectionTrait,
     handle: ContainerHandle,
@@ -233,7 +241,7 @@ pub(crate) async fn container(
     container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
-/// A page of volumes, the newest first. `only`: of these, unless there are none.
+/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes.
 pub(crate) async fn list_volumes(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -259,7 +267,7 @@ pub(crate) async fn list_volumes(
     Ok(rows)
 }
 
-/// A page of containers, the newest first.
+/// Returns a page of containers, newest first.
 pub(crate) async fn list_containers(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,

@@ -1,5 +1,7 @@
-//! What was marked and is gone by a report: its row and its mark are deleted, and the deletion log has it, however many they are in as many statements. An attempt that only
-//! waits for that is due then.
+//! Deletion of marked rows that a report no longer names.
+//!
+//! The row and its mark are deleted, and the deletion log gets an entry. An attempt that only waits
+//! for this deletion becomes due. The number of statements does not depend on the number of rows.
 
 use std::time::Duration;
 
@@ -13,16 +15,16 @@ use crate::policy::garbage::MarkReason;
 use crate::policy::retention::FORGOTTEN_LATER;
 use crate::store_life::receipts::Token;
 
-/// How long what is forgotten is remembered, and from when on.
+/// Time and retention of entries in the deletion log.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LogTerms {
     pub(super) now: Timestamp,
     pub(super) tombstone: Duration,
 }
 
-/// Deletes rows of a worker that were marked before the token, and answers how many.
+/// Deletes rows of a worker that were marked before the token, and returns their number.
 ///
-/// A transaction that takes a mark back changes the row, too, so that this token judges it no more.
+/// A transaction that removes a mark also changes the row, so that this token no longer judges it.
 pub(super) async fn forget<E: Sweepable>(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -48,15 +50,17 @@ pub(super) async fn forget<E: Sweepable>(
     }
 }
 
-/// What is told of a row when it goes. `$1` are handles, `$2` is the worker and `$3` the token; `$4` is now, `$5` when to look at the grave, and `$6`
-/// when to look at the latest at an attempt that waits for nothing else.
+/// SQL fragments about the rows to delete.
+///
+/// Values: `$1` handles, `$2` worker, `$3` token, `$4` now, `$5` next check of the log entry, `$6`
+/// latest next check of an attempt that only waits for this deletion.
 struct Gone {
     table: &'static str,
-    /// Another table that says so, too.
+    /// Table with additional marks.
     beside: Option<&'static str>,
-    /// Whether it goes.
+    /// Condition of the rows to delete.
     goes: String,
-    /// Why and when it was marked.
+    /// Columns of the reason and time of the mark.
     marked: String,
 }
 
@@ -85,7 +89,7 @@ impl Gone {
 const INSERT_ENTRIES: &str =
     "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
 
-/// Attempts that only wait for what is gone.
+/// Query of attempts that only wait for deletions.
 const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
 
 async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) -> Result<u64, DbErr> {
@@ -113,7 +117,7 @@ async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) ->
     Ok(u64::try_from(number).unwrap_or(0))
 }
 
-/// Where a writer is alone.
+/// Deletes rows with several statements, on SQLite, where a writer is alone.
 async fn one_after_the_other<E: Sweepable>(
     txn: &DatabaseTransaction,
     which: [Value; 3],
@@ -136,7 +140,7 @@ async fn one_after_the_other<E: Sweepable>(
     txn.execute_raw(Statement::from_sql_and_values(backend, make_due, due)).await?;
     txn.execute_raw(Statement::from_sql_and_values(backend, dig, values)).await?;
     let goes = match beside {
-        // As a join, which is found by its indexes.
+        // A join, which uses the indexes.
         Some(beside) => {
             format!("handle IN (SELECT {table}.handle FROM {table}, {beside} WHERE {goes})")
         }

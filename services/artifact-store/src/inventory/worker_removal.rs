@@ -1,8 +1,11 @@
-//! Workers that are gone for good: all that they held is forgotten.
+//! Removal of workers: deletion of all rows of a worker that is gone for good.
 //!
-//! Invariant: unless forced, nothing that is kept loses its last replica, and no orphan goes undecided. A transaction that forgets a worker holds its row, so that no session speaks for it
-//! meanwhile, and the rows of the artifacts that have replicas there, so that no call drops another replica, or forgets another worker, and counts
-//! on these.
+//! Invariant: unless forced, no kept artifact loses its last replica, and no orphan is deleted
+//! without a decision.
+//!
+//! The transaction locks the worker's row, so that no session speaks for the worker meanwhile. It
+//! also locks the artifacts with replicas there, so that no other call drops another replica or
+//! forgets another worker because these replicas exist.
 
 use std::fmt;
 
@@ -24,40 +27,38 @@ use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy, Verdict};
 use crate::policy::retention::FORGOTTEN_LATER;
 
-/// How many rows are looked at by one statement.
+/// Number of rows that one query reads.
 const PAGE: u64 = 500;
 
-/// Up to which number artifacts are counted that would be lost.
+/// Limit of the count of artifacts that would be lost.
 const MOST_COUNTED: u64 = 1000;
 
-/// How many of them are named.
+/// Number of these artifacts that the error names.
 const NAMED: usize = 5;
 
-/// What a forgotten worker held.
+/// Numbers of deleted rows of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Held {
     pub(crate) volumes: u64,
     pub(crate) containers: u64,
 }
 
-/// Artifacts that are kept, and whose bytes are on one worker only.
+/// Kept artifacts whose bytes are on one worker only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LastReplicas {
-    /// Up to [`MOST_COUNTED`].
+    /// Number of artifacts, at most [`MOST_COUNTED`].
     pub(crate) count: u64,
-    /// Some of them.
+    /// The first few artifacts.
     pub(crate) some: Vec<ArtifactId>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ForgetError {
-    #[error("worker {0} has the last replica of {1}")]
+    #[error("cannot forget worker {0}: it has the last replica of {1}")]
     LastReplica(WorkerId, LastReplicas),
-    #[error(
-        "volumes or containers of worker {0} are orphans, and no operator has decided what becomes of them"
-    )]
+    #[error("cannot forget worker {0}: it has orphans. Adopt or purge them first")]
     HoldsOrphans(WorkerId),
-    /// Nothing speaks against it, and the caller wants to know no more: what was done is rolled back.
+    /// Result of a successful check. It is an error, so that the transaction is rolled back.
     #[error("worker {0} may be forgotten")]
     OnlyChecked(WorkerId),
     #[error("database failed while forgetting a worker")]
@@ -67,9 +68,9 @@ pub(crate) enum ForgetError {
 impl fmt::Display for LastReplicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
-            1 => f.write_str("an artifact that something keeps")?,
-            MOST_COUNTED => write!(f, "{MOST_COUNTED} artifacts or more that something keeps")?,
-            count => write!(f, "{count} artifacts that something keeps")?,
+            1 => f.write_str("a kept artifact")?,
+            MOST_COUNTED => write!(f, "{MOST_COUNTED} or more kept artifacts")?,
+            count => write!(f, "{count} kept artifacts")?,
         }
         let some: Vec<_> = self.some.iter().map(ToString::to_string).collect();
         let more = if self.count > self.some.len() as u64 { " and others" } else { "" };
@@ -77,7 +78,7 @@ impl fmt::Display for LastReplicas {
     }
 }
 
-/// Whether [`forget_worker`] would refuse. The transaction must not be committed.
+/// Checks whether [`forget_worker`] would succeed. The transaction must not be committed.
 pub(crate) async fn check(
     txn: &DatabaseTransaction,
     id: WorkerId,
@@ -89,7 +90,7 @@ pub(crate) async fn check(
     Err(ForgetError::OnlyChecked(id))
 }
 
-/// Forgets a worker and all that it held.
+/// Forgets a worker and everything that it held.
 pub(crate) async fn forget_worker(
     txn: &DatabaseTransaction,
     id: WorkerId,
@@ -113,7 +114,8 @@ pub(crate) async fn forget_worker(
     Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
 }
 
-/// Makes attempts due that waited for a worker to destroy what is left of them. What is locked is looked at later.
+/// Makes attempts due that waited for the worker to delete their remains. Locked attempts are
+/// skipped, and checked later.
 async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
@@ -126,7 +128,8 @@ async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestam
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// Holds a worker and the artifacts that have replicas there, lets go what it brought along, and refuses what must not be lost. `false`: it is unknown.
+/// Locks a worker and the artifacts with replicas there, deletes its imports, and rejects the
+/// removal if an artifact or orphan would be lost. `false` if the worker is unknown.
 async fn may_go(
     txn: &DatabaseTransaction,
     id: WorkerId,
@@ -140,12 +143,12 @@ async fn may_go(
     if !force && holds_orphans(txn, id).await? {
         return Err(ForgetError::HoldsOrphans(id));
     }
-    // Taken back where it is only checked.
+    // A check alone is rolled back.
     let let_go = imports::forget_worker(txn, id).await?;
     caches::let_go(txn, let_go, now).await?;
     lock_artifacts(txn, id).await?;
     if !force {
-        // What it brought along has let go by now.
+        // Without the references of the worker's own imports, which are deleted by now.
         let alone = kept_here_only(txn, id, now, policy).await?;
         if alone.count > 0 {
             return Err(ForgetError::LastReplica(id, alone));
@@ -159,7 +162,7 @@ async fn holds_orphans(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, 
     Ok(row.is_some())
 }
 
-/// Artifacts that have a replica on worker `$1`.
+/// Query of artifacts with a replica on worker `$1`.
 const ARTIFACTS_HERE: &str = "SELECT v.artifact_id FROM volumes v
      WHERE v.worker_id = $1 AND v.purpose = 'replica' AND v.complete = TRUE AND v.state IN ('created', 'unconfirmed')";
 
@@ -168,11 +171,11 @@ struct Id {
     artifact_id: Uuid,
 }
 
-/// Holds the artifacts that have a replica on a worker.
+/// Locks the artifacts that have a replica on a worker.
 async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     if backend == sea_orm::DbBackend::Sqlite {
-        // A writer is alone.
+        // SQLite has one writer at a time.
         return Ok(());
     }
     let sql = format!(
@@ -183,7 +186,7 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Id::find_by_statement(statement).all(txn).await.map(|_| ())
 }
 
-/// The artifacts that are kept, and whose bytes are neither in the store nor on another worker for sure.
+/// Returns the kept artifacts whose bytes are neither in the store nor confirmed on another worker.
 async fn kept_here_only(
     txn: &DatabaseTransaction,
     id: WorkerId,
@@ -220,7 +223,8 @@ async fn kept_here_only(
     }
 }
 
-/// Waits for a collector that notices what is lost on a worker, and keeps others out: each loss is noted once.
+/// Waits for a collector that records losses of the worker, and keeps others out, so that each loss
+/// is recorded once.
 async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     for table in ["volumes", "containers"] {
@@ -233,7 +237,8 @@ async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Ok(())
 }
 
-/// Notes as lost what was there as far as we knew, and what is lost and was not noticed yet.
+/// Records as lost the items that were present, and the lost items whose losses were not recorded
+/// yet.
 async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let mut after = Uuid::nil();
     loop {

@@ -1,7 +1,6 @@
-//! What uses caches, and when these uses end.
+//! Uses of caches, and when they end.
 //!
-//! Called by the collector, by explanations and by the caches. The end of a use is that of its
-//! build or workload.
+//! The collector, explanations and the caches call it. A use ends with its build or workload.
 
 use std::collections::HashMap;
 
@@ -17,10 +16,11 @@ use crate::marks::references::{Keepers, build_keeps, statement};
 use crate::policy::garbage::{Keeper, KeeperKind};
 use crate::policy::retention::Uses;
 
-/// How resource caches are used, by their id. What is not answered has no uses, ended or not.
+/// Returns the uses of resource caches, by cache id. Caches without uses, ended or not, are
+/// omitted.
 ///
-/// The end of a use is that of its user: no call says it. A user that was forgotten ended some time
-/// ago; that counts as now.
+/// No call ends a use: it ends with its user. A user without a row ended at an unknown time, which
+/// counts as `now`.
 pub(crate) async fn uses(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],
@@ -67,8 +67,8 @@ pub(crate) async fn uses(
     Ok(uses.collect())
 }
 
-/// What uses a resource cache: the first `most`, and how many there are. A workload is answered as
-/// what pins.
+/// Returns the first `most` users of a resource cache, and their number. Workloads are returned as
+/// [`KeeperKind::Pin`].
 pub(crate) async fn users(
     conn: &impl ConnectionTrait,
     cache: Uuid,
@@ -106,8 +106,8 @@ pub(crate) async fn users(
     Ok(users)
 }
 
-/// Which workloads use a task cache: the first `most`, and how many there are. They are answered as
-/// what pins.
+/// Returns the first `most` workloads that use a task cache, and their number, as
+/// [`KeeperKind::Pin`].
 pub(crate) async fn users_of_task_cache(
     conn: &impl ConnectionTrait,
     cache: Uuid,
@@ -126,7 +126,7 @@ pub(crate) async fn users_of_task_cache(
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
 
-/// Forgets the uses of resource caches that have ended.
+/// Deletes the ended uses of resource caches.
 pub(crate) async fn forget_ended_uses(
     txn: &impl ConnectionTrait,
     caches: &[Uuid],

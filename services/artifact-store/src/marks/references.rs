@@ -1,8 +1,10 @@
-//! What is known of things before they are judged, in as many statements however many they are.
+//! References to artifacts and volumes, as facts for the garbage rules.
 //!
-//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact
-//! stands in one query, `holds!`. Until when that is, the rows say as far as they know it; the
-//! rules of caches and volumes say the rest ([`crate::explain`]).
+//! The collector calls it, and so does all code that shows what keeps an artifact. The number of
+//! statements does not depend on the number of rows.
+//!
+//! The query `holds!` lists all references to artifacts, each with its end if its row has it. The
+//! rules of caches and volumes add the other ends ([`crate::explain`]).
 
 use std::collections::{HashMap, HashSet};
 
@@ -15,8 +17,9 @@ use crate::db::ids;
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
 
-/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term
-/// is over does so until it is ended: until then, its caller may renew it.
+/// Condition that the build `b` keeps its artifacts and used caches at the instant `$1`. A build
+/// whose term has expired keeps them until the collector ends it, because its caller may renew it
+/// until then.
 macro_rules! build_keeps {
     () => {
         "(b.kept_until IS NULL OR b.kept_until > $1)"
@@ -25,8 +28,8 @@ macro_rules! build_keeps {
 
 pub(super) use build_keeps;
 
-/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which
-/// artifact, what kind of thing, which, and until when, if its row says so.
+/// Query of all references to the artifacts `ids` at the instant `$1`: artifact, kind, id, and end
+/// if the row has it.
 macro_rules! holds {
     () => {
         concat!(
@@ -66,7 +69,7 @@ macro_rules! holds {
     };
 }
 
-/// A statement about `ids`, which are the value `$2`, at the instant `$1`.
+/// Returns a statement about `ids`, which is value `$2`, at the instant `$1`.
 pub(super) fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
@@ -78,7 +81,7 @@ pub(super) fn statement(
     Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
 }
 
-/// What is read of an artifact that is judged.
+/// Columns of an artifact that the rules need.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
 pub(crate) struct JudgedArtifact {
     pub(crate) artifact_id: Uuid,
@@ -91,7 +94,7 @@ pub(crate) struct JudgedArtifact {
 }
 
 impl JudgedArtifact {
-    /// Its columns.
+    /// List of the columns.
     pub(crate) const COLUMNS: &str =
         "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
 }
@@ -104,14 +107,14 @@ impl From<&artifact::Model> for JudgedArtifact {
     }
 }
 
-/// That something of this kind holds an artifact.
+/// A reference to an artifact, by kind.
 #[derive(FromQueryResult)]
 struct Hold {
     artifact_id: Uuid,
     kind: String,
 }
 
-/// What is known of artifacts, in their order.
+/// Returns the facts about artifacts, in the order of `rows`.
 pub(crate) async fn artifacts(
     conn: &impl ConnectionTrait,
     rows: &[JudgedArtifact],
@@ -126,7 +129,7 @@ pub(crate) async fn artifacts(
     Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 
-/// What is known of artifacts that these kinds of things hold.
+/// Returns the facts about artifacts with the given references.
 fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
     let mut held: HashMap<Uuid, HoldFlags> = HashMap::new();
     for (artifact, kind) in holds {
@@ -145,7 +148,7 @@ fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)
     facts.collect()
 }
 
-/// What an artifact's own row says.
+/// Returns the facts about an artifact without its references.
 pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
     ArtifactFacts {
         created_at: Timestamp(row.created_at),
@@ -155,14 +158,15 @@ pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
     }
 }
 
-/// What holds an artifact: the first few things, and how many there are.
+/// References that keep an artifact: the first few, and their number.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Keepers {
     pub(crate) first: Vec<Keeper>,
     pub(crate) total: u64,
 }
 
-/// What holds artifacts, by their id: of each the first `most` things.
+/// Returns the references that keep artifacts, by artifact id. Each list has at most `most`
+/// elements.
 pub(crate) async fn keepers(
     conn: &impl ConnectionTrait,
     artifacts: &[Uuid],
@@ -211,8 +215,8 @@ pub(crate) async fn keepers(
     Ok(keepers)
 }
 
-/// Volumes that were made from another one and are no garbage: the first `most`, and how many there
-/// are.
+/// Returns the first `most` volumes that are children of a volume and not garbage, and their
+/// number.
 pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u64) -> Result<Keepers, DbErr> {
     #[derive(FromQueryResult)]
     struct Child {
@@ -235,17 +239,17 @@ pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u6
     Ok(children)
 }
 
-/// A volume of an attempt that has ended.
+/// A volume of an ended attempt.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
 pub(crate) struct LeftVolume {
     pub(crate) handle: Uuid,
     pub(crate) ended_at: i64,
-    /// When the attempt's container was last used interactively, if it is no garbage.
+    /// Last interactive use of the attempt's container, if that container is not garbage.
     pub(crate) touched_at: Option<i64>,
     pub(crate) has_live_child: bool,
 }
 
-/// Those of these volumes whose attempts have ended.
+/// Returns the volumes of ended attempts among `volumes`.
 pub(crate) async fn left_volumes(
     conn: &impl ConnectionTrait,
     volumes: impl IntoIterator<Item = Uuid>,
@@ -262,20 +266,21 @@ pub(crate) async fn left_volumes(
     LeftVolume::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
 }
 
-/// A statement whose only value is these ids: `IDS` is the query of them.
+/// Returns a statement whose only value is a list of ids. `IDS` in `sql` stands for the query of
+/// them.
 fn of_ids(conn: &impl ConnectionTrait, sql: &str, ids: impl IntoIterator<Item = Uuid>) -> Statement {
     let backend = conn.get_database_backend();
     let sql = sql.replace("IDS", &ids::query(backend, 1));
     Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)])
 }
 
-/// The ids that a statement answers, as `id`.
+/// Returns the ids that a statement yields, as `id`.
 async fn answered(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
     let rows = conn.query_all_raw(statement).await?;
     rows.into_iter().map(|row| row.try_get("", "id")).collect()
 }
 
-/// When attempts ended, of those that have.
+/// Returns the ends of ended attempts, by attempt.
 pub(crate) async fn ended_attempts(
     conn: &impl ConnectionTrait,
     attempts: impl IntoIterator<Item = Uuid>,
@@ -284,8 +289,8 @@ pub(crate) async fn ended_attempts(
     if attempts.is_empty() {
         return Ok(HashMap::new());
     }
-    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all
-    // of those for each id.
+    // Without a condition on `ended_at`: if PostgreSQL expects few ended attempts, it would read
+    // all of them for each id.
     let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS)";
     let mut ended = HashMap::new();
     for row in conn.query_all_raw(of_ids(conn, sql, attempts)).await? {
@@ -296,7 +301,7 @@ pub(crate) async fn ended_attempts(
     Ok(ended)
 }
 
-/// What is read of a volume that is judged.
+/// Columns of a volume that the rules need.
 #[derive(Debug, FromQueryResult)]
 pub(crate) struct JudgedVolume {
     pub(crate) handle: Uuid,
@@ -311,7 +316,7 @@ pub(crate) struct JudgedVolume {
 }
 
 impl JudgedVolume {
-    /// Its columns.
+    /// List of the columns.
     pub(crate) const COLUMNS: &str = "handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, claimed_until, complete, size_bytes";
 }
 
@@ -333,7 +338,7 @@ impl From<&volume::Model> for JudgedVolume {
     }
 }
 
-/// What is known of volumes, in their order.
+/// Returns the facts about volumes, in the order of `rows`.
 pub(crate) async fn volumes(
     conn: &impl ConnectionTrait,
     rows: &[JudgedVolume],
@@ -342,7 +347,7 @@ pub(crate) async fn volumes(
         return Ok(Vec::new());
     }
     let handles = rows.iter().map(|row| row.handle);
-    // A replica may have very many children: one row for each parent.
+    // DISTINCT, because a replica may have very many children.
     let with_children = format!(
         "SELECT DISTINCT c.parent AS id FROM volumes c WHERE c.parent IN (IDS) AND {}",
         sweep_queue::without("c")

@@ -1,10 +1,17 @@
-//! What is garbage, and why: pure functions from what is known to a verdict. Nothing else in the store decides it.
+//! Garbage rules: which artifacts, volumes and containers are garbage, and why.
 //!
-//! An artifact goes when nothing pins it, nothing is being made from it or into it, and every owner has let go ([`crate::policy::retention`]); one that
-//! never had an owner goes when it is old. Volumes go with their artifact or with their attempt, children before parents; a container goes
-//! a grace after its attempt ended, or after it was last used interactively.
+//! All rules are pure functions from facts to a verdict. No other code of the store decides what is
+//! garbage.
 //!
-//! [`crate::gc`] gathers the facts behind the locks of what it judges. What is kept is looked at again: a verdict says when.
+//! An artifact is garbage when no workload pins it, no transfer or attempt reads or fills it, and
+//! every owner has let go ([`crate::policy::retention`]). An artifact that never had an owner is
+//! garbage after a fixed time.
+//! A volume is garbage with its artifact or its attempt, children before parents.
+//! A container is garbage after a grace period, which begins at the end of its attempt or at its
+//! last interactive use.
+//!
+//! [`crate::gc`] gathers the facts while it holds the locks of the judged rows. A verdict to keep
+//! says when to check again.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,16 +19,16 @@ use std::time::Duration;
 use domain::{BuildId, CacheId, Timestamp, TransferId, VolumeHandle, WorkerId, WorkloadId};
 use uuid::Uuid;
 
-/// The settings that decide about garbage.
+/// Settings of the garbage rules.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
-    /// An artifact that never had an owner goes this long after it was made.
+    /// Time after creation after which an artifact that never had an owner is garbage.
     pub(crate) unowned_ttl: Duration,
-    /// What belongs to an attempt goes this long after it ended.
+    /// Time after the end of an attempt for which its containers and volumes are kept.
     pub(crate) gc_grace: Duration,
 }
 
-/// What is known of an artifact that has not been marked.
+/// Facts about an unmarked artifact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ArtifactFacts {
     pub(crate) created_at: Timestamp,
@@ -32,76 +39,76 @@ pub(crate) struct ArtifactFacts {
     pub(crate) held: HoldFlags,
 }
 
-/// What holds an artifact.
+/// Kinds of references that hold an artifact.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct HoldFlags {
-    /// An owner that has not let go.
+    /// An owner has not let go.
     pub(crate) owned: bool,
     /// A workload pins it.
     pub(crate) pinned: bool,
     /// A live volume of an attempt starts with its bytes.
     pub(crate) used: bool,
-    /// A transfer that goes on fills or copies it.
+    /// An unfinished transfer fills or copies it.
     pub(crate) transferred: bool,
 }
 
-/// What is known of a container that has not been marked.
+/// Facts about an unmarked container.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ContainerFacts {
-    /// When its attempt ended. `None`: it goes on.
+    /// When its attempt ended. `None` if it has not ended.
     pub(crate) attempt_ended_at: Option<Timestamp>,
     /// When it was last used interactively.
     pub(crate) touched_at: Option<Timestamp>,
 }
 
-/// What is known of a volume that has not been marked.
+/// Facts about an unmarked volume.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct VolumeFacts {
-    /// A copy-on-write child of it is not garbage.
+    /// Whether a copy-on-write child of it is not garbage.
     pub(crate) has_live_child: bool,
     pub(crate) belongs: Belonging,
 }
 
-/// What a volume lives and dies with.
+/// The artifact or attempt with which a volume is deleted.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Belonging {
-    /// A replica, complete or on its way.
+    /// For a replica, complete or not.
     ToArtifact {
-        /// The artifact is marked or gone.
+        /// Whether the artifact is marked or gone.
         artifact_marked: bool,
-        /// Until when its transfer may take. `None`: it is complete.
+        /// When the claim of its transfer expires. `None` if it is complete.
         claimed_until: Option<Timestamp>,
     },
-    /// An input, or an output that is not settled.
+    /// For an input, a scratch volume, or an output that is not settled.
     ToAttempt {
-        /// When it ended. `None`: it goes on.
+        /// When the attempt ended. `None` if it has not ended.
         ended_at: Option<Timestamp>,
-        /// Its container is not garbage yet.
+        /// Whether the attempt's container is not garbage yet.
         has_live_container: bool,
     },
 }
 
-/// Whether something is garbage.
+/// Decision of a garbage rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Not now.
+    /// Keep it, and check again at the given time.
     Keep(NextLook),
-    /// Yes.
+    /// Mark it as garbage.
     Mark(MarkReason),
 }
 
-/// When to look again at what is kept.
+/// Time of the next check of something that is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NextLook {
-    /// When what keeps it says so: that does not end unseen.
+    /// After an event: the transaction that ends the reason to keep it schedules the check.
     WhenTold,
-    /// Then.
+    /// At this time.
     At(Timestamp),
-    /// After a while: what keeps it may end unseen, or end without a word.
+    /// After a fixed interval, because the reason to keep it may end without a notification.
     Later,
 }
 
-/// Why something is garbage, for people.
+/// Reason of a mark, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum MarkReason {
     NeverOwned,
@@ -120,16 +127,16 @@ impl fmt::Display for MarkReason {
             Self::NeverOwned => "it never had an owner, and it is old",
             Self::OwnersLetGo => "every owner of it has let go",
             Self::TransferAbandoned => "its transfer was abandoned",
-            Self::ClaimRanOut => "its transfer stopped without an end",
+            Self::ClaimRanOut => "the claim of its transfer expired",
             Self::OtherBytesSealed => "its artifact was sealed with other bytes",
             Self::ArtifactDeleted => "its artifact is deleted",
             Self::AttemptEnded => "its attempt has ended",
-            Self::ImportReplaced => "its worker brings along something else now",
+            Self::ImportReplaced => "its worker now provides another version",
         })
     }
 }
 
-/// One thing that was marked.
+/// An item that a collection marked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Collected {
     pub(crate) kind: Kind,
@@ -145,15 +152,15 @@ pub(crate) enum Kind {
     Container,
 }
 
-/// One thing that keeps an artifact.
+/// A reference that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Keeper {
     pub(crate) what: KeeperKind,
-    /// As far as it is known. `None`: not before something happens.
+    /// When the reference ends, if that is known.
     pub(crate) until: Option<Timestamp>,
 }
 
-/// What keeps an artifact.
+/// Kind and id of a reference that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KeeperKind {
     Pin(WorkloadId),
@@ -164,11 +171,11 @@ pub(crate) enum KeeperKind {
     ResourceCerts(WorkerId),
     Volume(VolumeHandle),
     Transfer(TransferId),
-    /// What a worker brings along is imported into this volume.
+    /// An import of a worker-provided image fills this volume.
     Import(VolumeHandle),
-    /// It never had an owner, and it is young.
+    /// It never had an owner, and `unowned_ttl` has not passed.
     Youth,
-    /// A caller asked for that.
+    /// A caller asked to keep it for a while.
     Reprieve,
 }
 
@@ -190,7 +197,7 @@ impl fmt::Display for KeeperKind {
     }
 }
 
-/// Until when an artifact is kept though nothing holds it, and why.
+/// Returns until when, and why, an artifact without references is kept.
 pub(crate) fn unowned_keeper(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
     let youth = (!facts.had_owner).then(|| (KeeperKind::Youth, facts.created_at + policy.unowned_ttl));
     let reprieve = facts.kept_until.map(|until| (KeeperKind::Reprieve, until));
@@ -224,7 +231,8 @@ pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy)
     }
 }
 
-/// When the grace of an attempt ends: some time after its end, or after its container was last used interactively.
+/// Returns when the grace period of an attempt ends. It begins at the end of the attempt or at the
+/// last interactive use of its container.
 pub(crate) fn grace_ends(ended_at: Timestamp, touched_at: Option<Timestamp>, policy: &Policy) -> Timestamp {
     touched_at.map_or(ended_at, |touched_at| touched_at.max(ended_at)) + policy.gc_grace
 }
@@ -254,7 +262,8 @@ pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Ve
     }
 }
 
-/// When something goes that is kept until `last`, and why. `None`: not before something happens.
+/// Returns when and why an item is marked that is kept until `last`. `None` if that depends on an
+/// event.
 pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Option<(Timestamp, MarkReason)> {
     let mut at = last;
     loop {
@@ -266,14 +275,16 @@ pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Opt
     }
 }
 
-/// Orders volumes, each with its parent, so that children come before their parents. A parent that is not among them does not matter.
+/// Orders volumes, each given with its parent, so that children come before their parents. Parents
+/// outside the list are ignored.
 pub(crate) fn children_first(volumes: &[(Uuid, Option<Uuid>)]) -> Vec<Uuid> {
     use std::collections::HashMap;
     let parents: HashMap<Uuid, Option<Uuid>> = volumes.iter().copied().collect();
     let depth = |handle: Uuid| {
         let mut depth = 0;
         let mut at = handle;
-        // A chain is no longer than all volumes, even where rows are wrong and form a ring.
+        // A chain is no longer than the number of volumes. The limit ends the loop on corrupt rows
+        // that form a ring.
         while let Some(Some(parent)) = parents.get(&at)
             && depth <= volumes.len()
         {
@@ -304,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn an_artifact_goes_only_when_nothing_at_all_keeps_it() {
+    fn artifact_is_marked_when_nothing_keeps_it() {
         for bits in 0..128 {
             let bit = |n: u32| bits & (1 << n) != 0;
             let held = HoldFlags { owned: bit(0), pinned: bit(1), used: bit(2), transferred: bit(3) };
@@ -330,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reprieve_lasts_as_long_as_it_was_given() {
+    fn artifact_is_kept_until_its_reprieve_ends() {
         let reprieved = ArtifactFacts { kept_until: Some(at(50)), ..facts(true, HoldFlags::default()) };
         assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(NextLook::At(at(50))));
         assert_eq!(artifact(&reprieved, at(50), &POLICY), Verdict::Mark(MarkReason::OwnersLetGo));
@@ -339,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_goes_a_grace_after_its_attempt_ended() {
+    fn container_is_marked_after_grace_of_its_attempt() {
         let ended = ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: None };
         assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(NextLook::At(at(15))));
         assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(MarkReason::AttemptEnded));
@@ -348,7 +359,7 @@ mod tests {
     }
 
     #[test]
-    fn a_container_that_was_touched_after_its_end_goes_a_grace_after_that() {
+    fn container_grace_restarts_at_interactive_use() {
         let touched =
             |at_second| ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: Some(at(at_second)) };
         assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(NextLook::At(at(18))));
@@ -361,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn a_volume_goes_with_what_it_belongs_to_and_after_its_children() {
+    fn volume_is_marked_with_its_owner_after_children() {
         let judge =
             |belongs, has_live_child| volume(&VolumeFacts { has_live_child, belongs }, at(100), &POLICY);
         let replica =
@@ -380,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn children_come_before_their_parents_even_in_a_ring() {
+    fn children_precede_parents_even_in_a_ring() {
         let [a, b, c, d] = std::array::from_fn(|_| Uuid::now_v7());
         let order = children_first(&[(a, None), (b, Some(a)), (c, Some(b)), (d, Some(Uuid::now_v7()))]);
         let place = |handle| order.iter().position(|other| *other == handle);

@@ -1,4 +1,4 @@
-//! Whatever is asked at the same time, each is told what its own team may use, in its own order.
+//! Tests that batched lookups return what separate lookups would.
 
 use std::sync::Arc;
 
@@ -19,18 +19,19 @@ use crate::config::{Config, KeySource};
 
 const TEAMS: [&str; 2] = ["main", "other"];
 
-/// What there is of an artifact.
+/// A generated artifact.
 struct Known {
     id: ArtifactId,
     team: &'static str,
     is_deleting: bool,
-    /// The teams that may use it though it is another's.
+    /// Teams that may use it although it belongs to another team.
     for_others: Vec<&'static str>,
-    /// The workers that have it.
+    /// Workers with a replica of it.
     workers: BTreeSet<WorkerId>,
 }
 
-/// Some that a team may use because they are its own, because every team may, because a holder of it has pinned them, and some that none may.
+/// Creates artifacts: usable by their team, by every team, by a team that has pinned them, and by
+/// no team.
 async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
     let write = async |sql: &'static str, values: Vec<Value>| {
         let backend = store.db.read().get_database_backend();
@@ -68,7 +69,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
                 let sql = "INSERT INTO resource_certs (worker_id, artifact_id) VALUES ($1, $2)";
                 write(sql, vec![worker.into(), id.into()]).await;
             }
-            // As one that was for every team once.
+            // Pinned while it was available to every team.
             21 | 22 => {
                 for_others.push("main");
                 let sql = "INSERT INTO pins (holder_id, artifact_id, pinned_at) VALUES ($1, $2, 0)";
@@ -91,7 +92,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
     all
 }
 
-async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
+async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
     let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let random = &mut SmallRng::seed_from_u64(seed);
@@ -116,7 +117,7 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
             }
             calls.push(artifacts);
         }
-        // By one lookup.
+        // All calls in one lookup.
         let (answers, answered): (Vec<_>, Vec<_>) = calls.iter().map(|_| oneshot::channel()).unzip();
         let wanted =
             calls.iter().map(|artifacts| Wanted { team: team.to_owned(), artifacts: artifacts.clone() });
@@ -140,7 +141,7 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
         }
     }
 
-    // Whoever asks, with others or for so many that it is looked up for him alone.
+    // Small calls, which are batched, and large ones, which are not.
     let all: Vec<_> = known.iter().map(|one| one.id).collect();
     let many: Vec<_> = all.iter().copied().chain((0..FEW).map(|_| ArtifactId::new())).collect();
     let asked = [&all, &many, &Vec::new()];
@@ -156,11 +157,11 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_is_told_what_its_team_may_use_on_sqlite() {
-    each_is_told_what_its_team_may_use(databases::sqlite()).await;
+async fn lookups_return_usable_artifacts_of_the_team_on_sqlite() {
+    lookups_return_usable_artifacts_of_the_team(databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_is_told_what_its_team_may_use_on_postgres() {
-    each_is_told_what_its_team_may_use(databases::postgres().await).await;
+async fn lookups_return_usable_artifacts_of_the_team_on_postgres() {
+    lookups_return_usable_artifacts_of_the_team(databases::postgres().await).await;
 }

@@ -1,4 +1,4 @@
-//! Artifacts that nothing may keep any more: marked, and their replicas with them.
+//! The step of artifacts: marks artifacts without references, and their replicas.
 
 use std::collections::BTreeMap;
 
@@ -33,7 +33,7 @@ pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     Ok(batch)
 }
 
-/// Judges artifacts that are locked and not marked: marks them, with their replicas, or says when to look at them again.
+/// Judges locked, unmarked artifacts. Marks them with their replicas, or sets their next check.
 pub(in crate::gc) async fn judge(
     txn: &DatabaseTransaction,
     settings: &Settings,
@@ -59,7 +59,8 @@ pub(in crate::gc) async fn judge(
     }
     batch.collected.extend(marked.iter().cloned());
     let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
-    // A transaction that holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
+    // A transaction that has locked a worker may wait for one of these artifacts, so that locked
+    // workers are skipped. The next step marks their replicas. It locks only marked artifacts.
     let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
     let tombstone_over = settings.now + settings.tombstone;
     let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();

@@ -1,4 +1,4 @@
-//! Attempts that ended: what they made goes, and in the end their rows.
+//! The step of attempts: marks containers and volumes of ended attempts, and forgets the attempts.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -19,11 +19,11 @@ use crate::marks::{self, Wait};
 use crate::policy::garbage::{self, ContainerFacts, Verdict};
 use crate::policy::retention::FORGOTTEN_LATER;
 
-/// How many volumes are judged at a time: an attempt may have thousands.
+/// Number of volumes judged at a time. An attempt may have thousands.
 const VOLUMES: usize = 1000;
 
 pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    // Each made some volumes, which are what takes time.
+    // Smaller batches, because the volumes of the attempts take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
     let rows = lock_due(txn, attempt::Entity::find(), &some).await?;
     if rows.is_empty() {
@@ -51,7 +51,7 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     Ok(batch)
 }
 
-/// When attempts of which something is left are looked at again: as soon as for any of it.
+/// Next checks of attempts with remains: the earliest of all remains.
 #[derive(Default)]
 struct Looks(BTreeMap<Uuid, NextLook>);
 
@@ -66,14 +66,14 @@ impl Looks {
     }
 }
 
-/// Containers of the attempts `IDS` that are no garbage.
+/// Containers of the attempts `IDS` that are not garbage.
 const CONTAINERS_OF: &str =
     "FROM containers WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
 
-/// Volumes of the attempts `IDS` that are no garbage.
+/// Volumes of the attempts `IDS` that are not garbage.
 const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
 
-/// A container that is judged.
+/// Columns of a container that is judged.
 #[derive(FromQueryResult)]
 struct Container {
     handle: Uuid,
@@ -114,7 +114,7 @@ async fn containers(
         batch.workers.extend(marks::mark_containers_of_held(txn, &handles, why, settings.now).await?);
     }
     batch.collected.extend(collected);
-    // What others have locked is looked at again.
+    // Containers that other transactions have locked are checked again.
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if !looks.0.contains_key(&attempt) {
             looks.add(attempt, NextLook::Later);
@@ -123,7 +123,7 @@ async fn containers(
     Ok(())
 }
 
-/// The attempts of rows.
+/// Returns the attempts of rows.
 async fn attempts_of(
     txn: &DatabaseTransaction,
     rows: &str,
@@ -152,7 +152,7 @@ async fn volumes(
     let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
     let mut let_go = HashSet::new();
     let mut parents_free = false;
-    // Children are younger than their parents: from the youngest on, parents are judged after them.
+    // Children are younger than their parents. From the youngest on, parents are judged after them.
     for rows in locked.rchunks(VOLUMES) {
         let facts = references::volumes(txn, rows).await?;
         let mut collected = Vec::new();
@@ -174,7 +174,7 @@ async fn volumes(
     }
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if parents_free {
-            // It may have been a parent of what was just marked.
+            // The volume may be a parent of a volume that was just marked.
             looks.add(attempt, NextLook::At(settings.now));
         } else if !looks.0.contains_key(&attempt) {
             looks.add(attempt, NextLook::Later);
@@ -183,7 +183,8 @@ async fn volumes(
     make_due(txn, let_go, settings.now).await
 }
 
-/// Forgets attempts of which nothing is left. Answers when to look at the others, whose volumes and containers are all marked.
+/// Deletes attempts without remains. Returns the next checks of the others, whose volumes and
+/// containers are all marked.
 async fn forget(
     txn: &DatabaseTransaction,
     settings: &Settings,

@@ -1,4 +1,4 @@
-//! Builds: ended by their terms, letting go, forgotten.
+//! The step of builds: ends overdue builds, lets ended builds go, and forgets them.
 
 use std::collections::HashSet;
 
@@ -18,7 +18,7 @@ use crate::marks::references::JudgedArtifact;
 
 pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let now = settings.now;
-    // Each owns some artifacts, which are what takes time.
+    // Smaller batches, because the artifacts of the builds take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
     let due = lock_due(txn, build::Entity::find(), &some).await?;
     if due.is_empty() {
@@ -45,7 +45,7 @@ pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     Ok(batch)
 }
 
-/// Ends builds whose term is over. They stay due: some let go at once.
+/// Ends builds whose term has expired. They stay due, because some let go at once.
 async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
     if overdue.is_empty() {
         return Ok(());
@@ -60,8 +60,8 @@ async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Res
         .map(|_| ())
 }
 
-/// Takes from builds that have let go what they own, or a batch of it, and judges that. Answers when to look at which build again; one that still
-/// owns something stays due.
+/// Removes a batch of artifacts from builds that have let go, and judges the artifacts. Returns the
+/// next checks of the builds. A build that still owns artifacts stays due.
 async fn release(
     txn: &DatabaseTransaction,
     let_go: &[&build::Model],
@@ -93,7 +93,7 @@ async fn release(
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
         if owning.contains(&row.build_id) {
             if owned.is_empty() {
-                // Others have locked it.
+                // Other transactions have locked its artifacts.
                 looks.push((row.build_id, NextLook::Later));
             }
         } else if forget_at > settings.now {
@@ -112,7 +112,7 @@ async fn release(
     Ok(looks)
 }
 
-/// Locks artifacts that some of these builds own, as many as a batch has, without those that others have locked.
+/// Locks artifacts of these builds, up to the batch size, and skips locked ones.
 async fn lock_owned(
     txn: &DatabaseTransaction,
     builds: &Value,
@@ -121,7 +121,7 @@ async fn lock_owned(
     let backend = txn.get_database_backend();
     let builds_query = ids::query(backend, 1);
     let owned = match backend {
-        // One build after the other by the index, however many artifacts PostgreSQL expects them to have.
+        // LATERAL makes PostgreSQL use the index for each build, however many artifacts it expects.
         DbBackend::Postgres => format!(
             "SELECT o.artifact_id FROM ({builds_query}) AS builds
              CROSS JOIN LATERAL (SELECT artifact_id FROM owners WHERE build_id = builds.id LIMIT $2) AS o LIMIT $2"
@@ -137,7 +137,8 @@ async fn lock_owned(
     JudgedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
-/// Takes these artifacts, which are locked, from builds that have let go. That is final, so it need not be one of this batch.
+/// Removes locked artifacts from all builds that have let go, which may include builds outside the
+/// batch.
 async fn disown(
     txn: &DatabaseTransaction,
     artifacts: &[JudgedArtifact],

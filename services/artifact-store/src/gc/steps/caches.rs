@@ -1,4 +1,4 @@
-//! Caches: gone when they were unused for long, or were not made.
+//! The step of caches: deletes caches that were unused for their TTL, or never finished.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -34,7 +34,8 @@ pub(crate) async fn look_at_resource_caches(
     for row in &due {
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
         match row.standing(uses).lets_go(settings.resource_cache_ttl) {
-            // Whenever the use ends, the cache cannot be unused for long any earlier; and an ended user is remembered for longer than until then.
+            // However soon the use ends, the TTL ends no earlier than that. An ended user is
+            // remembered for longer.
             ReleaseTime::NotYet => {
                 let next = Ord::min(settings.resource_cache_ttl, settings.remember / 2);
                 looks.push((row.cache_id, NextLook::At(now + Ord::max(next, LATER))));
@@ -58,7 +59,7 @@ pub(crate) async fn look_at_resource_caches(
     Ok(Batch { looked: true, ..Batch::default() })
 }
 
-/// Writes down when uses ended that have ended, and forgets them.
+/// Records the ends of uses, and deletes the uses.
 async fn note_ended_uses(
     txn: &DatabaseTransaction,
     rows: &[resource_cache::Model],
@@ -99,7 +100,7 @@ pub(crate) async fn look_at_task_caches(
     let mut over = Vec::new();
     for row in &due {
         match row.lets_go(in_use.contains(&row.cache_id)) {
-            // Whenever the use ends, the cache cannot be unused for long any earlier.
+            // However soon the use ends, the TTL ends no earlier than that.
             ReleaseTime::NotYet => {
                 let ttl = Duration::from_micros(u64::try_from(row.ttl).unwrap_or(0));
                 looks.push((row.cache_id, NextLook::At(now + Ord::max(ttl, LATER))));
@@ -120,7 +121,8 @@ pub(crate) async fn look_at_task_caches(
     Ok(Batch { looked: true, ..Batch::default() })
 }
 
-/// Makes due what these caches own that are about to go. Answers those that have to wait, for what they own is locked.
+/// Makes the artifacts of caches due that are about to be deleted. Returns the caches that must
+/// wait, because their artifacts are locked.
 async fn release(
     txn: &DatabaseTransaction,
     over: &[(Uuid, Option<Uuid>)],

@@ -1,4 +1,4 @@
-//! Transfers that stopped without an end: the volumes that they claimed.
+//! The step of claims: marks volumes of transfers whose claims have expired.
 
 use std::collections::HashSet;
 
@@ -23,7 +23,7 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
         .select_only()
         .column(volume::Column::Handle)
         .filter(volume::Column::ClaimedUntil.lte(settings.now.0))
-        // As its index says.
+        // The condition of the partial index.
         .filter(Expr::cust(
             "complete = FALSE AND given_up = FALSE AND state NOT IN ('destroying', 'sweeping')",
         ))
@@ -61,7 +61,8 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
         batch.workers.extend(marks::mark_volumes(txn, &handles, why, settings.now).await?);
     }
     make_due(txn, let_go, settings.now).await?;
-    // What is kept would be looked at again and again: this ends with a batch that marks nothing.
+    // A kept volume would be checked endlessly, so that the loop ends with a batch that marks
+    // nothing.
     batch.looked = !batch.collected.is_empty();
     Ok(batch)
 }

@@ -1,4 +1,6 @@
-//! Deleted artifacts: their replicas go, children first, and when no volume is left and the tombstone's time is over, their rows.
+//! The step of deleted artifacts: marks replicas, children first, and deletes expired tombstones.
+//!
+//! The row of an artifact is deleted when its tombstone has expired and no volume is left.
 
 use std::collections::HashSet;
 
@@ -31,7 +33,7 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     let mut gone = Vec::new();
     for row in &rows {
         let look = match over_at(row) {
-            // Parents may have become free.
+            // Parents may have lost their last child.
             _ if replicas.left.contains(&row.artifact_id) && replicas.progress => NextLook::At(settings.now),
             _ if replicas.left.contains(&row.artifact_id) => NextLook::Later,
             over_at if over_at > settings.now => NextLook::At(over_at),
@@ -48,18 +50,19 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     Ok(batch)
 }
 
-/// A deleted artifact.
+/// Columns of a deleted artifact.
 #[derive(FromQueryResult)]
 struct Deleted {
     artifact_id: Uuid,
     marked_at: Option<i64>,
 }
 
-/// Locks the deleted artifacts that are due longest, as many as a batch has, without those that others have locked.
+/// Locks the deleted artifacts that are due longest, up to the batch size, and skips locked ones.
 async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<Deleted>, DbErr> {
     let backend = txn.get_database_backend();
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
-    // The queue by itself: however many rows PostgreSQL expects to be in it, artifacts are found by their ids then.
+    // A separate query of the queue: PostgreSQL then finds artifacts by id, however many rows it
+    // expects in the queue.
     let sql = format!(
         "WITH due AS (SELECT artifact_id FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT $2{lock})
          SELECT artifact_id, marked_at FROM artifacts
@@ -69,7 +72,7 @@ async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<
     Deleted::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
-/// Those of these artifacts of which there are replicas, marked or not.
+/// Returns the artifacts that still have replicas, marked or not.
 async fn with_volumes(
     txn: &DatabaseTransaction,
     artifacts: impl Iterator<Item = Uuid>,
@@ -96,17 +99,20 @@ async fn forget(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), D
     Ok(())
 }
 
-/// What became of the replicas of deleted artifacts.
+/// Result of marking the replicas of deleted artifacts.
 #[derive(Debug, Default)]
 pub(in crate::gc) struct Replicas {
-    /// Whether any was marked.
+    /// Whether a replica was marked.
     pub(in crate::gc) progress: bool,
-    /// The artifacts of which some are not.
+    /// Artifacts with unmarked replicas.
     pub(in crate::gc) left: HashSet<Uuid>,
 }
 
-/// Marks the replicas of deleted artifacts, whose rows are locked, as [`crate::policy::garbage::volume`] says of them: those without a live child. None
-/// comes to have one, and none is completed, for a transaction that does that must have locked the artifact.
+/// Marks the replicas of deleted, locked artifacts that have no live child, by the rule
+/// [`crate::policy::garbage::volume`].
+///
+/// No replica gets a child or is completed meanwhile, because such a transaction must lock the
+/// artifact.
 pub(in crate::gc) async fn mark_replicas(
     txn: &DatabaseTransaction,
     settings: &Settings,
@@ -135,7 +141,7 @@ pub(in crate::gc) async fn mark_replicas(
     let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
     let (mut progress, mut let_go, mut workers) = (false, HashSet::new(), HashSet::new());
-    // Those that another transaction has marked meanwhile are told by it.
+    // Volumes that another transaction has marked are reported by that one.
     for replica in complete.into_iter().chain(unfinished.into_iter().filter(|it| marked.contains(&it.handle)))
     {
         let size_bytes = size(replica.size_bytes);
@@ -149,7 +155,7 @@ pub(in crate::gc) async fn mark_replicas(
     Ok(Replicas { progress, left })
 }
 
-/// A replica of a deleted artifact.
+/// Columns of a replica of a deleted artifact.
 #[derive(FromQueryResult)]
 struct Replica {
     handle: Uuid,
@@ -161,7 +167,7 @@ struct Replica {
     has_live_child: bool,
 }
 
-/// The replicas of artifacts that are not marked.
+/// Returns the unmarked replicas of artifacts.
 async fn unmarked_replicas(txn: &DatabaseTransaction, artifacts: &[Uuid]) -> Result<Vec<Replica>, DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
@@ -198,16 +204,17 @@ mod tests {
     const SEQUENCE: i64 = 7;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn replicas_are_marked_as_the_rule_says_on_sqlite() {
-        replicas_are_marked_as_the_rule_says(databases::sqlite()).await;
+    async fn marked_replicas_follow_garbage_rule_on_sqlite() {
+        marked_replicas_follow_garbage_rule(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn replicas_are_marked_as_the_rule_says_on_postgres() {
-        replicas_are_marked_as_the_rule_says(databases::postgres().await).await;
+    async fn marked_replicas_follow_garbage_rule_on_postgres() {
+        marked_replicas_follow_garbage_rule(databases::postgres().await).await;
     }
 
-    /// The replicas of deleted artifacts in every state, complete or claimed, without a child or with one in every state.
+    /// Returns replicas of deleted artifacts in every state, complete or claimed, without a child
+    /// or with a child in every state.
     fn every_replica(worker: WorkerId) -> (Vec<volume::Model>, Vec<volume::Model>) {
         let (mut replicas, mut children) = (Vec::new(), Vec::new());
         let new = |purpose| new_volume(VolumeHandle::new(), worker, purpose, 0, NOW);
@@ -235,7 +242,7 @@ mod tests {
         (replicas, children)
     }
 
-    async fn replicas_are_marked_as_the_rule_says(database: TestDatabase) {
+    async fn marked_replicas_follow_garbage_rule(database: TestDatabase) {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         let forever = Duration::MAX;
         let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO };
@@ -308,7 +315,7 @@ mod tests {
                 ..before.clone()
             };
             if before.complete {
-                // Its mark alone says so.
+                // Only the mark in the queue shows it.
                 assert_eq!((row, shown), (before, marked));
             } else {
                 let expected = volume::Model { judged_after: SEQUENCE, given_up: true, ..marked };

@@ -1,4 +1,4 @@
-//! Entries of the deletion log: forgotten when their time is over.
+//! The step of the deletion log: deletes expired entries.
 
 use domain::Timestamp;
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
@@ -12,7 +12,7 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    // What was dug under a shorter setting stays a little longer.
+    // An entry that was added under a shorter retention stays for the current one.
     let over_at = |row: &deletion::Model| Timestamp(row.gone_at) + settings.tombstone;
     let (over, looks): (Vec<_>, Vec<_>) = rows.iter().partition(|row| over_at(row) <= settings.now);
     if !over.is_empty() {

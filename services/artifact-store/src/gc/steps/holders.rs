@@ -1,4 +1,4 @@
-//! Workloads: forgotten when no call about them is on its way any more.
+//! The step of holders: forgets workloads after the longest delay of a call.
 
 use std::collections::HashSet;
 
@@ -69,7 +69,8 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     let mut looks = Vec::new();
     let mut gone = Vec::new();
     for row in &rows {
-        // One that goes on and pins nothing says nothing that its next call would not say again.
+        // An unsettled workload without pins has no state that its next call would not create
+        // again.
         let forget_at = Timestamp(row.settled_at.unwrap_or(row.created_at)) + settings.remember;
         if forget_at > settings.now {
             looks.push((row.holder_id, NextLook::At(forget_at)));

@@ -1,4 +1,4 @@
-//! What workers bring along.
+//! Invalid requests about imports.
 
 use super::*;
 
@@ -43,13 +43,18 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
             [
                 credential("session_credential", suite, here),
                 vec![cleared("provided", "brought")],
-                invalid("brought.resource_type", "overlong", text("x".repeat(1025)), "brought.resource_type"),
-                invalid("brought.resource_type", "with NUL", text("a\0b"), "brought.resource_type"),
-                invalid("brought.version", "overlong", text("x".repeat(65537)), "brought.version"),
-                invalid("brought.version", "with NUL", text("a\0b"), "brought.version"),
-                invalid("brought.path", "missing", text(""), "brought.path"),
-                invalid("brought.path", "overlong", text("x".repeat(4097)), "brought.path"),
-                invalid("brought.path", "with NUL", text("a\0b"), "brought.path"),
+                invalid(
+                    "provided.resource_type",
+                    "overlong",
+                    text("x".repeat(1025)),
+                    "provided.resource_type",
+                ),
+                invalid("provided.resource_type", "with NUL", text("a\0b"), "provided.resource_type"),
+                invalid("provided.version", "overlong", text("x".repeat(65537)), "provided.version"),
+                invalid("provided.version", "with NUL", text("a\0b"), "provided.version"),
+                invalid("provided.path", "missing", text(""), "provided.path"),
+                invalid("provided.path", "overlong", text("x".repeat(4097)), "provided.path"),
+                invalid("provided.path", "with NUL", text("a\0b"), "provided.path"),
             ],
         ),
         Call::new(
