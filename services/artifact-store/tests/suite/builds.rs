@@ -1,4 +1,4 @@
-//! Builds that their callers report: jobs, numbers, ends.
+//! Builds that callers report: jobs, numbers and ends.
 
 use std::time::Duration;
 
@@ -42,13 +42,13 @@ async fn put(suite: &Suite, request: pb::PutBuildRequest) -> Answer<()> {
     suite.owners().put_build(request).await.map(drop).map_err(Refusal::from)
 }
 
-/// Whether an artifact is there and not garbage, after a round.
+/// Returns whether an artifact exists and is not garbage after a round.
 async fn lives(suite: &Suite, artifact: ArtifactId) -> bool {
     suite.collect(DryRun::Off).await;
     suite.get(artifact).await.is_ok_and(|artifact| artifact.state() != ArtifactState::Deleting)
 }
 
-/// What becomes of an artifact that one build owns, in every case that the rules tell apart.
+/// Covers every case that the retention rules distinguish, for an artifact with one owner.
 async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(100);
     let suite = Suite::start(database).await;
@@ -111,7 +111,7 @@ async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDat
         }
     }
 
-    // A pin keeps what nobody owns, and nothing else does after it.
+    // A pin keeps an artifact without owners, and nothing keeps it afterwards.
     for ((status, has_job, superseded, pinned, _), (artifact, workload)) in cases.into_iter().zip(made) {
         if !pinned {
             continue;
@@ -134,7 +134,7 @@ async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDat
 async fn the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
-    // Four builds, and every order in which their ends may be heard of.
+    // Four builds, whose ends are reported in every order.
     let ends = [BuildStatus::Failed, BuildStatus::Errored, BuildStatus::Succeeded, BuildStatus::Failed];
     let mut content = 0;
     for order in permutations(4) {
@@ -148,7 +148,7 @@ async fn the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_repo
             put(&suite, of_job(build, &job, number, ends[*at])).await.expect("ended");
             artifacts.push((*at, artifact));
             if n == 0 {
-                // Another team's job of this name is another job.
+                // A job with the same name in another team is a different job.
                 let mut other = of_job(BuildId::new(), &job, 9, BuildStatus::Unspecified);
                 other.team = "other".to_owned();
                 put(&suite, other).await.expect("put");

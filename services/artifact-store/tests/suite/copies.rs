@@ -1,4 +1,4 @@
-//! Copies of sealed artifacts from worker to worker: who makes one, until when, and what is left of it.
+//! Copies of sealed artifacts between workers: makers, claims and remains.
 
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
     let again = plan(&suite, artifact, here.worker, transfer).await.expect("planned again");
     assert_eq!(again, planned);
 
-    // What is on its way is neither a replica nor an input.
+    // An unfinished copy is neither a replica nor an input.
     let on_its_way = here.prepare(workload, attempt, &needs).await.expect("prepared");
     assert_eq!(on_its_way.volumes[0].missing_artifact_id, artifact.to_string());
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 1);
@@ -161,7 +161,7 @@ async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
     here.complete(&anew.volume_handle, digest(1)).await.expect("complete");
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 2);
 
-    // Nobody asks again: the collector takes it.
+    // No caller asks again, and the collector marks the copy.
     let elsewhere = suite.gateway().await;
     let left = plan(&suite, artifact, elsewhere.worker, TransferId::new()).await.expect("planned");
     suite.clock.advance(Duration::from_secs(60));
@@ -184,7 +184,7 @@ async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(data
     let left = suite.get(artifact).await.expect("it is there");
     assert_eq!(left.replicas.iter().map(|replica| &replica.volume_handle).collect::<Vec<_>>(), [&source]);
 
-    // Not so one that arrived.
+    // A complete copy stays.
     let transfer = TransferId::new();
     let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
     here.complete(&planned.volume_handle, digest(1)).await.expect("complete");

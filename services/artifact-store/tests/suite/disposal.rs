@@ -1,4 +1,4 @@
-//! What gateways and operators want to be destroyed, and what they want to keep.
+//! Deletions that gateways and operators request.
 
 use std::time::Duration;
 
@@ -79,7 +79,7 @@ async fn drop_replica(suite: &Suite, request: pb::DropReplicaRequest) -> Answer<
     Ok(())
 }
 
-/// A volume as the store answers it by its handle.
+/// Returns a volume by its handle.
 async fn volume(suite: &Suite, handle: &str) -> Answer<pb::Volume> {
     let request = pb::GetVolumeRequest { volume_handle: handle.to_owned() };
     Ok(suite.inventory().get_volume(request).await?.into_inner().volume.expect("the volume"))
@@ -90,7 +90,7 @@ async fn container(suite: &Suite, handle: &str) -> Answer<pb::Container> {
     Ok(suite.inventory().get_container(request).await?.into_inner().container.expect("the container"))
 }
 
-/// Makes another replica, on the gateway's worker.
+/// Makes another replica, on the worker of `gateway`.
 async fn copy(suite: &Suite, gateway: &Gateway, artifact: ArtifactId, content: u64) -> String {
     let handle = suite.plan(artifact, gateway.worker, TransferId::new()).await.expect("planned");
     gateway.complete(&handle, digest(content)).await.expect("complete");
@@ -127,7 +127,7 @@ async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
     assert_refused(volume(&suite, of_input).await, Reason::VolumeNotFound);
     assert_refused(container(&suite, &planned.container_handle).await, Reason::ContainerNotFound);
 
-    // The attempt may begin again, with other handles; not for an older session.
+    // The attempt may be prepared again with new handles, but not by an older session.
     let again = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     assert_ne!(again.container_handle, planned.container_handle);
     assert_ne!(again.volumes[1].volume_handle, of_output);
@@ -234,7 +234,7 @@ async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase)
     let foreign = pb::DropReplicaRequest { team: "other".to_owned(), ..dropping(artifact, there.worker) };
     assert_refused(drop_replica(&suite, foreign).await, Reason::ArtifactNotFound);
 
-    // One that is lost, or may be, is none to count on.
+    // A lost or unconfirmed replica does not count.
     let second = copy(&suite, &here, artifact, 1).await;
     here.report(&[], &[]).await.expect("reported");
     assert_refused(drop_replica(&suite, dropping(artifact, there.worker)).await, Reason::LastReplica);
@@ -251,7 +251,7 @@ async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase)
     drop_replica(&suite, forced).await.expect("forced");
     here.swept(&[], &[&second]).await;
 
-    // What nothing keeps is garbage anyhow.
+    // An artifact without references is garbage anyway.
     let (unkept, replica) = suite.upload(&there, None, 2).await.expect("uploaded");
     suite.clock.advance(Duration::from_secs(13 * 3600));
     drop_replica(&suite, dropping(unkept, there.worker)).await.expect("nobody needs it");
@@ -273,7 +273,7 @@ async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDataba
 
     let late = there.prepare(WorkloadId::new(), AttemptId::new(), &needs).await.expect("prepared");
     assert_eq!(late.volumes[0].missing_artifact_id, artifact.to_string(), "nothing is made from it any more");
-    // Something that is marked later comes, and it does not.
+    // An item that is marked later is handed out, and the replica is not.
     let (other_workload, other_attempt) = (WorkloadId::new(), AttemptId::new());
     let other = there.prepare(other_workload, other_attempt, &[]).await.expect("prepared");
     mark_container(&suite, None, &other.container_handle).await.expect("marked");

@@ -1,4 +1,4 @@
-//! What workers bring along: who makes artifacts of it, what these are, and when it is done again.
+//! Imports of worker-provided images and certificates.
 
 use std::time::Duration;
 
@@ -69,7 +69,7 @@ impl Gateway {
         Ok(())
     }
 
-    /// Imports something from the beginning to the end: the artifact and its replica.
+    /// Imports an item completely. Returns the artifact and its replica.
     async fn import(&self, suite: &Suite, brought: pb::WorkerProvided, content: u64) -> (ArtifactId, String) {
         let begun = self.prepare_import(suite, brought).await.expect("prepared");
         assert!(begun.term.is_some(), "it is to be imported: {begun:?}");
@@ -85,7 +85,7 @@ impl Suite {
         self.inventory().list_imports(request).await.expect("listed").into_inner().imports
     }
 
-    /// The only import, as it is listed.
+    /// Returns the only listed import.
     async fn listed(&self) -> pb::Import {
         let [only] = &self.imports().await[..] else { panic!("there is one") };
         only.clone()
@@ -136,7 +136,7 @@ async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase
     assert_eq!((listed.state(), &listed.artifact_id), (ImportState::Imported, &begun.artifact_id));
     assert_eq!((listed.worker_id, listed.provided), (gateway.worker.to_string(), Some(self::git("1"))));
 
-    // Nothing lets go of it.
+    // The base type never lets go.
     suite.clock.advance(1000 * 24 * 60 * MINUTE);
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.stop().await;
@@ -180,14 +180,14 @@ async fn asking_again_imports_nothing_twice(database: TestDatabase) {
     let other = gateway.complete_import(&suite, &begun.volume_handle, digest(2)).await;
     assert_refused(other, Reason::InvalidField);
 
-    // A gateway that starts again, and one that stands by and takes over.
+    // A restarted gateway, and a standby that takes over.
     for session in [2, 3] {
         let next = suite.silent_gateway(worker, 1, session);
         let found = next.prepare_import(&suite, git("1")).await.expect("found");
         assert_eq!((found.term, &found.artifact_id), (None, &begun.artifact_id));
         assert_eq!(found.volume_handle, begun.volume_handle);
     }
-    // In a new life of the worker nobody knows before it was reported.
+    // A new incarnation must report first.
     let reborn = suite.silent_gateway(worker, 2, 4);
     assert_refused(reborn.prepare_import(&suite, git("1")).await, Reason::Unavailable);
     reborn.report(std::slice::from_ref(&begun.volume_handle), &[]).await.expect("reported");
@@ -203,12 +203,13 @@ async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase
     let gateway = suite.gateway().await;
     let (first, first_volume) = gateway.import(&suite, git("1"), 1).await;
     let id = suite.base_types().await[0].base_type_id.clone();
-    // Of an attempt that goes on.
+    // An active attempt.
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
     let prepared = gateway.prepare(workload, attempt, &[input("image", first)]).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, first_volume);
 
-    // One that was begun and is not wanted any more is garbage; what is there stays until the next is whole.
+    // An unfinished import of an old version is garbage. The existing artifact stays until the next
+    // one is complete.
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     assert!(begun.term.is_some());
     assert_eq!(suite.base_types().await[0].artifact_id, first.to_string());
@@ -253,7 +254,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
         assert_refused(old.prepare_import(&suite, git(&version)).await, reason);
         assert_refused(old.fail_import(&suite, &begun.volume_handle, "late").await, reason);
 
-        // Nor does the new one seal what the old one made: that may still be written to.
+        // The new session does not complete a volume of the old one, which may still be written to.
         assert_eq!(suite.volume_state(&begun.volume_handle).await, Some(InventoryState::Destroying));
         let not_its = new.complete_import(&suite, &begun.volume_handle, digest(1)).await;
         assert_refused(not_its, Reason::ClaimLost);
@@ -265,7 +266,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
         new.complete_import(&suite, &again.volume_handle, digest(1)).await.expect("complete");
         assert_refused(new.complete_import(&suite, &begun.volume_handle, digest(1)).await, Reason::ClaimLost);
     }
-    // Another worker's gateway knows no such volume.
+    // The gateway of another worker cannot complete it.
     let begun = suite.silent_gateway(worker, 3, 3).prepare_import(&suite, git("9")).await.expect("prepared");
     let other = suite.gateway().await;
     let refused = other.complete_import(&suite, &begun.volume_handle, digest(1)).await;
@@ -286,14 +287,14 @@ async fn what_was_lost_is_imported_again(database: TestDatabase) {
     assert_ne!(first, second);
     assert_eq!(suite.base_types().await[0].artifact_id, second.to_string());
 
-    // The worker came back without volumes.
+    // The worker has returned without volumes.
     let reborn = suite.silent_gateway(worker, 2, 2);
     reborn.begin_report().await.expect("begun");
     assert_refused(reborn.prepare_import(&suite, git("1")).await, Reason::Unavailable);
     reborn.report(&[], &[]).await.expect("reported");
     let (third, _) = reborn.import(&suite, git("1"), 1).await;
 
-    // Somebody put something else in its place: what the worker brings along is put there again.
+    // Another artifact replaces the owner's. The next import restores the worker's own.
     let (own, _) = suite.upload(&reborn, None, 5).await.expect("uploaded");
     let put = pb::PutBaseResourceTypeRequest {
         team: TEAM.to_owned(),
@@ -320,7 +321,7 @@ async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
     assert_eq!(rpc::parse_duration("term", begun.term).expect("a term"), Some(MINUTE));
-    // While it goes on, it says so.
+    // An active import renews its claim.
     for _ in 0..3 {
         suite.clock.advance(MINUTE * 2 / 3);
         assert_eq!(suite.collect(DryRun::Off).await, []);
@@ -335,7 +336,7 @@ async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
     assert_ne!(again.volume_handle, begun.volume_handle);
     gateway.complete_import(&suite, &again.volume_handle, digest(1)).await.expect("complete");
 
-    // What nobody goes on with goes altogether.
+    // An import without renewal is deleted completely.
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     suite.clock.advance(365 * 24 * 60 * MINUTE);
     let mut gone = Vec::new();
@@ -365,7 +366,7 @@ async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
     assert_eq!(suite.base_types().await[0].artifact_id, first.to_string(), "it is there still");
     assert_eq!(suite.state_of(first).await, Some(ArtifactState::Sealed));
 
-    // Another try is another volume of the same artifact; it has failed until it succeeds.
+    // A retry uses another volume of the same artifact. The failure is shown until it succeeds.
     let again = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     assert_eq!(again.artifact_id, begun.artifact_id);
     assert_ne!(again.volume_handle, begun.volume_handle);
@@ -374,7 +375,7 @@ async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
     let listed = suite.listed().await;
     assert_eq!((listed.state(), &*listed.failed_why, listed.failed_at), (ImportState::Imported, "", None));
 
-    // What failed is not what is brought along now.
+    // The failure of another version is not shown.
     let begun = gateway.prepare_import(&suite, git("3")).await.expect("prepared");
     gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("told");
     gateway.prepare_import(&suite, git("4")).await.expect("prepared");
@@ -395,7 +396,7 @@ async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
     assert_refused(suite.pin(WorkloadId::new(), &[artifact], None).await, Reason::InputUnavailable);
     let prepared = gateway.prepare(WorkloadId::new(), AttemptId::new(), &[input("in", artifact)]).await;
     assert_refused(prepared, Reason::InputUnavailable);
-    // Nor does an upload end as an import.
+    // An upload cannot be completed as an import.
     let open = ArtifactId::new();
     suite.create(open, None).await.expect("created");
     let upload = suite.plan(open, gateway.worker, TransferId::new()).await.expect("planned");
@@ -426,7 +427,7 @@ async fn every_team_uses_it_and_nobody_else_keeps_it(database: TestDatabase) {
     let prepared = gateway.prepare(WorkloadId::new(), AttemptId::new(), &needs).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, volume);
     assert_eq!(prepared.volumes[0].parent_digest, digest(1).as_bytes()[..]);
-    // It is copied to another worker like anything else.
+    // It is copied to other workers like any artifact.
     suite.plan(artifact, other.worker, TransferId::new()).await.expect("planned");
     suite.pin(WorkloadId::new(), &[artifact], None).await.expect("pinned");
     assert_eq!(suite.all_artifacts().await, [], "it is no team's");
@@ -450,7 +451,7 @@ async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDa
     expected.sort();
     assert_eq!(gone, expected);
 
-    // It may come back, and brings the same along.
+    // The worker may return and provide the same image.
     let back = suite.silent_gateway(gateway.worker, 2, 2);
     back.begin_report().await.expect("begun");
     let (again, _) = back.import(&suite, git("1"), 1).await;

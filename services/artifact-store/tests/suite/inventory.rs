@@ -1,4 +1,4 @@
-//! Who may speak, what is handed out, and what reports bring about.
+//! Sessions of gateways, deletions handed to them, and effects of reports.
 
 use std::time::Duration;
 
@@ -87,7 +87,7 @@ async fn a_new_session_gets_new_handles_for_what_was_being_made(database: TestDa
     assert_eq!(new.prepare(workload, made, &needs).await.expect("prepared"), of_made);
     new.swept(&[&of_making.container_handle], &[&of_making.volumes[0].volume_handle]).await;
 
-    // A transfer is left to its claim.
+    // A transfer is kept until its claim expires.
     new.complete(&planned, digest(1)).await.expect("complete");
     suite.seal(artifact, digest(1)).await.expect("sealed");
     suite.stop().await;
@@ -118,7 +118,7 @@ async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: Te
     assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None, "nobody knows whether it is there");
     assert_eq!(suite.get(kept).await.expect("it is there").replicas.len(), 1, "but it may be");
 
-    // A token of the old life judges nothing of the new one.
+    // A token of the old incarnation judges nothing of the new one.
     let reported = new.report_with(old_token, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
     let holds = [kept_volume.clone(), planned.volumes[0].volume_handle.clone()];
@@ -139,7 +139,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     let [volume, container] = [&planned.volumes[0].volume_handle, &planned.container_handle];
 
-    // What is being made is not missed, and what was made after the token neither.
+    // A report does not miss items that are being created, or were created after its token.
     let early = gateway.begin_report().await.expect("begun");
     let reported = gateway.report(&[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
@@ -150,13 +150,13 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     assert_refused(gateway.report_with(early, &[], &[]).await, Reason::StaleReport);
     gateway.report_with(early_and_late, &[], &[]).await.expect("a repeat is no harm");
 
-    // What was marked after the token is not forgotten, although it is not named.
+    // An item that was marked after the token is not forgotten, although it is missing.
     let before_mark = gateway.begin_report().await.expect("begun");
     suite.settle(workload, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
     let reported = gateway.report_with(before_mark, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
-    // What is named is not forgotten, however old the mark is.
+    // A named item is not forgotten, however old its mark is.
     let reported = gateway.report(std::slice::from_ref(volume), std::slice::from_ref(container)).await;
     assert_eq!(reported.expect("reported").forgotten, 0);
     let reported = gateway.report(std::slice::from_ref(volume), &[]).await.expect("reported");
@@ -164,7 +164,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     let reported = gateway.report(&[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, suite.volumes().await.len()), (1, 0));
 
-    // What was forgotten, and is there after all, is garbage.
+    // A forgotten item that still exists is garbage.
     let reported = gateway.report(std::slice::from_ref(volume), std::slice::from_ref(container)).await;
     let reported = reported.expect("reported");
     assert_eq!(reported.unknown_volume_handles, std::slice::from_ref(volume));
@@ -251,7 +251,8 @@ async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database:
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
         let sweep = message.expect("no error").expect("the stream goes on");
         assert_eq!(sweep.container_handles, std::slice::from_ref(&planned.container_handle));
-        // It was made only now: a gateway may be told to destroy what it is about to make.
+        // The container was created late: a gateway may be told to delete an item that it is about
+        // to create.
         let reported = gateway.report(&[], std::slice::from_ref(&planned.container_handle)).await;
         assert_eq!(reported.expect("reported").forgotten, 0);
     }

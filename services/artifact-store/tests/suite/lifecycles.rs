@@ -1,4 +1,4 @@
-//! From the first byte to nothing left.
+//! Complete lifecycles of artifacts and workloads.
 
 use std::time::Duration;
 
@@ -54,7 +54,7 @@ async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestData
     assert_eq!(settled.digest, digest(2).as_bytes());
     assert_eq!(settled.replicas[0].volume_handle, made_out.volume_handle);
 
-    // The build keeps nothing beyond its end here, so all is garbage now; a dry run says so and does nothing.
+    // The build has ended and everything is garbage. A dry run reports that and changes nothing.
     let would_go = suite.collect(DryRun::Only).await;
     assert_eq!(would_go.len(), 1 + 2 + 3, "a container, two artifacts, three volumes: {would_go:?}");
     assert_eq!(suite.get(out).await.expect("it is there").state(), ArtifactState::Sealed);
@@ -188,7 +188,7 @@ async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database:
     assert_eq!(suite.volumes().await, []);
     assert_eq!(suite.all_artifacts().await, []);
 
-    // What was sealed does not go with its transfer.
+    // A sealed artifact is not deleted with its transfer.
     let (kept, transfer) = (ArtifactId::new(), TransferId::new());
     suite.create(kept, None).await.expect("created");
     let handle = suite.plan(kept, gateway.worker, transfer).await.expect("planned");
@@ -233,7 +233,7 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
     assert_eq!((located.len(), located[0].replicas.len()), (1, 0));
 
-    // It was only mislaid.
+    // The replica was only lost for a while.
     gateway.report(std::slice::from_ref(&handle), &[]).await.expect("reported");
     assert_eq!(suite.volume_state(&handle).await, Some(InventoryState::Created));
     assert!(suite.adopt(digest(1), None).await.expect("asked").is_some());
@@ -288,7 +288,7 @@ async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestD
     assert_eq!(of(&[two.worker]).await, Some((older.to_string(), 1)));
     assert_eq!(of(&[one.worker, two.worker]).await, None);
 
-    // A copy of the older one comes to where the newer one is.
+    // The older artifact is copied to the worker of the newer one.
     let copy = suite.plan(older, two.worker, TransferId::new()).await.expect("planned");
     two.complete(&copy, digest(1)).await.expect("complete");
     two.report(std::slice::from_ref(&copy), &[]).await.expect("reported");
@@ -329,7 +329,7 @@ async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase)
     assert_eq!(went.len(), 3, "two containers and the first attempt's output: {went:?}");
     assert_eq!(suite.get(out).await.expect("it is there").replicas.len(), 1);
 
-    // An end that overtakes what it ends is remembered.
+    // An end that arrives before its attempt is remembered.
     let late = AttemptId::new();
     let workload = WorkloadId::new();
     suite.end_attempt(workload, late).await.expect("ended");
@@ -365,7 +365,8 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     let now = suite.clock.now();
     let database = suite.stop().await;
 
-    // Longer than the terms of the claim and the build. Two that start at once give one term, not two.
+    // Longer than the terms of the claim and the build. Two stores that start at once extend by one
+    // term, not two.
     let late = |config: &mut artifact_store::Config| {
         config.clock = Clock::movable(now + Duration::from_secs(3600));
     };

@@ -1,4 +1,4 @@
-//! What was lost: noticed, told, brought from elsewhere; what would be lost next; and workers that are gone for good.
+//! Losses: notices, remaining replicas, artifacts at risk, and forgotten workers.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ impl Watcher {
     }
 }
 
-/// Lets the grace pass, and the store notice what is lost.
+/// Waits for the grace period, and lets the store record losses.
 async fn notice(suite: &Suite) {
     suite.clock.advance(GRACE);
     suite.collect(DryRun::Off).await;
@@ -64,7 +64,7 @@ async fn forget(suite: &Suite, worker: WorkerId, force: bool) -> Answer<pb::Forg
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
 }
 
-/// Whether it would be forgotten without force.
+/// Checks whether the worker could be forgotten without force.
 async fn check(suite: &Suite, worker: WorkerId) -> Answer<pb::ForgetWorkerResponse> {
     let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force: false, only_check: true };
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
@@ -127,12 +127,12 @@ async fn what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_o
     let left: Vec<_> = of_replica.replicas.iter().map(|replica| replica.volume_handle.as_str()).collect();
     assert_eq!(left, [other.as_str()]);
 
-    // The next is the next: none was told twice.
+    // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
     notice(&suite).await;
     let next = watcher.next().await;
     assert_eq!((next.revision, next.volume_handle.as_str(), next.replicas.len()), (3, other.as_str(), 0));
-    // What was told is found: told again when it is lost again.
+    // A lost replica that was found is reported again when it is lost again.
     gateway.report(std::slice::from_ref(&replica), &[]).await.expect("reported");
     gateway.report(&[], &[]).await.expect("reported");
     notice(&suite).await;
@@ -157,7 +157,7 @@ async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabas
     notice(&suite).await;
     let mut watcher = Watcher::after(&suite, 0).await;
     assert_eq!(watcher.next().await.volume_handle, lost);
-    // The grace begins anew.
+    // The grace period restarts.
     gateway.report(&[], &[]).await.expect("reported");
     suite.clock.advance(GRACE - Duration::from_secs(1));
     suite.collect(DryRun::Off).await;
@@ -171,7 +171,7 @@ async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabas
     suite.stop().await;
 }
 
-/// How many volumes are lost that nobody looked at, garbage or not.
+/// Returns the number of lost volumes without a recorded loss, garbage or not.
 async fn unnoticed(suite: &Suite) -> i64 {
     let connection = sea_orm::Database::connect(suite.url()).await.expect("the database");
     let sql = "SELECT COUNT(*) AS n FROM volumes WHERE lost_at IS NOT NULL AND loss_noticed = FALSE";
@@ -195,7 +195,7 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
     gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     gateway.prepared(attempt).await.expect("recorded");
     assert_eq!(gateway.report(&[], &[]).await.expect("reported").lost, 3);
-    // One goes with its artifact, the other for a reason of its own.
+    // One is deleted with its artifact, the other for a reason of its own.
     suite.delete_build(build).await.expect("deleted");
     suite.end_attempt(workload, attempt).await.expect("ended");
     suite.collect(DryRun::Off).await;
@@ -220,7 +220,7 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
     let told = watcher.next().await;
     assert_eq!((told.revision, &told.volume_handle), (1, &lost), "nobody was told of garbage");
     assert_eq!(unnoticed(&suite).await, 0);
-    // The next is the next: it was told once.
+    // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
     notice(&suite).await;
     let next = watcher.next().await;
@@ -240,7 +240,7 @@ async fn whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot(database: 
     assert_eq!([watcher.next().await.revision, watcher.next().await.revision], [2, 3]);
     assert_refused(Watcher::after(&suite, 4).await.message().await, Reason::Compacted);
 
-    // After a day they are forgotten, and not by who received them all.
+    // After a day they are forgotten. A watcher that received them all can continue.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     suite.collect(DryRun::Off).await;
     for revision in [1, 2] {
@@ -311,14 +311,14 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     assert_eq!(at_risk(&suite, &[]).await, [on_two], "it has none left at all");
     two.report(std::slice::from_ref(&of_two), &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both], "its other replica is lost");
-    // A machine that started again has not said what it still has.
+    // A restarted machine has not reported its volumes.
     let two = suite.silent_gateway(two.worker, 2, 1);
     two.begin_report().await.expect("it may speak");
     assert_eq!(at_risk(&suite, &[]).await, [on_two]);
     assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both, on_two]);
     two.report(&[of_two], &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[]).await, [] as [String; 0]);
-    // It is lost, which is noticed, or its worker is gone for good.
+    // The replica is lost and recorded, or its worker is forgotten.
     two.report(&[], &[]).await.expect("reported");
     suite.clock.advance(GRACE);
     suite.collect(DryRun::Off).await;
@@ -347,7 +347,7 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     assert_refused(check(&suite, gone.worker).await, Reason::LastReplica);
     gone.begin_report().await.expect("it may speak");
 
-    // One that may be there is not there for sure.
+    // An unconfirmed replica does not count.
     let second = copy(&suite, &stays, artifact, 2).await;
     let reborn = suite.silent_gateway(stays.worker, 2, 1);
     reborn.begin_report().await.expect("it may speak");
@@ -387,11 +387,12 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     assert_eq!(told[1].artifact_id, artifact.to_string());
     assert_eq!([&told[1].volume_handle, &told[2].volume_handle], [&replica, &child]);
 
-    // It comes back: what it has is not ours any more, and a report of its earlier time says nothing.
+    // The worker returns. Its old volumes are unknown, and a report of the earlier time has no
+    // effect.
     let (_, fresh) = loop {
         match suite.upload(&gateway, None, 2).await {
             Ok(uploaded) => break uploaded,
-            // The store has to hear of it anew.
+            // The store must record the session again.
             Err(refusal) => {
                 assert!(refusal.is(Reason::NotAttended), "{refusal}");
                 gateway.begin_report().await.ok();
@@ -422,7 +423,7 @@ async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(da
         let rows = Tables::open(&suite.url()).await.rows().await;
         rows.iter().filter(|row| row.starts_with("attempts: ")).count()
     };
-    // All that is left of them waits to be destroyed.
+    // All of their remains wait for deletion.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     for _ in 0..2 {
         suite.collect(DryRun::Off).await;

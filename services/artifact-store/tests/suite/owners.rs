@@ -1,4 +1,4 @@
-//! What keeps artifacts, and stops to.
+//! Owners of artifacts, and how they let go.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
 
     delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
     assert_eq!(states().await, [Sealed, Deleting, Sealed], "the build and its workload go on");
-    // What the build was to keep for an hour goes once the build has ended.
+    // The build's keep time of an hour starts with its end.
     suite.settle(workload, None, &[], Some(build)).await.expect("settled");
     for _ in 0..2 {
         delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
@@ -81,7 +81,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     assert_refused(suite.put_build(build, workload, month).await, Reason::BuildEnded);
     assert_eq!(suite.collect(DryRun::Off).await, [], "one is pinned, one has another owner");
 
-    // The workload goes on and ends; nobody owns what it made.
+    // The workload ends later, and its output has no owner.
     let out = workload.output_artifact("out");
     let planned = gateway.prepare(workload, attempt, &[output("out", out)]).await.expect("prepared");
     gateway.prepared(attempt).await.expect("recorded");
@@ -92,7 +92,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
     assert_eq!(suite.get(shared).await.expect("it is there").kept_by, [format!("build {other}")]);
 
-    // One that has ended and keeps for a month lets go, too.
+    // An ended build that keeps for a month lets go as well.
     let (ended, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(ended, workload, month).await.expect("put");
     let (artifact, _) = suite.upload(&gateway, Some(ended), 4).await.expect("uploaded");
@@ -131,7 +131,7 @@ async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) 
     let found = suite.get(artifact).await.expect("it is there");
     assert_eq!(found.kept_by, [format!("build {going_on}")]);
 
-    // It goes with the last owner all the same.
+    // It is deleted with its last owner all the same.
     suite.settle(of_going_on, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact and its replica");
     suite.stop().await;
@@ -193,7 +193,7 @@ async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDat
     };
     let both = || [builds.to_string(), makes.to_string()].into();
     assert_eq!(listed().await, both());
-    // However long nobody asks: nobody else would ever end them.
+    // However late: no other call would end them.
     suite.clock.advance(Duration::from_secs(30 * 24 * 3600));
     suite.collect(DryRun::Off).await;
     assert_eq!(listed().await, both());
@@ -226,7 +226,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     let ids: Vec<_> = (0..1000).map(|_| ArtifactId::new()).collect();
     suite.create(ids[3], Some(build)).await.expect("created");
 
-    // What is there already and the same is no obstacle, and a repeat changes nothing.
+    // An existing, equal artifact is accepted, and a repeat changes nothing.
     for _ in 0..2 {
         artifacts.batch_create_artifacts(batch(Some(build), &ids)).await.expect("created");
     }
@@ -237,7 +237,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
         assert_eq!(made.label, label);
     }
 
-    // One that is another's: none of the others is made.
+    // An id of another artifact: none of the others is created.
     let fresh = ArtifactId::new();
     let taken = [fresh, ids[5]];
     for owner in [Some(other), None] {
@@ -249,7 +249,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     assert_refused(refused.map_err(rpc::Refusal::from), Reason::OwnerEnded);
     assert_refused(suite.get(fresh).await, Reason::ArtifactNotFound);
 
-    // All go with their owner, and those of nobody stay for a while.
+    // All are deleted with their owner. Artifacts without an owner stay for a while.
     artifacts.batch_create_artifacts(batch(None, &[fresh])).await.expect("created");
     suite.delete_build(build).await.expect("deleted");
     let collected = suite.collect(DryRun::Off).await;

@@ -1,4 +1,4 @@
-//! Lists, what is refused at the door, and what goes by itself.
+//! Lists, rejected requests, and automatic deletion.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -131,7 +131,7 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
     };
     suite.pins().pin(request.clone()).await.expect("pinned");
     request.team = team();
-    // A workload is of one team for good.
+    // A workload has one team for good.
     assert_refused(suite.pins().pin(request).await.map_err(Refusal::from), Reason::InvalidField);
     suite.stop().await;
 }
@@ -174,7 +174,7 @@ async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
     let planned = gateway.prepare(workload, attempt, &[]).await.expect("prepared");
     suite.settle(workload, Some(attempt), &[], None).await.expect("settled");
 
-    // As long as something of it is left it is remembered.
+    // It is remembered while some of its items are left.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     suite.collect(DryRun::Off).await;
     assert_refused(suite.pin(workload, &[], None).await, Reason::HolderSettled);
@@ -195,7 +195,7 @@ async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
     suite.stop().await;
 }
 
-/// All volumes that are not garbage.
+/// Returns all volumes that are not garbage.
 async fn handles(suite: &Suite) -> Vec<String> {
     let live: BTreeSet<_> = [InventoryState::Creating, InventoryState::Created].into();
     let volumes = suite.volumes().await.into_iter();

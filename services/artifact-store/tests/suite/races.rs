@@ -1,4 +1,4 @@
-//! Who begins to use something, and who marks it, at the same time.
+//! Races between new references and marks.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ async fn a_reference_and_a_mark_never_pass_each_other(database: TestDatabase) {
         let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
         let pinned = [artifacts[0]];
         let needs = [input("in", artifacts[2])];
-        // A round of the collector has a way to go until it marks artifacts: let it go on, now more, now less.
+        // A round takes some time before it marks artifacts. The delay varies.
         let a_while = || async {
             for _ in 0..round % 6 {
                 suite.get(artifacts[0]).await.ok();
@@ -100,7 +100,7 @@ async fn everybody_may_prepare_at_once(database: TestDatabase) {
     let mut attempts = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
-        // The same attempt twice, as a gateway does that was cut off.
+        // The same attempt twice, like a gateway whose first call was cut off.
         for _ in 0..2 {
             let gateway = gateway.clone();
             attempts.spawn(async move {

@@ -1,4 +1,4 @@
-//! Resource caches: who makes them, what they keep and until when.
+//! Resource caches: makers, claims, artifacts and lifetimes.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
     let main = Caller::of(&suite, TEAM);
     for content in 0..5 {
         let (cache, given_up, _) = all_ask(&suite, content).await;
-        // The one who makes it does not go on: one other does, of all who ask then.
+        // The maker stops. One of the waiting callers gets the claim.
         suite.clock.advance(Duration::from_secs(60));
         let (same, maker, asked) = all_ask(&suite, content).await;
         assert_eq!(same, cache);
@@ -54,7 +54,8 @@ async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
     suite.stop().await;
 }
 
-/// Twenty ask at once for a cache that is not there, and one is told to make it: which cache, under which claim, and all who asked.
+/// Requests a missing cache twenty times at once. Returns the cache, the claim of the maker, and
+/// all claims.
 async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>) {
     let mut asking = tokio::task::JoinSet::new();
     for _ in 0..20 {
@@ -113,7 +114,7 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     }
     assert_refused(main.put(first, artifact).await, Reason::ClaimLost);
 
-    // One that nobody makes is forgotten, with who waits for it.
+    // A cache that is never made is forgotten, with its waiting user.
     let (third, waits) = (ClaimId::new(), WorkloadId::new());
     main.ask(2, third, Some(by_workload(waits))).await.expect("asked");
     suite.clock.advance(Duration::from_secs(59));
@@ -202,7 +203,7 @@ async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDa
     assert!(main.ready(1, Some(by_build(build))).await.is_some());
     assert!(main.ready(1, Some(by_build(build))).await.is_some(), "used again");
 
-    // Nobody ever says that a use has ended.
+    // No call ends the use.
     suite.clock.advance(23 * HOUR);
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(2 * HOUR);
@@ -256,7 +257,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     for _ in 0..2 {
         main.release(&cache, by_workload(two)).await.expect("released");
     }
-    // Who has ended uses nothing any more.
+    // An ended user cannot use a cache.
     assert_refused(main.use_it(&cache, by_workload(one)).await, Reason::HolderSettled);
     assert_refused(main.use_it(&cache, by_build(build)).await, Reason::OwnerEnded);
     assert_refused(main.ask(1, ClaimId::new(), Some(by_build(build))).await, Reason::OwnerEnded);
@@ -264,7 +265,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.state(artifact).await, ArtifactState::Sealed);
 
-    // What is pinned stays without the cache.
+    // A pinned artifact stays without the cache.
     let pins = WorkloadId::new();
     suite.pin(pins, &[artifact], None).await.expect("pinned");
     main.delete(&cache).await.expect("deleted");
@@ -275,7 +276,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.settle(pins, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact and its replica");
 
-    // The claim on one that is deleted is lost.
+    // The claim of a deleted cache is lost.
     let claim = ClaimId::new();
     let (cache, _) = main.ask(2, claim, None).await.expect("asked");
     main.delete(&cache).await.expect("deleted");
@@ -298,7 +299,7 @@ async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
     for _ in 0..3 {
         suite.clock.advance(49 * HOUR);
         assert_eq!(suite.collect(DryRun::Off).await, []);
-        // For reconciliation: nobody else would ever end it.
+        // Needed for reconciliation: no other call would end it.
         assert_eq!(listed().await, [workload.to_string()]);
     }
     suite.settle(workload, None, &[], None).await.expect("settled");
@@ -340,7 +341,7 @@ async fn what_a_cache_comes_to_own_is_not_marked_meanwhile(database: TestDatabas
         let claim = ClaimId::new();
         main.ask(round, claim, None).await.expect("asked");
         let (task, _) = main.task("job", &round.to_string(), None).await.expect("asked");
-        // A round of the collector has a way to go until it marks artifacts: let it go on, now more, now less.
+        // A round takes some time before it marks artifacts. The delay varies.
         let a_while = || async {
             for _ in 0..round % 6 {
                 suite.get(artifacts[0]).await.ok();

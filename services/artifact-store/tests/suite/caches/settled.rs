@@ -1,4 +1,4 @@
-//! Outputs that come to be owned by caches, and by builds besides, in the moment in which they are sealed.
+//! Outputs that caches and builds own from the moment in which they are sealed.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ on_both_databases! {
     caches_in_any_order_do_not_wait_for_one_another,
 }
 
-/// A workload whose attempt has made some outputs.
+/// A workload whose attempt has completed its outputs.
 struct Made {
     workload: WorkloadId,
     attempt: AttemptId,
@@ -51,7 +51,7 @@ impl Made {
         self.outputs[0].0
     }
 
-    /// Settles it; `owners` are those of each output. Answers the owners that were missing.
+    /// Settles the workload with the owners of each output. Returns the missing owners.
     async fn settle(
         &self,
         suite: &Suite,
@@ -85,23 +85,23 @@ impl Made {
 }
 
 impl Caller<'_> {
-    /// A task cache.
+    /// Creates a task cache.
     async fn cache(&self, path: &str) -> CacheId {
         self.task("job", path, None).await.expect("asked").0.parse().expect("an id")
     }
 
-    /// How many artifacts a collection marks.
+    /// Returns the number of artifacts that a collection marks.
     async fn marked(&self) -> usize {
         let collected = self.suite.collect(DryRun::Off).await;
         collected.iter().filter(|thing| thing.thing() == pb::Thing::Artifact).count()
     }
 
-    /// What a task cache has.
+    /// Returns the latest version of a task cache.
     async fn latest(&self, path: &str) -> Option<String> {
         self.task("job", path, None).await.expect("asked").1.map(|location| location.artifact_id)
     }
 
-    /// The right to make a resource cache, which nobody has.
+    /// Claims a missing resource cache.
     async fn claim(&self, content: u64) -> (String, ClaimId) {
         let claim = ClaimId::new();
         let (cache, outcome) = self.ask(content, claim, None).await.expect("asked");
@@ -136,7 +136,7 @@ async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
     assert_eq!(main.latest("/cache").await, Some(first.to_string()));
     assert_refused(main.put(claim, second).await, Reason::ClaimLost);
 
-    // It goes only when all have let go.
+    // It is deleted only after all owners have let go.
     suite.clock.advance(13 * super::HOUR);
     for build in [build, other_build] {
         suite.delete_build(build).await.expect("deleted");
@@ -170,7 +170,7 @@ async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase)
     assert_eq!(suite.kept_by(artifact).await, [format!("task cache {task}")]);
     assert!(main.ready(1, None).await.is_some());
 
-    // What nothing came to own goes as what nobody ever owned.
+    // An output without owners is treated like an artifact that never had one.
     let made = Made::on(&gateway, &[3]).await;
     assert_eq!(made.settle(&suite, None, &[&gone]).await.expect("settled").len(), 3);
     assert_eq!(main.marked().await, 0);
@@ -256,7 +256,7 @@ async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestD
     assert_eq!(missing, [(made.artifact().to_string(), owners[0])]);
     assert_eq!(main.located(&[&cache]).await, []);
 
-    // Who claims it next is not disturbed by another who comes too late.
+    // A late maker does not affect the next claim.
     let (_, next) = main.claim(1).await;
     let later = Made::on(&gateway, &[2]).await;
     assert_eq!(later.settle(&suite, None, &[&owners]).await.expect("settled").len(), 1);
@@ -327,7 +327,8 @@ async fn caches_in_any_order_do_not_wait_for_one_another(database: TestDatabase)
         for missing in futures::future::join_all(settling).await {
             assert_eq!(missing.expect("settled"), []);
         }
-        // All three are of the same workload: who was last was last for each.
+        // All three versions are of the same workload, because the last one was last for each
+        // cache.
         let mut latest = Vec::new();
         for path in ["/a", "/b", "/c"] {
             latest.push(main.latest(path).await.expect("published"));

@@ -1,4 +1,4 @@
-//! What is answered to whom: to the team alone, or on purpose to all.
+//! Access to caches: for one team, or shared with all teams.
 
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
     assert_refused(other.pin(WorkloadId::new(), artifact).await, Reason::InputUnavailable);
     assert_refused(other.plan(artifact, elsewhere.worker).await, Reason::ArtifactNotFound);
     for content in [1, 2] {
-        // What has the same key is another cache.
+        // A cache with the same key in another scope is a different cache.
         assert!(other.ready(content, None).await.is_none());
     }
     assert_eq!(other.task("job", "/cache", None).await.expect("asked").1, None);
@@ -80,7 +80,7 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
     let theirs = Caller::of(&suite, OTHER);
     assert!(theirs.ready(1, None).await.is_none(), "their own is another cache");
 
-    // It goes; what is pinned can be used to the end.
+    // The cache is deleted. A pinned artifact stays usable.
     other.release(&cache, by_workload(uses)).await.expect("released");
     main.delete(&cache).await.expect("deleted");
     suite.collect(DryRun::Off).await;
@@ -136,7 +136,7 @@ async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: 
     assert_refused(progress(given_up, OTHER).await, Reason::ClaimLost);
     assert!(other.ready(1, None).await.is_some(), "what it was a copy of is there");
 
-    // Another one begins at once, and takes longer than a term.
+    // Another copy starts and takes longer than a term.
     let transfer = TransferId::new();
     let second = plan(transfer).await;
     assert_eq!(second.outcome(), pb::PlanOutcome::Yours);

@@ -1,4 +1,5 @@
-//! Lists of operations that are kept: what seeds found, and what is worth trying each time. A list that a seed prints goes here as it is.
+//! Recorded lists of operations, found by seeds or written by hand. A list that a seed prints can
+//! be added as it is.
 
 use testing::databases::TestDatabase;
 
@@ -40,15 +41,15 @@ on_both_databases! {
     what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after,
 }
 
-/// How often something is tried that depends on timing.
+/// Number of repetitions of cases that depend on timing.
 const ROUNDS: u16 = 15;
 
-/// Applies operations to a fresh store, and lets everything end. All of them can happen.
+/// Applies operations to a fresh store, and lets everything end. All of them must be possible.
 async fn replay(database: TestDatabase, operations: &[Operation]) {
     replay_but(database, 0, operations).await;
 }
 
-/// The same, where so many perhaps cannot happen, for nobody made what they are about.
+/// Applies operations to a fresh store. Up to `at_most` of them may be impossible.
 async fn replay_but(database: TestDatabase, at_most: u16, operations: &[Operation]) {
     match run(database, operations).await {
         Err(failure) => panic!("{failure}"),
@@ -58,7 +59,7 @@ async fn replay_but(database: TestDatabase, at_most: u16, operations: &[Operatio
     }
 }
 
-/// A build that only its workload ends.
+/// A build that ends only with its workload.
 fn build(number: u16, ends_with: u16) -> [Operation; 2] {
     [
         PutBuild { build: number, ends_with, keep: 0, term: 60, job: None },
@@ -76,7 +77,7 @@ fn upload(number: u16, content: u8, worker: u8, owner: Option<u16>) -> [Operatio
     ]
 }
 
-/// An attempt that leaves an output.
+/// An attempt that completes an output.
 fn attempt(workload: u16, worker: u8, content: u8) -> [Operation; 3] {
     [
         Prepare { workload, attempt: 0, worker, make: Now },
@@ -128,7 +129,7 @@ async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
         operations.push(Together(vec![Collect, DeleteBuild { build: round }, plan, Collect]));
         operations.extend([Arrive { transfer, content: 1 }, Sweep { worker: 1, destroy: true }]);
     }
-    // Copies that came too late arrive nowhere.
+    // Late copies do not complete.
     replay_but(database, ROUNDS, &operations).await;
 }
 
@@ -161,7 +162,7 @@ async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestData
         operations.extend(attempt(workload, 0, 2));
         let settled = settle(workload, 2, 100);
         operations.push(Together(vec![Kill { replica: 0 }, settled.clone(), Kill { replica: 1 }, Collect]));
-        // Whoever was not answered asks again.
+        // A caller without an answer repeats its call.
         operations.push(settled);
         operations.push(Accept { workload: 200 + workload, pins: vec![Output(workload)], build: None });
     }
@@ -175,7 +176,7 @@ async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
     operations.extend([
         BeginReport { worker: 0 },
         NewIncarnation { worker: 0, left: Everything },
-        // It names everything, and is of a life that is over: nothing is confirmed by it.
+        // The report names everything, and is of an ended incarnation, so that it confirms nothing.
         Report { worker: 0, which: 0, way: Repeatedly },
         Former { worker: 0 },
         BeginReport { worker: 0 },
@@ -196,7 +197,7 @@ async fn reports_that_come_in_another_order(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.push(BeginReport { worker: 0 });
-    // Nothing of this is in the first report.
+    // None of this is in the first report.
     operations.extend(upload(0, 1, 0, Some(0)));
     operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
     operations.extend(attempt(1, 0, 2));
@@ -208,7 +209,7 @@ async fn reports_that_come_in_another_order(database: TestDatabase) {
         Advance { seconds: 20 },
         Together(vec![Collect, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
         Sweep { worker: 0, destroy: true },
-        // The first is overtaken, and the second names what is destroyed by now.
+        // The first report is overtaken. The second names items that are deleted by now.
         Report { worker: 0, which: 0, way: Once },
         Report { worker: 0, which: 0, way: Repeatedly },
         BeginReport { worker: 0 },
@@ -233,7 +234,7 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
         Sweep { worker: 0, destroy: true },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 0, way: Once },
-        // Its gateway was frozen, and makes it now.
+        // Its gateway was suspended, and creates the item now.
         Make { worker: 0 },
         Prepared { workload: 1, attempt: 0 },
         BeginReport { worker: 0 },
@@ -251,7 +252,7 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
     let drop = |worker, force| Drop { artifact: Upload(0), worker, force };
     let undelete = Undelete { artifact: Upload(0), owner: None, keep: 20 };
     operations.extend([drop(0, true), undelete.clone(), Collect]);
-    // Of two the one that was not dropped is enough.
+    // If two replicas exist, the one that was not dropped is enough.
     operations.extend([
         Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
         Arrive { transfer: 1, content: 1 },
@@ -260,7 +261,7 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
         Collect,
         Sweep { worker: 0, destroy: true },
     ]);
-    // It was deleted besides, and comes back with what was dropped.
+    // The artifact was deleted as well, and is restored with the dropped replica.
     operations.extend([
         drop(1, true),
         DeleteBuild { build: 0 },
@@ -280,7 +281,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
     operations.extend(attempt(1, 0, 2));
     operations.extend([
         BeginReport { worker: 0 },
-        // It has the last replica of what is pinned.
+        // The worker has the last replica of a pinned artifact.
         ForgetWorker { worker: 0, force: false },
         Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
         Arrive { transfer: 1, content: 1 },
@@ -291,7 +292,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
             Collect,
         ]),
         ForgetWorker { worker: 0, force: true },
-        // Nothing of what it held is what it was.
+        // All of its earlier contents are unknown now.
         settle(1, 2, 0),
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
         NewIncarnation { worker: 0, left: Everything },
@@ -318,7 +319,7 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
     operations.extend([
         BeginReport { worker: 0 },
         NewLife { worker: 0 },
-        // Of the life that is over.
+        // A report of the ended life.
         Report { worker: 0, which: 0, way: Repeatedly },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 1, way: Repeatedly },
@@ -332,7 +333,7 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
         AdoptAside { which: 0, owner: None, keep: 30 },
         Accept { workload: 2, pins: vec![Upload(0), Upload(1)], build: None },
         ForgetWorker { worker: 0, force: true },
-        // What was forgotten is set aside in the next life.
+        // The contents of a forgotten worker are orphans in the next life.
         NewLife { worker: 1 },
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
@@ -350,7 +351,7 @@ async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabas
         NewIncarnation { worker: 0, left: Nothing },
         BeginReport { worker: 0 },
         prepare,
-        // As it was at its beginning.
+        // A report with the token from its beginning.
         Report { worker: 0, which: u8::MAX, way: Once },
         Settle { workload: 1, attempt: 0, status: Failed, outputs: With(0), build: None },
     ];
@@ -368,12 +369,13 @@ async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
         NewLife { worker: 1 },
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
-        // The oldest first: the replica, and then what was made from it. Its gateway cannot destroy the one before the other.
+        // The oldest first: the replica, and then its child. The gateway cannot delete the replica
+        // before the child.
         PurgeAside { which: 0 },
         Sweep { worker: 0, destroy: false },
         PurgeAside { which: 0 },
         Sweep { worker: 0, destroy: true },
-        // It is still there, and told of again.
+        // It still exists, and is handed out again.
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
         Sweep { worker: 0, destroy: true },
@@ -387,7 +389,7 @@ async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
     for number in 0..2 {
         operations.extend(upload(number, 1, 0, Some(0)));
     }
-    // The second is deleted, and the third is open.
+    // The second artifact is deleted, and the third is open.
     operations.extend(build(1, 1));
     operations.extend(upload(2, 2, 0, Some(1)));
     operations.extend([DeleteBuild { build: 1 }, Collect]);
@@ -435,7 +437,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
         AskTask { task: 0 },
         PublishTask { task: 0, artifact: Upload(0) },
         UseTasks { workload: 1, tasks: vec![0] },
-        // Longer than it is kept unused.
+        // Longer than the TTL of the cache.
         Advance { seconds: 200 },
         Collect,
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
@@ -445,7 +447,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
             Prepare { workload: 1, attempt: 1, worker: 0, make: Now },
             Collect,
         ]),
-        // Once more: it stays what it was.
+        // A repeated call finds the same version.
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
         Prepared { workload: 1, attempt: 0 },
         DeleteTask { task: 0 },
@@ -473,7 +475,7 @@ async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase)
         Together(vec![put(Some(0), 3), put(Some(0), 2), Collect, Collect]),
         put(None, 1),
         Collect,
-        // What it has lets go: nothing is on its disk.
+        // The worker's owners let go, because nothing is on its disk.
         ForgetWorker { worker: 1, force: false },
         Collect,
     ]);
@@ -494,7 +496,7 @@ async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) 
         operations.extend([
             Together(vec![DeleteBuild { build: round }, add.clone(), Collect, Collect]),
             Together(vec![add, RemoveOwner { artifacts: vec![Upload(one)], build: 100 }, Collect]),
-            // Neither was ever another's.
+            // Neither of them belonged to another owner.
             RemoveOwner { artifacts: both, build: round },
             RemoveOwner { artifacts: vec![Upload(other)], build: 100 },
             Collect,
@@ -507,9 +509,9 @@ async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
     let again = |upload| CreateAll { uploads: vec![upload, 0], owner: None };
     let operations = [
         HandOver { upload: 0, owner: None, content: TREES },
-        // All or none: the other is not made either.
+        // All or none: the other artifact is not created either.
         again(1),
-        // Unless it went meanwhile: then both are.
+        // If both were deleted meanwhile, both are created.
         Advance { seconds: 1_000_000 },
         Together(vec![again(2), Collect, Collect]),
         Collect,
@@ -534,13 +536,13 @@ async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase
             undelete,
         ]);
     }
-    // They go altogether, and come back.
+    // Both are deleted and restored.
     operations.extend([DeleteBuild { build: 0 }, Collect]);
     operations.extend((0..2).map(|number| Undelete { artifact: Upload(number), owner: None, keep: 20 }));
     replay(database, &operations).await;
 }
 
-/// Each time moves the clock by a little.
+/// Each round advances the clock a little.
 async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
@@ -564,7 +566,7 @@ async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestD
         Collect,
         prepare.clone(),
         Prepared { workload: 1, attempt: 0 },
-        // Its container is in the way, and then it is not.
+        // The container prevents the deletion at first.
         volume(0, true),
         MarkContainer { workload: 1, attempt: 0, gateway: false },
         Prepared { workload: 1, attempt: 0 },
@@ -577,7 +579,7 @@ async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestD
         MarkContainer { workload: 1, attempt: 0, gateway: true },
         Collect,
     ]);
-    // Who came too late finds nothing of it, and a candidate that went before is not settled.
+    // A late caller finds nothing. A deleted candidate is not settled.
     replay_but(database, 1, &operations).await;
 }
 
@@ -594,7 +596,7 @@ async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database:
     replay(database, &operations).await;
 }
 
-/// The stream of its gateway has it already, or the gateway has not come to it.
+/// The stream of the gateway has already received it, or has not.
 async fn what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after(database: TestDatabase) {
     let mut operations = Vec::new();
     for (workload, is_read) in [(1, true), (2, false), (3, true), (4, false)] {

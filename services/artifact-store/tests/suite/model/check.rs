@@ -1,4 +1,5 @@
-//! What the store shows, compared with the model: what must be there is, and what went stays away.
+//! Comparison of the store's lists with the model: kept items exist, and deleted items do not
+//! return.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,13 +10,13 @@ use uuid::Uuid;
 use super::operations::{Artifact, TREES};
 use super::state::{Accepted, Restored, State, Violation, artifact_id, build_id, digest_of, must};
 
-/// What the store answers to lists. They are asked for one after the other, while collections may run.
+/// Lists of the store. They are requested one after the other, while collections may run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct View {
     pub(crate) artifacts: BTreeMap<ArtifactId, SeenArtifact>,
     pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
     pub(crate) containers: BTreeMap<Uuid, InventoryState>,
-    /// What is set aside.
+    /// Orphans.
     pub(crate) aside: BTreeSet<Uuid>,
 }
 
@@ -25,7 +26,7 @@ pub(crate) struct SeenArtifact {
     pub(crate) digest: Vec<u8>,
     pub(crate) size_bytes: u64,
     pub(crate) replicas: Vec<Uuid>,
-    /// What the store says keeps it.
+    /// References that keep it, from the store.
     pub(crate) kept_by: Vec<String>,
 }
 
@@ -33,29 +34,29 @@ pub(crate) struct SeenArtifact {
 pub(crate) struct SeenVolume {
     pub(crate) state: InventoryState,
     pub(crate) parent: Option<Uuid>,
-    /// What it is a replica of, or shall be.
+    /// Artifact of which it is or will be a replica.
     pub(crate) artifact: Option<ArtifactId>,
 }
 
-/// What was seen before, and never changes back.
+/// Observations that never revert.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Past {
-    /// Volumes and containers that were there.
+    /// Volumes and containers that existed.
     known: BTreeSet<Uuid>,
-    /// Those that were marked.
+    /// Volumes and containers that were marked.
     marked: BTreeSet<Uuid>,
-    /// Those that were forgotten.
+    /// Volumes and containers that were forgotten.
     forgotten: BTreeSet<Uuid>,
 }
 
-/// How many bytes everything has that is completed in these tests.
+/// Bytes of every complete item in these tests.
 pub(crate) const SIZE: u64 = 10;
 
 fn is_marked(state: InventoryState) -> bool {
     matches!(state, InventoryState::Destroying | InventoryState::Sweeping)
 }
 
-/// Judges what the store shows, and notes in the model what has gone that was free to.
+/// Checks the store's lists, and records permitted deletions in the model.
 pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     forgotten(state, view)?;
     aside(state, past, view)?;
@@ -66,7 +67,7 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
     containers(state, view)?;
     past.look(view)?;
     note_sure(state, view);
-    // What is neither known nor there, and will not be, is of no interest.
+    // Unknown items that do not exist and will not be created are irrelevant.
     let mut may_be = state.to_be_made();
     may_be.extend(&view.aside);
     state.volumes.retain(|id, it| it.on_disk || view.volumes.contains_key(id) || may_be.contains(id));
@@ -74,7 +75,7 @@ pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted
     Ok(())
 }
 
-/// Nothing is left of a worker that was forgotten. That it does not come again is looked at with all that was.
+/// Checks that nothing is left of a forgotten worker. The check of past items covers its return.
 fn forgotten(state: &mut State, view: &View) -> Accepted {
     for id in std::mem::take(&mut state.forgotten) {
         let is_there = view.volumes.contains_key(&id) || view.containers.contains_key(&id);
@@ -83,14 +84,14 @@ fn forgotten(state: &mut State, view: &View) -> Accepted {
     Ok(())
 }
 
-/// What is set aside stays that until somebody decides, and is nothing that the store knows.
+/// Checks that orphans stay orphans until a decision, and are unknown to the inventory.
 fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     let is_known = |id: &Uuid| view.volumes.contains_key(id) || view.containers.contains_key(id);
     for id in &view.aside {
         must!(!is_known(id), "{id} is set aside, and known");
         let was_made = state.volumes.contains_key(id) || state.containers.contains_key(id);
         must!(was_made, "{id} is set aside, and nobody made it");
-        // It may come again, by whoever decides about it.
+        // An adopted or purged orphan may appear again.
         past.forgotten.remove(id);
     }
     state.look_aside(&view.aside, is_known)
@@ -98,7 +99,8 @@ fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
     for (artifact, record) in &mut state.artifacts {
-        // Whoever abandons a transfer marks its artifact at once, unless another transfer fills it: then it goes on as before.
+        // Abandoning a transfer marks its artifact at once, unless another transfer fills the
+        // artifact.
         let seen = view.artifacts.get(&artifact_id(*artifact));
         record.abandoned &= seen.is_none_or(|seen| seen.state == ArtifactState::Deleting);
     }
@@ -150,13 +152,13 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
     Ok(())
 }
 
-/// Of an artifact that came back, what is marked still stays so, and the rest is as if it had never been.
+/// Checks a restored artifact: its marked replicas stay marked, and the others are as before.
 fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     let back = state.artifacts.iter_mut();
     let back = back.filter_map(|(artifact, record)| Some((*artifact, record.restored.take()?)));
     for (artifact, restored) in back.collect::<Vec<_>>() {
         let in_store = state.sealed(artifact).is_some_and(|content| content >= TREES);
-        // What went in this step, or was lost in it, was perhaps not there any more.
+        // A replica that was deleted or lost in this step may not have existed.
         let goes_on = |id: &Uuid| view.volumes.get(id).is_some_and(|it| it.state == InventoryState::Created);
         let is_other =
             |id: &&Uuid| state.volumes.get(*id).is_some_and(|it| it.is_of(artifact)) && goes_on(id);
@@ -187,7 +189,8 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     Ok(())
 }
 
-/// Notes which replicas count for sure when their artifacts come back: those that are there, and those that went with them.
+/// Records which replicas certainly count if their artifacts are restored: existing ones, and those
+/// deleted with their artifacts.
 fn note_sure(state: &mut State, view: &View) {
     let is_sure = |id: &Uuid| match view.volumes.get(id).map(|seen| seen.state) {
         Some(InventoryState::Created) => true,
@@ -198,7 +201,7 @@ fn note_sure(state: &mut State, view: &View) {
     state.sure = all.map(|(id, _)| *id).collect();
 }
 
-/// What certainly owns an artifact is among what the store says keeps it, and what it was taken from is not.
+/// Checks that the store lists every certain owner of an artifact, and no removed one.
 fn owners(state: &State, view: &View) -> Accepted {
     for (artifact, record) in &state.artifacts {
         let Some(seen) = view.artifacts.get(&artifact_id(*artifact)) else { continue };
@@ -215,7 +218,7 @@ fn owners(state: &State, view: &View) -> Accepted {
     });
     let of_workers = state.held_by_workers().filter_map(|(artifact, words)| Some((artifact, words?)));
     for (artifact, owner) in of_builds.chain(state.held_by_caches()).chain(of_workers) {
-        // Whether it is there was looked at before.
+        // The existence of the artifact was checked before.
         let seen = view.artifacts.get(&artifact_id(artifact));
         let Some(seen) = seen.filter(|seen| seen.state != ArtifactState::Deleting) else { continue };
         let says_so = seen.kept_by.contains(&owner) || seen.kept_by.len() > 50;
@@ -236,7 +239,8 @@ fn volumes(state: &State, view: &View) -> Accepted {
             seen.is_some() || !volume.on_disk || volume.late,
             "volume {id} was forgotten although it is there: {volume:?}"
         );
-        // Whatever makes a volume garbage marks it at once, unless its artifact was marked before and takes it along.
+        // A mark of a volume is immediate, unless the artifact was marked before, with which the
+        // volume is deleted.
         let artifact = seen.and_then(|seen| view.artifacts.get(&seen.artifact?));
         let goes_on = artifact.is_some_and(|artifact| artifact.state != ArtifactState::Deleting);
         let is_garbage = seen.is_none_or(|seen| is_marked(seen.state));
@@ -253,7 +257,7 @@ fn volumes(state: &State, view: &View) -> Accepted {
             // It waits for its children.
             Some(InventoryState::Destroying) => is_dropped(&parent) || state.came_back(*id),
             Some(state) => !is_marked(state),
-            // Its worker has lost it, and not what was made of it.
+            // Its worker has lost it, but not its children.
             None => state.volumes.get(&parent).is_some_and(|parent| !parent.on_disk),
         };
         must!(is_there, "volume {id} is no garbage, and its parent {parent} is {of_parent:?}");
@@ -297,11 +301,12 @@ impl Past {
     }
 }
 
-/// What must be there when everything that was to end has ended, and all that was free to go has gone: what builds still own, its replicas,
-/// and nothing else.
+/// Checks the final state: exactly the artifacts of remaining builds, with their replicas, are
+/// left.
 pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept = state.kept();
-    // What is kept, and what that is a copy-on-write child of. One that is lost is kept in mind: it may come back with its worker.
+    // Kept artifacts, and the parents of their replicas. Lost replicas count, because they may
+    // return with their worker.
     let holds_kept =
         |id: &&Uuid| state.holds_replica(**id).is_some_and(|artifact| kept.contains_key(&artifact));
     let mut of_kept: BTreeSet<Uuid> = state.volumes.keys().filter(holds_kept).copied().collect();
@@ -316,7 +321,7 @@ pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
     let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
     must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
-    // One that went stays behind as long as a volume of it, which is the parent of something that is kept.
+    // A deleted artifact stays as long as one of its volumes is the parent of a kept volume.
     let parents: BTreeSet<_> = of_kept.iter().filter_map(|id| view.volumes.get(id)?.artifact).collect();
     let is_tombstone =
         |id: &ArtifactId, seen: &SeenArtifact| seen.state == ArtifactState::Deleting && parents.contains(id);

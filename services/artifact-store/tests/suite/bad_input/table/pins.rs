@@ -1,4 +1,4 @@
-//! The calls of `Pins`.
+//! Invalid requests to `Pins`.
 
 use domain::{ArtifactId, AttemptId, BuildId, CacheId, WorkloadId};
 use prost_reflect::Value;
@@ -123,7 +123,7 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// An output that is for its owners alone, and has none.
+/// Returns an output that is only for its owners, and has none.
 fn for_nobody() -> Vec<Bad> {
     let change = |messages: &mut Vec<prost_reflect::DynamicMessage>| {
         set(&mut messages[0], &["outputs", "owners"], None);

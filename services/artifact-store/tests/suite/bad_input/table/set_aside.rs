@@ -1,4 +1,4 @@
-//! What decides about volumes and containers that a store out of a backup does not know.
+//! Invalid requests about orphans.
 
 use domain::VolumeHandle;
 

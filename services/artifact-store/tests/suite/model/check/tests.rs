@@ -1,4 +1,4 @@
-//! The checks can fail: each is shown an answer that must not be.
+//! Tests of the checks: each detects a wrong answer.
 
 use rpc::pb::artifacts as pb;
 
@@ -27,7 +27,8 @@ fn refused(reason: rpc::Reason) -> Outcome {
     Outcome::Refused(refusal)
 }
 
-/// A build owns an artifact with one replica, and a workload that pins it has prepared an attempt.
+/// Returns a build that owns an artifact with one replica, and a workload that pins it and has
+/// prepared an attempt.
 fn in_use() -> (State, View) {
     let mut state = State::new(2);
     let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 0, term: 600, job: None };
@@ -66,7 +67,7 @@ fn let_the_grace_pass(state: &mut State) {
     accepted(state, Operation::Advance { seconds }, Outcome::Done);
 }
 
-/// The workload fails.
+/// Settles the workload as failed.
 fn settle(state: &mut State) {
     let (status, outputs) = (Status::Failed, Outputs::NoOutput);
     let settle = Operation::Settle { workload: 1, attempt: 0, status, outputs, build: None };
@@ -159,7 +160,7 @@ fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfBuild(0)) };
     accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: Found::Yours });
     accepted(&mut state, Operation::Advance { seconds: 620 }, Outcome::Done);
-    // Whether its term ended it before is not known.
+    // Its term may have ended it before.
     let status = Status::Aborted;
     accepted(&mut state, Operation::EndBuild { build: 0, status }, Outcome::Done);
     let (delete, used) = (Operation::DeleteCache { cache: 0 }, refused(rpc::Reason::CacheInUse));
@@ -194,7 +195,7 @@ fn what_went_although_it_came_back_is_found() {
     assert_found(check(&mut state, &mut past, &view), "is needed by");
 }
 
-/// A copy of the artifact on another worker.
+/// Adds a copy of the artifact on another worker.
 fn copied(state: &mut State, view: &mut View) {
     let plan = Operation::Plan { transfer: 1, artifact: ARTIFACT, worker: 1, make: Make::Now };
     accepted(state, plan, Outcome::Planned { handle: COPY, outcome: pb::PlanOutcome::Yours });
@@ -221,7 +222,7 @@ fn what_was_dropped_and_comes_back_beside_another_replica_is_found() {
     set(&mut view, COPY, InventoryState::Created);
     assert_found(check(&mut state, &mut past.clone(), &view), "was dropped, and came back");
 
-    // Nobody knows whether the other one is there.
+    // It is unknown whether the other replica exists.
     set(&mut view, COPY, InventoryState::Destroying);
     let (worker, left) = (0, Left::Everything);
     accepted(&mut state, Operation::NewIncarnation { worker, left }, Outcome::Done);
@@ -367,7 +368,7 @@ fn what_is_a_workers_and_marked_is_found() {
     let_the_grace_pass(&mut state);
     artifact_in(&mut view).state = ArtifactState::Deleting;
     assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
-    // It goes with its worker.
+    // It is deleted with its worker.
     let forget = Operation::ForgetWorker { worker: 0, force: false };
     accepted(&mut state, forget, Outcome::Done);
     view.volumes.clear();

@@ -1,4 +1,4 @@
-//! What is set aside: what workers hold and a store out of a backup does not know, until somebody decides what becomes of it.
+//! Orphans: items on workers that are unknown to a restored store, until a decision.
 
 use std::collections::BTreeSet;
 
@@ -11,34 +11,34 @@ use crate::model::operations::Artifact;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Aside {
-    /// What was seen there, and nobody has decided about.
+    /// Orphans without a decision.
     undecided: BTreeSet<Uuid>,
-    /// Of that, what was described in this incarnation of its worker.
+    /// Orphans that were described in the current incarnation of their worker.
     described: BTreeSet<Uuid>,
-    /// What a report named that nobody can have known, and that is not garbage.
+    /// Reported items that are unknown and not garbage.
     named: BTreeSet<Uuid>,
-    /// What was purged and never described: the store does not know what it is made from.
+    /// Purged orphans that were never described, so that the store does not know their parents.
     of_unknown_parent: BTreeSet<Uuid>,
-    /// What was handed out while the store did not know of a child of it.
+    /// Items that were handed out while the store did not know one of their children.
     blindly: BTreeSet<Uuid>,
 }
 
-/// A volume that was made after the backup.
+/// Returns the id of a volume that was made after the backup.
 pub(crate) fn stray_id(worker: u8, upload: u16) -> Uuid {
     id(8, u128::from(worker) << 16 | u128::from(upload))
 }
 
-/// What a worker knows of a volume.
+/// Description of a volume, from its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Described {
     pub(crate) volume: Uuid,
     pub(crate) parent: Option<Uuid>,
-    /// What it is a replica of, with which content.
+    /// Artifact and content of which it is a replica.
     pub(crate) replica: Option<(Artifact, u8)>,
 }
 
 impl State {
-    /// One of the things that are set aside: of all, or of volumes.
+    /// Returns one of the orphans, or of the orphaned volumes.
     pub(crate) fn set_aside(&self, which: u8, volumes_only: bool) -> Option<Uuid> {
         let wanted = |id: &&Uuid| !volumes_only || self.volumes.contains_key(*id);
         let all: Vec<_> = self.aside.undecided.iter().filter(wanted).collect();
@@ -49,7 +49,7 @@ impl State {
         self.aside.undecided.contains(&id)
     }
 
-    /// Volumes that are set aside on a worker, as its gateway would describe them.
+    /// Returns the orphaned volumes on a worker, as its gateway would describe them.
     pub(crate) fn to_describe(&self, worker: u8) -> Vec<Described> {
         let of_worker = self.aside.undecided.iter().filter_map(|id| Some((*id, self.volumes.get(id)?)));
         let of_worker = of_worker.filter(|(_, volume)| volume.worker == worker);
@@ -83,7 +83,7 @@ impl State {
         Ok(())
     }
 
-    /// A report of a worker was judged that named these, and these are garbage as far as the store knows.
+    /// Records a judged report that named `listed`, of which `unknown` are garbage.
     pub(super) fn named(&mut self, worker: u8, listed: &[Uuid], unknown: &[Uuid]) -> Accepted {
         for id in unknown {
             must!(!self.is_set_aside(*id), "{id} is set aside, and to be destroyed");
@@ -110,7 +110,8 @@ impl State {
         Ok(())
     }
 
-    /// What is set aside on a worker is of no description any more, or, for good, not set aside.
+    /// Records that the orphans of a worker are not described any more, or that the worker is
+    /// forgotten.
     pub(super) fn leave_aside(&mut self, worker: u8, for_good: bool) {
         let (volumes, containers) = (&self.volumes, &self.containers);
         let is_elsewhere = |id: &Uuid| {
@@ -124,7 +125,7 @@ impl State {
         }
     }
 
-    /// Whether anything on a worker is set aside, perhaps, and for certain.
+    /// Returns whether a worker may have orphans, and whether it certainly has.
     pub(super) fn holds_aside(&self, worker: u8) -> (bool, bool) {
         let on_disk = |id: &Uuid| self.is_on_disk(*id);
         let on = |id: &&Uuid| {
@@ -136,14 +137,14 @@ impl State {
         (all.next().is_some() || self.workers[usize::from(worker)].life != self.life, certainly)
     }
 
-    /// A child that is set aside, and says so, keeps its parent from being handed out.
+    /// Returns an orphaned, described child, which prevents its parent from being handed out.
     pub(super) fn child_aside(&self, parent: Uuid) -> Option<Uuid> {
         let is_child = |id: &&Uuid| self.volumes.get(*id).is_some_and(|volume| volume.parent == Some(parent));
         self.aside.described.iter().filter(|id| self.is_set_aside(**id)).find(is_child).copied()
     }
 
-    /// Notes which of `handles`, just handed out, have children on disk that the store does not know to be theirs. A gateway cannot destroy such a
-    /// parent, and is told again.
+    /// Records which of the handed-out `handles` have children on disk that the store does not
+    /// know. A gateway cannot delete such a parent, and is told again.
     pub(super) fn hand_out_blindly(&mut self, handles: &[Uuid]) {
         let is_unknown = |child: &Uuid| {
             let is_silent = self.is_set_aside(*child) && !self.aside.described.contains(child);
@@ -232,7 +233,7 @@ impl State {
         Ok(())
     }
 
-    /// Takes what is set aside now. What was before, and is on a disk, was not forgotten.
+    /// Replaces the orphans. Checks that no orphan on a disk was forgotten.
     pub(crate) fn look_aside(&mut self, seen: &BTreeSet<Uuid>, is_known: impl Fn(&Uuid) -> bool) -> Accepted {
         let lost = self.aside.undecided.iter().find(|id| !seen.contains(id) && self.is_on_disk(**id));
         must!(lost.is_none(), "{lost:?} was set aside, and went though nobody had decided about it");
@@ -246,11 +247,11 @@ impl State {
 }
 
 impl Volume {
-    /// What a worker remembers that it has a replica of: one that is no child of another.
+    /// Returns the artifact that a worker remembers for a replica without a parent.
     fn remembered(&self) -> Option<(Artifact, u8)> {
         self.artifact.zip(self.complete).filter(|_| self.is_replica() && self.parent.is_none())
     }
 }
 
-/// What was decided about something that is set aside, or why not.
+/// Result of a decision about an orphan, or its rejection.
 pub(crate) type Decision = Result<Option<ArtifactId>, rpc::Refusal>;

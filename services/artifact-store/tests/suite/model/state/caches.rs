@@ -1,4 +1,4 @@
-//! Resource caches and task caches: what they certainly keep, and how they may be answered.
+//! Resource caches and task caches: certain owners, and permitted answers.
 
 use std::collections::BTreeSet;
 
@@ -11,19 +11,19 @@ use super::{
 };
 use crate::model::operations::{Artifact, Owner, User};
 
-/// A resource cache, as it was last answered.
+/// A resource cache, as of its last answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ResourceCache {
     id: Uuid,
     claim: u16,
     claimed_until: i64,
-    /// `None`: it is being made.
+    /// `None` while it is being made.
     artifact: Option<Artifact>,
     last_used: i64,
     users: BTreeSet<User>,
 }
 
-/// A task cache, as it was last answered.
+/// A task cache, as of its last answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TaskCache {
     id: Uuid,
@@ -33,7 +33,7 @@ pub(super) struct TaskCache {
     users: BTreeSet<u16>,
 }
 
-/// A task cache goes when it was unused for this many seconds.
+/// Time without use after which a task cache is deleted, in seconds.
 pub(crate) fn task_cache_ttl(task: u8) -> i64 {
     40 + 60 * i64::from(task)
 }
@@ -47,7 +47,7 @@ impl State {
         self.task_caches.get(&task).map(|cache| cache.id)
     }
 
-    /// What caches certainly own, and which, in the store's words.
+    /// Returns the artifacts that caches certainly own, and the store's description of the cache.
     pub(crate) fn held_by_caches(&self) -> impl Iterator<Item = (Artifact, String)> {
         let of_resources = self.resource_caches.values().filter(|cache| self.is_there(cache));
         let of_resources =
@@ -58,7 +58,8 @@ impl State {
         of_resources.chain(of_tasks)
     }
 
-    /// Whether a resource cache is certainly there: it was used not long ago, or is, or is being made.
+    /// Returns whether a resource cache certainly exists: it was used recently, is used, or is
+    /// being made.
     fn is_there(&self, cache: &ResourceCache) -> bool {
         match cache.artifact {
             None => self.now < cache.claimed_until,
@@ -75,7 +76,7 @@ impl State {
         self.now < ends.fold(cache.last_used, Ord::max).saturating_add(task_cache_ttl(task))
     }
 
-    /// Until when somebody uses for certain what they use: without end if that is far away.
+    /// Returns until when a user certainly uses its caches.
     fn used_until(&self, user: User) -> i64 {
         match user {
             User::OfBuild(build) => self.holds_until(build).unwrap_or(i64::MIN),
@@ -85,7 +86,7 @@ impl State {
         }
     }
 
-    /// Refuses what must not be said of somebody who wants to use a cache.
+    /// Judges the answer to a user of a cache.
     fn judge_user(&self, user: User, outcome: &Outcome) -> Result<bool, Violation> {
         let may_go_on = match user {
             User::OfBuild(build) => self.may_be_live(build),
@@ -104,14 +105,14 @@ impl State {
         Ok(false)
     }
 
-    /// A workload that uses something is known from then on.
+    /// Records a workload that uses a cache.
     fn note_user(&mut self, user: User) {
         if let User::OfWorkload(workload) = user {
             self.holders.entry(workload).or_default();
         }
     }
 
-    /// The artifact with this id, which a cache has, or shall have.
+    /// Checks that a cache has the artifact with this id.
     fn that_is(&self, id: ArtifactId, expected: Option<Artifact>) -> Accepted {
         let Some(expected) = expected else { return Err(Violation(format!("it was never given {id}"))) };
         must!(artifact_id(expected) == id, "it was given {expected:?}");
@@ -186,7 +187,7 @@ impl State {
         Ok(())
     }
 
-    /// The cache that was last made under a claim, or is.
+    /// Returns the cache that is or was made under a claim.
     fn of_claim(&self, claim: u16) -> Option<u8> {
         self.resource_caches.iter().find(|(_, cache)| cache.claim == claim).map(|(key, _)| *key)
     }
@@ -224,7 +225,7 @@ impl State {
         self.is_made(claim, artifact)
     }
 
-    /// The cache that is made under a claim has this artifact.
+    /// Records the artifact of the cache that is made under a claim.
     fn is_made(&mut self, claim: u16, artifact: Artifact) -> Accepted {
         let now = self.now;
         let key = self.of_claim(claim);
@@ -243,7 +244,7 @@ impl State {
         }
     }
 
-    /// The owners that an output got, and those that it did not.
+    /// Records the owners that an output got, and the missing ones.
     pub(super) fn own_output(&mut self, output: Artifact, owners: &[Owner], missing: &[Owner]) -> Accepted {
         for owner in owners {
             let is_missing = missing.contains(owner);
@@ -280,7 +281,7 @@ impl State {
         self.sealed(artifact).is_some() && self.is_kept(artifact)
     }
 
-    /// An artifact is a cache's or a worker's from now on.
+    /// Records that a cache or worker owns an artifact.
     pub(super) fn hand_over(&mut self, artifact: Artifact) -> Accepted {
         let record =
             self.artifacts.get_mut(&artifact).filter(|record| record.sealed.is_some() && !record.gone);
@@ -310,7 +311,7 @@ impl State {
 
     pub(super) fn release_cache(&mut self, key: u8, user: User, outcome: &Outcome) -> Accepted {
         must!(matches!(outcome, Outcome::Done), "a use can always be ended");
-        // Of one that ended before, the store may have noted that already.
+        // The store may have recorded an earlier end of the use.
         let used_until = Ord::min(self.used_until(user), self.now);
         if let Some(cache) = self.resource_caches.get_mut(&key)
             && cache.users.remove(&user)
@@ -336,7 +337,8 @@ impl State {
             must!(may, "nobody uses it: {cache:?}");
             return Ok(());
         }
-        // One whose maker lost its claim may have gone by itself: who has to ask again takes that for what he asked for.
+        // A cache with a lost claim may have been deleted. A caller that repeats its call takes
+        // that for its own success.
         let user = cache.users.iter().find(|user| self.used_until(**user) > self.now);
         must!(user.is_none() || !self.is_there(cache), "it is used: {user:?}");
         self.deleted_caches.insert(cache.id);
@@ -389,7 +391,8 @@ impl State {
         Ok(())
     }
 
-    /// What a volume of a task cache starts with: its version when the volume was planned first, if it had one.
+    /// Returns the artifact with which a volume of a task cache starts: the version when the volume
+    /// was first planned.
     pub(super) fn starts_with(
         &self,
         task: u8,
@@ -403,7 +406,7 @@ impl State {
         let from = of_parent.or_else(|| self.artifacts.keys().find(is_missing).copied());
         must!(from.is_some() || (parent.is_none() && missing.is_empty()), "nobody made what it starts with");
         if let Some(known) = self.volumes.get(&volume) {
-            // What was missing when it was made is nothing by now.
+            // A version that was missing may be gone by now.
             let same = from == known.from || (known.created && from.is_none());
             must!(same, "it started with {:?}", known.from);
             return Ok(known.from);
@@ -431,7 +434,7 @@ impl State {
         self.publish(task, artifact)
     }
 
-    /// An artifact is the latest version of a task cache.
+    /// Records the latest version of a task cache.
     fn publish(&mut self, task: u8, artifact: Artifact) -> Accepted {
         let now = self.now;
         let Some(cache) = self.task_caches.get_mut(&task) else {

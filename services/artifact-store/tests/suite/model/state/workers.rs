@@ -1,4 +1,5 @@
-//! Workers: what they report and destroy, and what becomes of what they hold when somebody else speaks for them, or when they are forgotten.
+//! Workers: reports and deletions, and the effects of new sessions, new incarnations and
+//! forgetting.
 
 use rpc::Reason;
 
@@ -112,7 +113,8 @@ impl State {
         self.leave_aside(worker, false);
     }
 
-    /// Whatever a worker held is garbage, and nobody's: of what is still there its reports tell.
+    /// Forgets a worker. Its contents are unknown from then on, and its reports show what still
+    /// exists.
     pub(super) fn forget_worker(&mut self, worker: u8, force: bool, outcome: &Outcome) -> Accepted {
         if let Outcome::Refused(refusal) = outcome {
             let (holds_aside, _) = self.holds_aside(worker);
@@ -121,7 +123,7 @@ impl State {
             must!(may && !force, "there is nothing in its way");
             return Ok(());
         }
-        // That lets go with it.
+        // Its owners let go as well.
         self.base.retain(|(of, _), _| *of != worker);
         let last = self.kept().into_iter().find(|(artifact, _)| self.is_last_on(*artifact, worker));
         must!(force || last.is_none(), "it has the last replica of {last:?}");
@@ -131,7 +133,7 @@ impl State {
         for (id, volume) in self.volumes.iter_mut().filter(|(_, it)| it.worker == worker) {
             (volume.revoked, volume.late) = (true, true);
             self.forgotten.insert(*id);
-            // What came back before went again with its worker.
+            // A restored artifact may be deleted again with its worker.
             if let Some(record) = volume.artifact.and_then(|artifact| self.artifacts.get_mut(&artifact)) {
                 record.restored = record.restored.map(|_| Restored::Perhaps);
             }
@@ -146,7 +148,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether the bytes of an artifact are certainly on this worker, and nowhere else.
+    /// Returns whether the only certain bytes of an artifact are on this worker.
     fn is_last_on(&self, artifact: Artifact, worker: u8) -> bool {
         let Some(content) = self.sealed(artifact).filter(|content| *content < TREES) else { return false };
         let may_be_elsewhere = self
@@ -156,7 +158,7 @@ impl State {
         !may_be_elsewhere && self.replicas(artifact, content).any(|(_, on)| on == worker)
     }
 
-    /// Whether something may be kept of which there is no other replica for certain than on this worker.
+    /// Returns whether the worker may have the last replica of a kept artifact.
     fn may_hold_last(&self, worker: u8) -> bool {
         self.volumes.values().filter(|it| it.worker == worker && it.is_replica()).any(|volume| {
             let Some((artifact, content)) = volume.artifact.zip(volume.complete) else { return false };

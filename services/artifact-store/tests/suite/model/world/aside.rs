@@ -1,4 +1,4 @@
-//! What came out of a backup: a new life of the store, and who decides about what it does not know.
+//! Restored backups: new store lives, and decisions about orphans.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -16,11 +16,11 @@ use crate::model::operations::Operation;
 use crate::model::state::{Described, Outcome, State, artifact_id, build_id, digest_of};
 use crate::{Callers, TEAM};
 
-/// More than any report of a worker ever was.
+/// Higher than the sequence of any report.
 const LATER: u64 = i64::MAX.unsigned_abs();
 
 impl World {
-    /// Carries out one operation on what is set aside.
+    /// Applies one operation on orphans.
     pub(super) async fn perform_aside(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
@@ -59,7 +59,8 @@ impl World {
         }
     }
 
-    /// A worker remembers a report that the store does not. What workers hold is of the life before.
+    /// Makes a worker present a report that the store does not know. The contents of workers are of
+    /// the previous life then.
     async fn begin_life(&self, worker: u8) -> Outcome {
         let gateway = &self.speaker(worker).gateway;
         let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
@@ -113,7 +114,7 @@ impl World {
         done(self.ask(describe).await)
     }
 
-    /// What is set aside, and the parents that it names.
+    /// Returns the orphans, and their parents.
     pub(super) async fn aside(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
         let page = |token: String| {
             self.ask(move |callers| {

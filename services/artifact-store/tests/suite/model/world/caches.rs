@@ -1,4 +1,4 @@
-//! What callers do with caches.
+//! Calls about caches.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -29,7 +29,7 @@ fn team() -> String {
 }
 
 impl World {
-    /// Carries out one operation on caches.
+    /// Applies one operation on caches.
     pub(super) async fn perform_on_caches(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
@@ -90,7 +90,7 @@ impl World {
                     async move { Ok(callers.caches().delete_resource_cache(request).await.map(drop)?) }
                 };
                 match self.ask(delete).await {
-                    // Who asked first was not answered, and deleted it.
+                    // The first call had no answer, and deleted the cache.
                     Err(refusal)
                         if refusal.is(Reason::CacheNotFound) && asked.load(Ordering::Relaxed) > 1 =>
                     {

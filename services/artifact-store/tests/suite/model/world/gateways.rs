@@ -1,4 +1,4 @@
-//! What gateways do: they report, sweep, and are followed by others.
+//! Calls of gateways: reports, sweeps and new sessions.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -14,19 +14,19 @@ use crate::model::operations::Way;
 use crate::model::state::{Outcome, Standing, State, attempt_id, worker_id, workload_id};
 use crate::{Callers, PATIENCE};
 
-/// What a gateway is told to destroy.
+/// Items that a gateway was told to delete.
 #[derive(Default)]
 pub(super) struct Marks {
     stream: Option<Streaming<pb::WatchDestroyingResponse>>,
-    /// What came from this stream.
+    /// Items received from this stream.
     received: BTreeSet<Uuid>,
 }
 
-/// Reports of a worker that were begun.
+/// Begun reports of a worker.
 #[derive(Default)]
 pub(super) struct Reports {
     begun: Vec<Begun>,
-    /// The highest token that was judged.
+    /// Highest token that was judged.
     judged: u64,
 }
 
@@ -38,16 +38,16 @@ pub(super) struct Begun {
     speaker: Speaker,
 }
 
-/// That a worker was forgotten.
+/// Forgetting of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Forgets {
     begun: u32,
     ended: u32,
-    /// Reports with a lower token began before. 0: it never was.
+    /// Reports with a lower token began before it. 0 if it was never forgotten.
     before: u64,
 }
 
-/// How many reports of a worker may be on their way.
+/// Maximum number of undelivered reports of a worker.
 const REPORTS: usize = 6;
 
 impl World {
@@ -80,7 +80,8 @@ impl World {
         };
         let now = self.speaker(worker);
         let is_former = (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session);
-        // One that was replaced is not the first to speak for a worker that was forgotten: it would be as if it never had been.
+        // The call of a former session must not be the first after its worker was forgotten,
+        // because the store would accept it.
         let _alone = if is_former { Some(self.forgetting.lock().await) } else { None };
         if is_former && let Err(refusal) = self.speak_first(worker).await {
             return Outcome::Refused(refusal);
@@ -122,7 +123,8 @@ impl World {
         }
     }
 
-    /// Takes everything that is marked now from the stream of a gateway, and whatever else it has.
+    /// Receives all marked items from the stream of a gateway, and items that are already
+    /// available.
     pub(super) async fn sweep(&self, worker: u8) -> Outcome {
         let mut marks = self.marks[usize::from(worker)].lock().await;
         let Marks { stream, received } = &mut *marks;
@@ -164,13 +166,14 @@ impl World {
         }
     }
 
-    /// What is marked on a worker.
+    /// Returns the marked items of a worker.
     pub(super) async fn marked(&self, worker: u8) -> BTreeSet<Uuid> {
         use pb::InventoryState::{Destroying, Sweeping};
         let mut marked = BTreeSet::new();
         let of_worker = worker_id(worker).to_string();
         let mut volumes = self.volumes(&of_worker).await;
-        // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
+        // The youngest first. The parent of a restored child is not handed out, and neither are its
+        // own parents.
         volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
         let (_, mut needed) = self.aside().await;
         for volume in volumes {
@@ -219,7 +222,7 @@ impl World {
     pub(super) async fn forget_worker(&self, worker: u8, force: bool) -> Outcome {
         let _alone = self.forgetting.lock().await;
         self.note_forgets(worker, |forgets| forgets.begun += 1);
-        // The numbers of a worker that comes back are above those that it had: they begin at the present.
+        // The sequence of a returning worker begins at the current time, above its earlier numbers.
         let at = self.tick();
         let request =
             || pb::ForgetWorkerRequest { worker_id: worker_id(worker).to_string(), force, only_check: false };
@@ -234,13 +237,13 @@ impl World {
             }
         });
         if answer.is_ok() {
-            // Whoever spoke for it is told so, and follows nothing until it is let in anew.
+            // The gateways of the worker are rejected until they register again.
             *self.marks[usize::from(worker)].lock().await = Marks::default();
         }
         done(answer)
     }
 
-    /// Has the gateway that may speak for a worker do so, if the store was told to forget who did.
+    /// Makes the current gateway of a worker register, if the store was told to forget the worker.
     async fn speak_first(&self, worker: u8) -> Result<(), Refusal> {
         if self.forgets(worker).ended == 0 {
             return Ok(());
