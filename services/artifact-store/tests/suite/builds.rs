@@ -10,13 +10,13 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    an_artifact_lives_as_long_as_the_table_of_owners_says,
-    the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported,
-    a_build_that_its_caller_ends_stays_ended,
-    a_caller_s_clock_ends_nothing_in_the_future,
-    a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job,
-    a_build_whose_workload_failed_waits_for_the_next_of_its_job,
-    several_builds_own_an_artifact_and_the_last_one_decides,
+    artifact_lifetime_follows_retention_table,
+    latest_build_does_not_depend_on_report_order,
+    build_stays_ended_after_caller_ends_it,
+    build_end_is_never_in_the_future,
+    build_without_job_keeps_for_default_time,
+    failed_build_keeps_until_next_of_job,
+    artifact_stays_until_last_build_lets_go,
 }
 
 const STATUSES: [BuildStatus; 5] = [
@@ -49,7 +49,7 @@ async fn lives(suite: &Suite, artifact: ArtifactId) -> bool {
 }
 
 /// Covers every case that the retention rules distinguish, for an artifact with one owner.
-async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDatabase) {
+async fn artifact_lifetime_follows_retention_table(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(100);
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -131,7 +131,7 @@ async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDat
     suite.stop().await;
 }
 
-async fn the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported(database: TestDatabase) {
+async fn latest_build_does_not_depend_on_report_order(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     // Four builds, whose ends are reported in every order.
@@ -179,7 +179,7 @@ fn permutations(of: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-async fn a_build_that_its_caller_ends_stays_ended(database: TestDatabase) {
+async fn build_stays_ended_after_caller_ends_it(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     put(&suite, of_job(build, "job", 7, BuildStatus::Unspecified)).await.expect("put");
@@ -209,7 +209,7 @@ async fn a_build_that_its_caller_ends_stays_ended(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_caller_s_clock_ends_nothing_in_the_future(database: TestDatabase) {
+async fn build_end_is_never_in_the_future(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(100);
     const SECOND: Duration = Duration::from_secs(1);
     let suite = Suite::start(database).await;
@@ -232,7 +232,7 @@ async fn a_caller_s_clock_ends_nothing_in_the_future(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(database: TestDatabase) {
+async fn build_without_job_keeps_for_default_time(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(300);
     const SECOND: Duration = Duration::from_secs(1);
     let suite = Suite::start_with(database, |config| config.default_keep = KEEP).await;
@@ -258,7 +258,7 @@ async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(d
     suite.stop().await;
 }
 
-async fn a_build_whose_workload_failed_waits_for_the_next_of_its_job(database: TestDatabase) {
+async fn failed_build_keeps_until_next_of_job(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -275,7 +275,7 @@ async fn a_build_whose_workload_failed_waits_for_the_next_of_its_job(database: T
     suite.stop().await;
 }
 
-async fn several_builds_own_an_artifact_and_the_last_one_decides(database: TestDatabase) {
+async fn artifact_stays_until_last_build_lets_go(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let builds = [BuildId::new(), BuildId::new(), BuildId::new()];

@@ -11,12 +11,12 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    what_was_brought_to_a_worker_is_found_there,
-    what_nobody_looked_at_again_is_told_apart,
-    of_all_who_ask_at_once_one_makes_the_copy,
-    a_copy_whose_claim_ran_out_is_made_anew,
-    a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it,
-    what_may_still_be_there_is_not_copied_before_that_is_known,
+    copied_artifact_is_found_on_its_worker,
+    unverified_replicas_are_reported_as_such,
+    one_of_concurrent_callers_makes_the_copy,
+    copy_is_made_again_after_claim_expires,
+    abandoned_copy_leaves_nothing_and_keeps_artifact,
+    unconfirmed_replica_is_not_copied_again,
 }
 
 async fn plan(
@@ -40,7 +40,7 @@ async fn progress(suite: &Suite, transfer: TransferId) -> Answer<()> {
     Ok(())
 }
 
-async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
+async fn copied_artifact_is_found_on_its_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -85,7 +85,7 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_nobody_looked_at_again_is_told_apart(database: TestDatabase) {
+async fn unverified_replicas_are_reported_as_such(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateways = [(); 3].map(|()| WorkerId::new()).map(|worker| suite.silent_gateway(worker, 1, 1));
     let said = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
@@ -111,7 +111,7 @@ async fn what_nobody_looked_at_again_is_told_apart(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
+async fn one_of_concurrent_callers_makes_the_copy(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     for content in 0..10 {
@@ -137,7 +137,7 @@ async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
+async fn copy_is_made_again_after_claim_expires(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -170,7 +170,7 @@ async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(database: TestDatabase) {
+async fn abandoned_copy_leaves_nothing_and_keeps_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -193,7 +193,7 @@ async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(data
     suite.stop().await;
 }
 
-async fn what_may_still_be_there_is_not_copied_before_that_is_known(database: TestDatabase) {
+async fn unconfirmed_replica_is_not_copied_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");

@@ -11,13 +11,13 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    what_could_not_be_made_goes_at_once,
-    a_container_that_somebody_uses_outlives_its_attempt,
-    what_an_operator_marks_goes_at_once_and_volumes_after_their_container,
-    a_gateway_marks_nothing_of_another_worker,
-    the_last_replica_of_what_is_kept_is_not_dropped,
-    a_dropped_replica_goes_after_what_was_made_from_it,
-    of_two_replicas_that_are_dropped_at_once_one_stays,
+    failed_container_and_volumes_are_marked_at_once,
+    touched_container_outlives_its_attempt,
+    operator_marks_container_before_its_volumes,
+    gateway_cannot_mark_items_of_another_worker,
+    last_replica_of_kept_artifact_is_not_dropped,
+    dropped_replica_is_swept_after_its_children,
+    one_of_two_concurrently_dropped_replicas_stays,
 }
 
 async fn failed(
@@ -97,7 +97,7 @@ async fn copy(suite: &Suite, gateway: &Gateway, artifact: ArtifactId, content: u
     handle
 }
 
-async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
+async fn failed_container_and_volumes_are_marked_at_once(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -136,7 +136,7 @@ async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_container_that_somebody_uses_outlives_its_attempt(database: TestDatabase) {
+async fn touched_container_outlives_its_attempt(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -168,7 +168,7 @@ async fn a_container_that_somebody_uses_outlives_its_attempt(database: TestDatab
     suite.stop().await;
 }
 
-async fn what_an_operator_marks_goes_at_once_and_volumes_after_their_container(database: TestDatabase) {
+async fn operator_marks_container_before_its_volumes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -205,7 +205,7 @@ async fn what_an_operator_marks_goes_at_once_and_volumes_after_their_container(d
     suite.stop().await;
 }
 
-async fn a_gateway_marks_nothing_of_another_worker(database: TestDatabase) {
+async fn gateway_cannot_mark_items_of_another_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -225,7 +225,7 @@ async fn a_gateway_marks_nothing_of_another_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase) {
+async fn last_replica_of_kept_artifact_is_not_dropped(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, first) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -259,7 +259,7 @@ async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDatabase) {
+async fn dropped_replica_is_swept_after_its_children(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -287,7 +287,7 @@ async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDataba
     suite.stop().await;
 }
 
-async fn of_two_replicas_that_are_dropped_at_once_one_stays(database: TestDatabase) {
+async fn one_of_two_concurrently_dropped_replicas_stays(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     for content in 0..10 {

@@ -12,8 +12,8 @@ use crate::{Suite, TEAM, Tables, on_both_databases};
 
 on_both_databases! {
     dry_run_changes_no_row,
-    what_lets_go_of_much_is_told_with_it,
-    more_than_fits_into_an_answer_is_said_to_be_there,
+    dry_run_lists_artifacts_of_overdue_builds,
+    truncated_answer_says_that_it_is_truncated,
 }
 
 /// Creates `count` artifacts, in several calls if necessary.
@@ -61,7 +61,7 @@ async fn dry_run_changes_no_row(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_lets_go_of_much_is_told_with_it(database: TestDatabase) {
+async fn dry_run_lists_artifacts_of_overdue_builds(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     let request = pb::PutBuildRequest {
@@ -79,7 +79,7 @@ async fn what_lets_go_of_much_is_told_with_it(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn more_than_fits_into_an_answer_is_said_to_be_there(database: TestDatabase) {
+async fn truncated_answer_says_that_it_is_truncated(database: TestDatabase) {
     const NAMED: usize = 10_000;
     let suite = Suite::start_with(database, |config| config.unowned_ttl = Duration::ZERO).await;
     let collect = async |dry_run: DryRun| {

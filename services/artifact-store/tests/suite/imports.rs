@@ -11,20 +11,20 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    what_a_worker_brings_along_becomes_its_base_type,
-    certs_become_those_of_the_worker,
-    asking_again_imports_nothing_twice,
-    another_version_takes_the_place_of_the_older_one,
-    a_session_that_is_over_seals_nothing,
-    what_was_lost_is_imported_again,
-    an_import_that_stops_loses_its_claim,
-    a_failure_is_shown_and_keeps_what_was_there,
-    nobody_else_fills_or_seals_an_import,
-    several_at_once_import_it_once,
-    every_team_uses_it_and_nobody_else_keeps_it,
-    a_worker_that_is_forgotten_takes_what_it_brought_along,
-    what_is_of_others_outlives_a_forgotten_worker,
-    it_says_what_keeps_it,
+    provided_image_becomes_base_type_of_worker,
+    provided_certs_become_certs_of_worker,
+    repeated_prepare_import_imports_nothing_twice,
+    newer_version_replaces_imported_version,
+    ended_session_seals_no_import,
+    lost_import_is_imported_again,
+    import_loses_claim_when_not_renewed,
+    failed_import_is_shown_and_keeps_previous_artifact,
+    only_its_gateway_fills_or_seals_import,
+    concurrent_prepares_import_once,
+    every_team_uses_an_imported_artifact,
+    imports_are_deleted_with_forgotten_worker,
+    artifacts_of_others_outlive_forgotten_worker,
+    explanation_of_import_names_its_keeper,
 }
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -112,7 +112,7 @@ impl Suite {
     }
 }
 
-async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase) {
+async fn provided_image_becomes_base_type_of_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
@@ -142,7 +142,7 @@ async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase
     suite.stop().await;
 }
 
-async fn certs_become_those_of_the_worker(database: TestDatabase) {
+async fn provided_certs_become_certs_of_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (first, _) = gateway.import(&suite, certs("/etc/ssl/certs"), 1).await;
@@ -167,7 +167,7 @@ async fn certs_become_those_of_the_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn asking_again_imports_nothing_twice(database: TestDatabase) {
+async fn repeated_prepare_import_imports_nothing_twice(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let gateway = suite.silent_gateway(worker, 1, 1);
@@ -198,7 +198,7 @@ async fn asking_again_imports_nothing_twice(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase) {
+async fn newer_version_replaces_imported_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (first, first_volume) = gateway.import(&suite, git("1"), 1).await;
@@ -238,7 +238,7 @@ async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase
     suite.stop().await;
 }
 
-async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
+async fn ended_session_seals_no_import(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     for (incarnation, session, reason) in [(1, 2, Reason::StaleSession), (2, 3, Reason::StaleIncarnation)] {
@@ -275,7 +275,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_was_lost_is_imported_again(database: TestDatabase) {
+async fn lost_import_is_imported_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let gateway = suite.silent_gateway(worker, 1, 1);
@@ -316,7 +316,7 @@ async fn what_was_lost_is_imported_again(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
+async fn import_loses_claim_when_not_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
@@ -350,7 +350,7 @@ async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
+async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (first, first_volume) = gateway.import(&suite, git("1"), 1).await;
@@ -383,7 +383,7 @@ async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
+async fn only_its_gateway_fills_or_seals_import(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
@@ -406,7 +406,7 @@ async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn several_at_once_import_it_once(database: TestDatabase) {
+async fn concurrent_prepares_import_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let prepare = || gateway.prepare_import(&suite, git("1"));
@@ -419,7 +419,7 @@ async fn several_at_once_import_it_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn every_team_uses_it_and_nobody_else_keeps_it(database: TestDatabase) {
+async fn every_team_uses_an_imported_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, volume) = gateway.import(&suite, git("1"), 1).await;
@@ -434,7 +434,7 @@ async fn every_team_uses_it_and_nobody_else_keeps_it(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDatabase) {
+async fn imports_are_deleted_with_forgotten_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (image, _) = gateway.import(&suite, git("1"), 1).await;
@@ -459,7 +459,7 @@ async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDa
     suite.stop().await;
 }
 
-async fn what_is_of_others_outlives_a_forgotten_worker(database: TestDatabase) {
+async fn artifacts_of_others_outlive_forgotten_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (own, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -480,7 +480,7 @@ async fn what_is_of_others_outlives_a_forgotten_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn it_says_what_keeps_it(database: TestDatabase) {
+async fn explanation_of_import_names_its_keeper(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let explain = async |id: &str| {

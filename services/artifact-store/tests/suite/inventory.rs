@@ -12,19 +12,19 @@ use testing::databases::TestDatabase;
 use crate::{PATIENCE, Suite, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    only_what_the_scheduler_signed_is_believed,
-    a_lower_session_or_incarnation_changes_nothing,
-    a_new_session_gets_new_handles_for_what_was_being_made,
-    a_new_incarnation_ends_containers_and_must_confirm_volumes,
-    a_report_says_nothing_about_what_is_newer_than_its_token,
-    a_report_that_does_not_end_well_changes_nothing,
-    what_was_handed_out_comes_again_until_it_is_gone,
-    a_mark_is_streamed_when_it_comes,
-    what_is_reported_although_it_was_handed_out_is_streamed_again,
-    a_store_that_comes_back_knows_everything,
+    only_signed_credentials_are_accepted,
+    lower_session_or_incarnation_changes_nothing,
+    new_session_gets_new_handles_for_creating_items,
+    new_incarnation_ends_containers_and_unconfirms_volumes,
+    report_ignores_items_newer_than_its_token,
+    uncommitted_report_changes_nothing,
+    handed_out_item_is_resent_until_gone,
+    mark_is_streamed_at_once,
+    reported_item_is_streamed_again_after_hand_out,
+    restarted_store_keeps_its_state,
 }
 
-async fn only_what_the_scheduler_signed_is_believed(database: TestDatabase) {
+async fn only_signed_credentials_are_accepted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let claims = SessionClaims {
         worker: WorkerId::new(),
@@ -42,7 +42,7 @@ async fn only_what_the_scheduler_signed_is_believed(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_lower_session_or_incarnation_changes_nothing(database: TestDatabase) {
+async fn lower_session_or_incarnation_changes_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let [old, new, newest] = [(1, 1), (1, 2), (2, 1)]
@@ -66,7 +66,7 @@ async fn a_lower_session_or_incarnation_changes_nothing(database: TestDatabase) 
     suite.stop().await;
 }
 
-async fn a_new_session_gets_new_handles_for_what_was_being_made(database: TestDatabase) {
+async fn new_session_gets_new_handles_for_creating_items(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let (old, new) = (suite.silent_gateway(worker, 1, 1), suite.silent_gateway(worker, 1, 2));
@@ -93,7 +93,7 @@ async fn a_new_session_gets_new_handles_for_what_was_being_made(database: TestDa
     suite.stop().await;
 }
 
-async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: TestDatabase) {
+async fn new_incarnation_ends_containers_and_unconfirms_volumes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let old = suite.silent_gateway(worker, 1, 1);
@@ -131,7 +131,7 @@ async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: Te
     suite.stop().await;
 }
 
-async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: TestDatabase) {
+async fn report_ignores_items_newer_than_its_token(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -172,7 +172,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     suite.stop().await;
 }
 
-async fn a_report_that_does_not_end_well_changes_nothing(database: TestDatabase) {
+async fn uncommitted_report_changes_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, volume) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -197,7 +197,7 @@ async fn a_report_that_does_not_end_well_changes_nothing(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_was_handed_out_comes_again_until_it_is_gone(database: TestDatabase) {
+async fn handed_out_item_is_resent_until_gone(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -221,7 +221,7 @@ async fn what_was_handed_out_comes_again_until_it_is_gone(database: TestDatabase
     suite.stop().await;
 }
 
-async fn a_mark_is_streamed_when_it_comes(database: TestDatabase) {
+async fn mark_is_streamed_at_once(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.sweep_interval = Duration::from_secs(24 * 3600);
     let suite = Suite::start_with(database, adjust).await;
     let gateway = suite.gateway().await;
@@ -239,7 +239,7 @@ async fn a_mark_is_streamed_when_it_comes(database: TestDatabase) {
     assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
 }
 
-async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database: TestDatabase) {
+async fn reported_item_is_streamed_again_after_hand_out(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut stream = gateway.watch().await.expect("a stream");
@@ -260,7 +260,7 @@ async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database:
     suite.stop().await;
 }
 
-async fn a_store_that_comes_back_knows_everything(database: TestDatabase) {
+async fn restarted_store_keeps_its_state(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");

@@ -12,20 +12,20 @@ use testing::databases::TestDatabase;
 use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    a_workload_leaves_its_outputs_and_in_the_end_nothing,
-    repeats_answer_as_the_first_call_did,
-    an_input_that_is_not_here_is_missing_until_it_was_brought,
-    an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing,
-    bytes_are_adopted_only_within_a_team_and_while_a_replica_lives,
-    who_has_an_id_loses_nothing_by_others_with_the_same_bytes,
-    what_only_workers_have_that_do_not_count_is_not_adopted,
-    an_attempt_that_ended_makes_and_settles_nothing,
-    a_settled_workload_is_settled_for_good,
-    a_build_without_a_workload_ends_by_its_term,
-    time_without_a_store_counts_against_nobody,
+    workload_leaves_outputs_and_finally_nothing,
+    repeated_calls_return_first_answer,
+    input_is_missing_until_it_is_copied,
+    expired_or_abandoned_upload_leaves_nothing,
+    bytes_are_adopted_within_team_with_live_replica,
+    artifact_lifetime_is_unaffected_by_equal_bytes,
+    artifact_on_excluded_workers_is_not_adopted,
+    ended_attempt_prepares_and_settles_nothing,
+    settled_workload_stays_settled,
+    unbound_build_ends_by_its_term,
+    store_downtime_expires_no_terms,
 }
 
-async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestDatabase) {
+async fn workload_leaves_outputs_and_finally_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
@@ -78,7 +78,7 @@ async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestData
     suite.stop().await;
 }
 
-async fn repeats_answer_as_the_first_call_did(database: TestDatabase) {
+async fn repeated_calls_return_first_answer(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
@@ -130,7 +130,7 @@ async fn repeats_answer_as_the_first_call_did(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_input_that_is_not_here_is_missing_until_it_was_brought(database: TestDatabase) {
+async fn input_is_missing_until_it_is_copied(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -154,7 +154,7 @@ async fn an_input_that_is_not_here_is_missing_until_it_was_brought(database: Tes
     suite.stop().await;
 }
 
-async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database: TestDatabase) {
+async fn expired_or_abandoned_upload_leaves_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, transfer) = (ArtifactId::new(), TransferId::new());
@@ -199,7 +199,7 @@ async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database:
     suite.stop().await;
 }
 
-async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database: TestDatabase) {
+async fn bytes_are_adopted_within_team_with_live_replica(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None);
@@ -240,7 +240,7 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     suite.stop().await;
 }
 
-async fn who_has_an_id_loses_nothing_by_others_with_the_same_bytes(database: TestDatabase) {
+async fn artifact_lifetime_is_unaffected_by_equal_bytes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -268,7 +268,7 @@ async fn who_has_an_id_loses_nothing_by_others_with_the_same_bytes(database: Tes
     suite.stop().await;
 }
 
-async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestDatabase) {
+async fn artifact_on_excluded_workers_is_not_adopted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (older, _) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -297,7 +297,7 @@ async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestD
     suite.stop().await;
 }
 
-async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase) {
+async fn ended_attempt_prepares_and_settles_nothing(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let gateway = suite.gateway().await;
     let (workload, first, second) = (WorkloadId::new(), AttemptId::new(), AttemptId::new());
@@ -337,7 +337,7 @@ async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_settled_workload_is_settled_for_good(database: TestDatabase) {
+async fn settled_workload_stays_settled(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -354,7 +354,7 @@ async fn a_settled_workload_is_settled_for_good(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
+async fn store_downtime_expires_no_terms(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, transfer) = (ArtifactId::new(), TransferId::new());
@@ -387,7 +387,7 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_without_a_workload_ends_by_its_term(database: TestDatabase) {
+async fn unbound_build_ends_by_its_term(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (bound, unbound) = (BuildId::new(), BuildId::new());

@@ -15,16 +15,16 @@ use crate::{
 };
 
 on_both_databases! {
-    what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it,
-    what_is_found_again_within_the_grace_was_not_lost,
-    what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back,
-    whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot,
-    what_was_lost_in_one_place_is_read_from_another,
-    what_would_be_lost_with_some_workers_is_listed,
-    a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten,
-    what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left,
-    an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer,
-    losses_are_told_in_their_order_however_many_come_at_once,
+    loss_is_reported_once_with_its_dependents,
+    item_found_within_grace_is_no_loss,
+    loss_of_garbage_is_reported_after_restore,
+    watcher_resumes_or_is_rejected_as_compacted,
+    lost_replica_is_read_from_another_worker,
+    artifacts_at_risk_with_workers_are_listed,
+    worker_with_last_replica_is_not_forgotten,
+    forgetting_worker_reports_losses_and_deletes_rows,
+    ended_attempt_is_forgotten_with_its_worker,
+    concurrent_losses_are_reported_in_order,
 }
 
 const GRACE: Duration = Duration::from_secs(60);
@@ -90,7 +90,7 @@ async fn at_risk(suite: &Suite, without: &[WorkerId]) -> Vec<String> {
     }
 }
 
-async fn what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it(database: TestDatabase) {
+async fn loss_is_reported_once_with_its_dependents(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (build, owner) = (BuildId::new(), WorkloadId::new());
@@ -140,7 +140,7 @@ async fn what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_o
     suite.stop().await;
 }
 
-async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabase) {
+async fn item_found_within_grace_is_no_loss(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, found) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -181,9 +181,7 @@ async fn unnoticed(suite: &Suite) -> i64 {
     row.try_get("", "n").expect("a number")
 }
 
-async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back(
-    database: TestDatabase,
-) {
+async fn loss_of_garbage_is_reported_after_restore(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.tombstone = 10 * GRACE).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
@@ -228,7 +226,7 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
     suite.stop().await;
 }
 
-async fn whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot(database: TestDatabase) {
+async fn watcher_resumes_or_is_rejected_as_compacted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     for content in 0..3 {
@@ -258,7 +256,7 @@ async fn whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot(database: 
     assert_eq!(watcher.message().await.expect("no error"), None, "the stream ends with the store");
 }
 
-async fn what_was_lost_in_one_place_is_read_from_another(database: TestDatabase) {
+async fn lost_replica_is_read_from_another_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let (artifact, lost) = suite.upload(&here, None, 1).await.expect("uploaded");
@@ -288,7 +286,7 @@ async fn what_was_lost_in_one_place_is_read_from_another(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) {
+async fn artifacts_at_risk_with_workers_are_listed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
@@ -330,7 +328,7 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     suite.stop().await;
 }
 
-async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(database: TestDatabase) {
+async fn worker_with_last_replica_is_not_forgotten(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gone, stays) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
@@ -365,7 +363,7 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     suite.stop().await;
 }
 
-async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database: TestDatabase) {
+async fn forgetting_worker_reports_losses_and_deletes_rows(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -409,7 +407,7 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     suite.stop().await;
 }
 
-async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(database: TestDatabase) {
+async fn ended_attempt_is_forgotten_with_its_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     for gateway in [&gateway, &other] {
@@ -435,7 +433,7 @@ async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(da
     suite.stop().await;
 }
 
-async fn losses_are_told_in_their_order_however_many_come_at_once(database: TestDatabase) {
+async fn concurrent_losses_are_reported_in_order(database: TestDatabase) {
     const WORKERS: usize = 8;
     const EACH: u64 = 20;
     let suite = Suite::start(database).await;

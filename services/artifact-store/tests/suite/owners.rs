@@ -13,18 +13,18 @@ use tokio::task::JoinSet;
 use crate::{Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
-    a_deleted_build_lets_go_at_once,
-    deleted_artifacts_stay_where_they_are_used,
-    what_is_used_again_and_again_gathers_no_owners,
+    deleted_build_lets_go_at_once,
+    deleted_artifacts_stay_while_used,
+    reused_artifact_does_not_accumulate_owners,
     #[ignore = "slow: make full"]
-    very_many_owners_are_no_obstacle,
-    a_batch_is_made_as_a_whole_or_not_at_all,
-    a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all,
-    batches_of_the_same_in_any_order_do_not_hold_each_other_up,
-    a_holder_is_listed_as_long_as_anything_is_kept_for_it,
+    artifact_with_very_many_owners_is_collected,
+    batch_is_created_all_or_none,
+    batch_changes_owner_all_or_none,
+    batches_in_any_order_do_not_deadlock,
+    holder_is_listed_while_it_keeps_something,
 }
 
-async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
+async fn deleted_artifacts_stay_while_used(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -58,7 +58,7 @@ async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
     assert_eq!(states().await, [Deleting; 3]);
 }
 
-async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
+async fn deleted_build_lets_go_at_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, other) = (BuildId::new(), BuildId::new());
@@ -106,7 +106,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) {
+async fn reused_artifact_does_not_accumulate_owners(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (going_on, of_going_on) = (BuildId::new(), WorkloadId::new());
@@ -137,7 +137,7 @@ async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) 
     suite.stop().await;
 }
 
-async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
+async fn artifact_with_very_many_owners_is_collected(database: TestDatabase) {
     // More than a statement takes values.
     const OWNERS: u32 = 70_000;
     let suite = Suite::start(database).await;
@@ -176,7 +176,7 @@ async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDatabase) {
+async fn holder_is_listed_while_it_keeps_something(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (builds, makes, nothing) = (WorkloadId::new(), WorkloadId::new(), WorkloadId::new());
@@ -217,7 +217,7 @@ fn batch(build: Option<BuildId>, artifacts: &[ArtifactId]) -> pb::BatchCreateArt
     }
 }
 
-async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
+async fn batch_is_created_all_or_none(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut artifacts = suite.artifacts();
     let (build, other) = (BuildId::new(), BuildId::new());
@@ -258,7 +258,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: TestDatabase) {
+async fn batch_changes_owner_all_or_none(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut artifacts = suite.artifacts();
     let build = BuildId::new();
@@ -298,7 +298,7 @@ async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: Tes
     suite.stop().await;
 }
 
-async fn batches_of_the_same_in_any_order_do_not_hold_each_other_up(database: TestDatabase) {
+async fn batches_in_any_order_do_not_deadlock(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     suite.put_build(build, WorkloadId::new(), None).await.expect("put");

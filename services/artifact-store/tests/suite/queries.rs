@@ -12,13 +12,13 @@ use testing::databases::TestDatabase;
 use crate::{PATIENCE, Suite, TEAM, assert_refused, input, on_both_databases, output};
 
 on_both_databases! {
-    lists_are_paged_the_newest_first,
-    what_is_malformed_is_refused_at_the_door,
-    garbage_goes_by_itself,
-    what_ended_long_ago_is_forgotten,
+    lists_are_paged_newest_first,
+    malformed_requests_are_rejected,
+    collector_runs_automatically,
+    ended_items_are_forgotten_after_a_day,
 }
 
-async fn lists_are_paged_the_newest_first(database: TestDatabase) {
+async fn lists_are_paged_newest_first(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut uploaded = Vec::new();
@@ -78,7 +78,7 @@ async fn lists_are_paged_the_newest_first(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
+async fn malformed_requests_are_rejected(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let team = || TEAM.to_owned();
@@ -136,7 +136,7 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn garbage_goes_by_itself(database: TestDatabase) {
+async fn collector_runs_automatically(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| {
         config.collect_interval = Duration::from_millis(20);
         config.sweep_interval = Duration::from_millis(20);
@@ -164,7 +164,7 @@ async fn garbage_goes_by_itself(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
+async fn ended_items_are_forgotten_after_a_day(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());

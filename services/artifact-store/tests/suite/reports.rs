@@ -13,14 +13,14 @@ use tonic::Streaming;
 use crate::{Gateway, PATIENCE, Suite, assert_refused, input, on_both_databases, output};
 
 on_both_databases! {
-    of_reports_at_once_the_newest_is_what_stays,
-    what_happened_while_a_report_was_under_way_is_not_judged_by_it,
-    a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_came_after,
-    of_two_reports_the_older_is_refused_when_the_newer_was_committed_first,
-    a_report_that_comes_twice_is_one_report,
-    each_stream_sends_what_any_other_handed_out_and_nothing_twice,
+    newest_of_concurrent_reports_wins,
+    report_ignores_changes_during_its_stream,
+    report_of_former_session_judges_no_later_items,
+    older_report_is_rejected_after_newer_commit,
+    duplicated_report_counts_once,
+    each_stream_sends_every_item_once,
     #[ignore = "slow: make full"]
-    a_hundred_thousand_handles_are_reported_at_once,
+    report_accepts_hundred_thousand_handles,
 }
 
 /// Prepares attempts on the worker of `gateway`, each with two volumes. Returns their containers
@@ -53,7 +53,7 @@ fn some(handles: &[String], round: usize, reporter: usize) -> Vec<String> {
     picked.map(|(_, handle)| handle.clone()).collect()
 }
 
-async fn of_reports_at_once_the_newest_is_what_stays(database: TestDatabase) {
+async fn newest_of_concurrent_reports_wins(database: TestDatabase) {
     const ROUNDS: usize = 40;
     const REPORTERS: usize = 4;
     let suite = Suite::start(database).await;
@@ -90,7 +90,7 @@ async fn of_reports_at_once_the_newest_is_what_stays(database: TestDatabase) {
 /// Only on PostgreSQL, where locks can stop a report: a row lock in the middle of its rows, and a
 /// table lock between two tables.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
+async fn overtaken_report_stops_in_the_middle() {
     let suite = Suite::start(testing::databases::postgres().await).await;
     let gateway = suite.gateway().await;
     let (containers, volumes) = prepared(&gateway, 1).await;
@@ -153,7 +153,7 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     tokio::time::timeout(PATIENCE, met).await.unwrap_or_else(|_| panic!("{what} did not come"));
 }
 
-async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database: TestDatabase) {
+async fn report_ignores_changes_during_its_stream(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
     let suite = Suite::start_with(database, adjust).await;
     let gateway = suite.gateway().await;
@@ -206,9 +206,7 @@ async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database
     suite.stop().await;
 }
 
-async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_came_after(
-    database: TestDatabase,
-) {
+async fn report_of_former_session_judges_no_later_items(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let first = suite.silent_gateway(worker, 1, 1);
@@ -258,7 +256,7 @@ async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_
     suite.stop().await;
 }
 
-async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(database: TestDatabase) {
+async fn older_report_is_rejected_after_newer_commit(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, volume) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -287,7 +285,7 @@ async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(
     suite.stop().await;
 }
 
-async fn a_report_that_comes_twice_is_one_report(database: TestDatabase) {
+async fn duplicated_report_counts_once(database: TestDatabase) {
     const COPIES: usize = 4;
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -324,7 +322,7 @@ async fn a_report_that_comes_twice_is_one_report(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn each_stream_sends_what_any_other_handed_out_and_nothing_twice(database: TestDatabase) {
+async fn each_stream_sends_every_item_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut streams =
@@ -356,7 +354,7 @@ async fn containers_of(stream: &mut Streaming<WatchDestroyingResponse>) -> Vec<S
     message.expect("no error").expect("the stream goes on").container_handles
 }
 
-async fn a_hundred_thousand_handles_are_reported_at_once(database: TestDatabase) {
+async fn report_accepts_hundred_thousand_handles(database: TestDatabase) {
     const ATTEMPTS: usize = 100;
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;

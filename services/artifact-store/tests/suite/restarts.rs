@@ -202,7 +202,7 @@ async fn put_build(store: &Callers, build: BuildId) -> Answer<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn postgresql_goes_down_in_mid_collection() {
+async fn store_survives_postgres_crashes_during_collection() {
     // The server must not outlive this thread, which starts and stops it.
     let mut server = Server::new();
     let clock = Clock::movable(Timestamp::now());

@@ -10,20 +10,20 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    what_a_restored_store_does_not_know_is_set_aside_and_survives,
-    a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it,
+    unknown_items_of_restored_store_become_orphans,
+    worker_with_newer_receipt_begins_store_life,
     worker_begins_no_life_without_a_receipt,
-    what_happens_before_a_worker_says_what_it_remembers_hides_nothing,
-    what_a_worker_without_a_life_holds_is_set_aside,
-    a_worker_that_began_anew_describes_what_is_set_aside_again,
-    a_copy_for_another_team_is_adopted_by_whose_it_is,
-    what_is_adopted_is_a_replica_of_what_it_was,
-    a_volume_is_adopted_for_whatever_has_its_bytes,
-    what_is_set_aside_says_what_it_is,
-    what_is_purged_is_swept,
-    what_is_not_set_aside_is_neither_adopted_nor_purged,
-    what_is_adopted_while_reports_come_is_never_garbage,
-    what_is_set_aside_and_gone_is_forgotten,
+    newer_receipt_counts_after_sequence_has_caught_up,
+    items_of_worker_without_life_become_orphans,
+    new_incarnation_describes_orphans_again,
+    copy_for_another_team_is_adopted_by_owner,
+    adopted_orphan_is_replica_of_its_artifact,
+    volume_is_adopted_for_artifact_with_its_bytes,
+    orphan_is_explained,
+    purged_orphan_is_swept,
+    known_item_is_neither_adopted_nor_purged,
+    orphan_adopted_during_reports_is_never_garbage,
+    missing_orphan_is_forgotten,
 }
 
 /// A worker of a restored store, with items from after the backup.
@@ -196,7 +196,7 @@ fn assert_nothing_unknown(reported: &pb::ReportResponse) {
     );
 }
 
-async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database: TestDatabase) {
+async fn unknown_items_of_restored_store_become_orphans(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     let stale = restored.gateway.report_with(restored.last.clone(), &restored.volumes(), &[]).await;
     assert_refused(stale, Reason::StaleReport);
@@ -251,7 +251,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     suite.stop().await;
 }
 
-async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(database: TestDatabase) {
+async fn worker_with_newer_receipt_begins_store_life(database: TestDatabase) {
     let mut restored = restored(database, false).await;
     let (last, receipt) = (restored.last.clone(), restored.receipt.clone());
     // A report from before the backup proves nothing.
@@ -298,7 +298,7 @@ async fn worker_begins_no_life_without_a_receipt(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(database: TestDatabase) {
+async fn newer_receipt_counts_after_sequence_has_caught_up(database: TestDatabase) {
     let mut restored = restored(database, false).await;
     let (last, life) = (restored.last.clone(), restored.last.store_life.clone());
     let receipt = restored.receipt.clone();
@@ -315,7 +315,7 @@ async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(datab
     restored.suite.stop().await;
 }
 
-async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase) {
+async fn items_of_worker_without_life_become_orphans(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut gateway = suite.gateway().await;
     let stray = VolumeHandle::new().to_string();
@@ -336,7 +336,7 @@ async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_worker_that_began_anew_describes_what_is_set_aside_again(database: TestDatabase) {
+async fn new_incarnation_describes_orphans_again(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let volume = restored.newer.1.clone();
@@ -349,7 +349,7 @@ async fn a_worker_that_began_anew_describes_what_is_set_aside_again(database: Te
     restored.suite.stop().await;
 }
 
-async fn a_copy_for_another_team_is_adopted_by_whose_it_is(database: TestDatabase) {
+async fn copy_for_another_team_is_adopted_by_owner(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.learn().await;
     let copy = pb::VolumeDescription {
@@ -370,7 +370,7 @@ async fn a_copy_for_another_team_is_adopted_by_whose_it_is(database: TestDatabas
     restored.suite.stop().await;
 }
 
-async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
+async fn adopted_orphan_is_replica_of_its_artifact(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -424,7 +424,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) {
+async fn volume_is_adopted_for_artifact_with_its_bytes(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -473,7 +473,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     restored.suite.stop().await;
 }
 
-async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
+async fn orphan_is_explained(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let (suite, (artifact, volume)) = (&restored.suite, &restored.newer);
@@ -502,7 +502,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn what_is_purged_is_swept(database: TestDatabase) {
+async fn purged_orphan_is_swept(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -534,7 +534,7 @@ async fn what_is_purged_is_swept(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatabase) {
+async fn known_item_is_neither_adopted_nor_purged(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -575,7 +575,7 @@ async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatab
     restored.suite.stop().await;
 }
 
-async fn what_is_adopted_while_reports_come_is_never_garbage(database: TestDatabase) {
+async fn orphan_adopted_during_reports_is_never_garbage(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut gateway = suite.gateway().await;
     let volumes: Vec<_> = (0..40).map(|_| VolumeHandle::new().to_string()).collect();
@@ -620,7 +620,7 @@ async fn what_is_adopted_while_reports_come_is_never_garbage(database: TestDatab
     suite.stop().await;
 }
 
-async fn what_is_set_aside_and_gone_is_forgotten(database: TestDatabase) {
+async fn missing_orphan_is_forgotten(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
     let suite = Suite::start_with(database, adjust).await;
     let mut gateway = suite.gateway().await;

@@ -12,10 +12,10 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, Tables, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    a_tree_makes_a_sealed_artifact_without_a_worker,
-    a_tree_counts_as_bytes_wherever_bytes_are_asked_for,
-    replicas_are_made_from_a_tree_as_often_as_they_are_lost,
-    a_tree_stays_until_its_tombstone_is_over,
+    tree_makes_sealed_artifact_without_worker,
+    stored_tree_counts_as_bytes,
+    lost_replica_of_tree_is_made_again,
+    tree_stays_until_its_tombstone_expires,
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -114,7 +114,7 @@ impl Suite {
     }
 }
 
-async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase) {
+async fn tree_makes_sealed_artifact_without_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = suite.build().await;
     let large = pb::SmallTree { entries: vec![file("large", vec![0xa5; (1 << 20) - 5])] };
@@ -149,7 +149,7 @@ async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_tree_counts_as_bytes_wherever_bytes_are_asked_for(database: TestDatabase) {
+async fn stored_tree_counts_as_bytes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = suite.build().await;
     let (artifact, digest) = suite.handed_over(Some(build), 1).await;
@@ -180,7 +180,7 @@ async fn a_tree_counts_as_bytes_wherever_bytes_are_asked_for(database: TestDatab
     suite.stop().await;
 }
 
-async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestDatabase) {
+async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let build = suite.build().await;
@@ -234,7 +234,7 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
     suite.stop().await;
 }
 
-async fn a_tree_stays_until_its_tombstone_is_over(database: TestDatabase) {
+async fn tree_stays_until_its_tombstone_expires(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.tombstone = HOUR).await;
     let build = suite.build().await;
     let (owned, _) = suite.handed_over(Some(build), 1).await;

@@ -12,10 +12,10 @@ use crate::{Answer, Gateway, Suite, Tables, assert_refused, digest, input, on_bo
 
 on_both_databases! {
     another_team_sees_and_changes_nothing,
-    outputs_are_never_given_to_the_build_of_another_team,
-    an_attempt_ends_only_for_its_own_workload,
-    an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up,
-    what_an_attempt_had_completed_before_another_was_settled_stays_unseen,
+    outputs_never_go_to_build_of_another_team,
+    attempt_ends_only_for_its_workload,
+    abandoned_attempt_seals_nothing_after_waking_up,
+    output_of_unsettled_attempt_stays_invisible,
 }
 
 /// A team without access.
@@ -127,7 +127,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn outputs_are_never_given_to_the_build_of_another_team(database: TestDatabase) {
+async fn outputs_never_go_to_build_of_another_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let foreign = BuildId::new();
@@ -152,7 +152,7 @@ async fn outputs_are_never_given_to_the_build_of_another_team(database: TestData
     suite.stop().await;
 }
 
-async fn an_attempt_ends_only_for_its_own_workload(database: TestDatabase) {
+async fn attempt_ends_only_for_its_workload(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -279,7 +279,7 @@ impl Partition {
     }
 }
 
-async fn an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up(database: TestDatabase) {
+async fn abandoned_attempt_seals_nothing_after_waking_up(database: TestDatabase) {
     let mut suite = Suite::start(database).await;
     for same_worker in [true, false] {
         let partition = Partition::start(suite, same_worker).await;
@@ -295,7 +295,7 @@ async fn an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up(database: T
     suite.stop().await;
 }
 
-async fn what_an_attempt_had_completed_before_another_was_settled_stays_unseen(database: TestDatabase) {
+async fn output_of_unsettled_attempt_stays_invisible(database: TestDatabase) {
     let mut suite = Suite::start(database).await;
     for same_worker in [true, false] {
         let partition = Partition::start(suite, same_worker).await;

@@ -13,20 +13,20 @@ use crate::{
 };
 
 on_both_databases! {
-    an_artifact_says_what_keeps_it_and_until_when,
-    what_went_says_when_and_why_as_long_as_tombstones_stay,
-    what_an_attempt_made_says_when_it_will_go_and_goes_then,
-    a_replica_says_what_keeps_it,
-    a_build_says_when_it_lets_go,
-    a_cache_says_who_uses_it_and_until_when,
-    nothing_is_said_to_another_team,
-    what_keeps_much_is_counted,
-    a_deleted_artifact_comes_back_while_its_bytes_are_there,
-    what_a_gateway_was_told_to_destroy_does_not_come_back,
-    a_replica_that_was_not_there_when_it_was_marked_does_not_come_back,
-    a_build_can_own_what_comes_back,
-    what_comes_back_beside_what_is_handed_out_is_whole,
-    collections_are_watched,
+    artifact_explanation_names_keepers_and_ends,
+    deletion_is_explained_until_tombstone_expires,
+    attempt_items_are_deleted_when_explained,
+    replica_explanation_names_its_keepers,
+    build_explanation_says_when_it_lets_go,
+    cache_explanation_names_users_and_ends,
+    nothing_is_explained_to_another_team,
+    long_lists_of_explanations_have_totals,
+    deleted_artifact_is_restored_while_bytes_exist,
+    handed_out_replica_is_not_restored,
+    unconfirmed_marked_replica_is_not_restored,
+    build_owns_restored_artifact,
+    restored_artifact_is_whole_during_hand_out,
+    watcher_receives_collected_items,
 }
 
 mod ends;
@@ -113,7 +113,7 @@ fn related(explained: &pb::ExplainResponse, relation: &str) -> Vec<String> {
     relation.map(|relation| relation.ids.clone()).unwrap_or_default()
 }
 
-async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
+async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     let suite = suite(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -171,7 +171,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDatabase) {
+async fn deletion_is_explained_until_tombstone_expires(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.deleted(&gateway, 1).await;
@@ -213,7 +213,7 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     suite.stop().await;
 }
 
-async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestDatabase) {
+async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.tombstone = HOUR;
         config.gc_grace = 5 * MINUTE;
@@ -277,7 +277,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     suite.stop().await;
 }
 
-async fn a_replica_says_what_keeps_it(database: TestDatabase) {
+async fn replica_explanation_names_its_keepers(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -314,7 +314,7 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_says_when_it_lets_go(database: TestDatabase) {
+async fn build_explanation_says_when_it_lets_go(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -341,7 +341,7 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
+async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.resource_cache_ttl = HOUR;
         config.tombstone = HOUR;
@@ -447,7 +447,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn nothing_is_said_to_another_team(database: TestDatabase) {
+async fn nothing_is_explained_to_another_team(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (build, workload, attempt) = (BuildId::new(), WorkloadId::new(), AttemptId::new());
@@ -478,7 +478,7 @@ async fn nothing_is_said_to_another_team(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_keeps_much_is_counted(database: TestDatabase) {
+async fn long_lists_of_explanations_have_totals(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -493,7 +493,7 @@ async fn what_keeps_much_is_counted(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestDatabase) {
+async fn deleted_artifact_is_restored_while_bytes_exist(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.deleted(&gateway, 1).await;
@@ -530,7 +530,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
     suite.stop().await;
 }
 
-async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDatabase) {
+async fn handed_out_replica_is_not_restored(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -566,7 +566,7 @@ async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDat
     suite.stop().await;
 }
 
-async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(database: TestDatabase) {
+async fn unconfirmed_marked_replica_is_not_restored(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (lost, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -586,7 +586,7 @@ async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(data
     suite.stop().await;
 }
 
-async fn a_build_can_own_what_comes_back(database: TestDatabase) {
+async fn build_owns_restored_artifact(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, _) = suite.deleted(&gateway, 1).await;
@@ -605,7 +605,7 @@ async fn a_build_can_own_what_comes_back(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_comes_back_beside_what_is_handed_out_is_whole(database: TestDatabase) {
+async fn restored_artifact_is_whole_during_hand_out(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     for content in 0..15 {
@@ -633,7 +633,7 @@ async fn what_comes_back_beside_what_is_handed_out_is_whole(database: TestDataba
     suite.stop().await;
 }
 
-async fn collections_are_watched(database: TestDatabase) {
+async fn watcher_receives_collected_items(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let mut collector = pb::collector_client::CollectorClient::new(suite.peer.clone());

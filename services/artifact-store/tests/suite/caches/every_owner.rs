@@ -10,7 +10,7 @@ use testing::databases::TestDatabase;
 use super::{Caller, by_workload};
 use crate::{Suite, TEAM, on_both_databases};
 
-on_both_databases! { an_artifact_lives_until_its_last_owner_lets_go }
+on_both_databases! { artifact_stays_until_last_owner_lets_go }
 
 /// Duration of all terms in these tests.
 const TERM: Duration = Duration::from_secs(100);
@@ -193,7 +193,7 @@ impl Giver<'_> {
     }
 }
 
-async fn an_artifact_lives_until_its_last_owner_lets_go(database: TestDatabase) {
+async fn artifact_stays_until_last_owner_lets_go(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         (config.unowned_ttl, config.resource_cache_ttl) = (TERM, TERM);
     })

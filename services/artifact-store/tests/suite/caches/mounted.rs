@@ -14,15 +14,15 @@ use super::{Caller, HOUR, OTHER};
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, on_both_databases};
 
 on_both_databases! {
-    a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared,
-    what_cannot_be_brought_is_found_empty,
-    a_cache_in_use_does_not_go,
-    what_is_left_is_the_caches_alone,
-    of_two_at_once_the_last_to_be_settled_wins,
-    an_attempt_that_is_over_leaves_nothing,
-    a_cache_that_was_deleted_meanwhile_is_left_nothing,
-    caches_of_other_teams_are_not_found,
-    workloads_and_deletions_at_once_do_not_wait_for_one_another,
+    workload_finds_version_latest_when_prepared,
+    unreachable_version_is_found_empty,
+    used_cache_is_not_deleted,
+    published_version_is_owned_by_cache_only,
+    last_settled_version_wins_among_concurrent_workloads,
+    ended_attempt_publishes_no_version,
+    deleted_cache_gets_no_version,
+    caches_of_other_teams_are_not_mounted,
+    concurrent_workloads_and_deletions_do_not_deadlock,
 }
 
 /// A workload with a mounted task cache.
@@ -144,7 +144,7 @@ impl Caller<'_> {
     }
 }
 
-async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(database: TestDatabase) {
+async fn workload_finds_version_latest_when_prepared(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -201,7 +201,7 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     suite.stop().await;
 }
 
-async fn what_cannot_be_brought_is_found_empty(database: TestDatabase) {
+async fn unreachable_version_is_found_empty(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let main = Caller::of(&suite, TEAM);
@@ -223,7 +223,7 @@ async fn what_cannot_be_brought_is_found_empty(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_in_use_does_not_go(database: TestDatabase) {
+async fn used_cache_is_not_deleted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -254,7 +254,7 @@ async fn a_cache_in_use_does_not_go(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_left_is_the_caches_alone(database: TestDatabase) {
+async fn published_version_is_owned_by_cache_only(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -270,7 +270,7 @@ async fn what_is_left_is_the_caches_alone(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn of_two_at_once_the_last_to_be_settled_wins(database: TestDatabase) {
+async fn last_settled_version_wins_among_concurrent_workloads(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -290,7 +290,7 @@ async fn of_two_at_once_the_last_to_be_settled_wins(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_attempt_that_is_over_leaves_nothing(database: TestDatabase) {
+async fn ended_attempt_publishes_no_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -307,7 +307,7 @@ async fn an_attempt_that_is_over_leaves_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_that_was_deleted_meanwhile_is_left_nothing(database: TestDatabase) {
+async fn deleted_cache_gets_no_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -330,7 +330,7 @@ async fn a_cache_that_was_deleted_meanwhile_is_left_nothing(database: TestDataba
     suite.stop().await;
 }
 
-async fn caches_of_other_teams_are_not_found(database: TestDatabase) {
+async fn caches_of_other_teams_are_not_mounted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -353,7 +353,7 @@ async fn caches_of_other_teams_are_not_found(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn workloads_and_deletions_at_once_do_not_wait_for_one_another(database: TestDatabase) {
+async fn concurrent_workloads_and_deletions_do_not_deadlock(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     for round in 0..10_u64 {

@@ -14,18 +14,18 @@ use super::{Caller, HOUR, OTHER, by_build, by_workload, key};
 use crate::{Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    of_all_who_ask_at_once_one_makes_the_cache,
-    a_maker_that_does_not_go_on_loses_its_claim,
-    time_without_a_store_counts_against_no_maker,
-    a_claim_makes_one_cache_of_one_artifact,
-    a_resource_cache_goes_when_its_last_use_ended_long_ago,
-    a_cache_that_is_used_is_not_deleted,
-    who_only_uses_a_cache_is_not_forgotten,
-    a_cache_whose_bytes_are_lost_is_made_anew,
-    what_a_cache_comes_to_own_is_not_marked_meanwhile,
+    one_of_concurrent_callers_makes_the_cache,
+    maker_loses_claim_when_not_renewed,
+    store_downtime_does_not_expire_claims,
+    claim_makes_one_cache_of_one_artifact,
+    resource_cache_is_deleted_after_ttl_without_use,
+    used_resource_cache_is_not_deleted,
+    workload_is_remembered_while_using_a_cache,
+    cache_with_lost_bytes_is_made_again,
+    artifact_is_not_marked_while_cache_takes_it,
 }
 
-async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
+async fn one_of_concurrent_callers_makes_the_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -87,7 +87,7 @@ async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>)
     (made.cache_id.clone(), *maker, answers.iter().map(|(claim, _)| *claim).collect())
 }
 
-async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
+async fn maker_loses_claim_when_not_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -128,7 +128,7 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn time_without_a_store_counts_against_no_maker(database: TestDatabase) {
+async fn store_downtime_does_not_expire_claims(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (first, second) = (ClaimId::new(), ClaimId::new());
     Caller::of(&suite, TEAM).ask(1, first, None).await.expect("asked");
@@ -146,7 +146,7 @@ async fn time_without_a_store_counts_against_no_maker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
+async fn claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -189,7 +189,7 @@ async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDatabase) {
+async fn resource_cache_is_deleted_after_ttl_without_use(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -235,7 +235,7 @@ async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDa
     suite.stop().await;
 }
 
-async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
+async fn used_resource_cache_is_not_deleted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -284,7 +284,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
+async fn workload_is_remembered_while_using_a_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -309,7 +309,7 @@ async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_whose_bytes_are_lost_is_made_anew(database: TestDatabase) {
+async fn cache_with_lost_bytes_is_made_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let main = Caller::of(&suite, TEAM);
@@ -331,7 +331,7 @@ async fn a_cache_whose_bytes_are_lost_is_made_anew(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_a_cache_comes_to_own_is_not_marked_meanwhile(database: TestDatabase) {
+async fn artifact_is_not_marked_while_cache_takes_it(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);

@@ -14,14 +14,14 @@ use super::{Caller, OTHER};
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
-    an_output_gets_all_of_its_owners_at_once,
-    an_owner_that_is_gone_keeps_nobody_else_from_it,
-    what_is_of_another_team_owns_nothing,
-    a_cache_is_named_once,
-    of_all_who_settle_a_task_cache_at_once_one_is_the_latest,
-    a_maker_whose_claim_ran_out_seals_nothing_for_the_cache,
-    a_claim_that_runs_out_while_its_maker_settles_has_one_winner,
-    caches_in_any_order_do_not_wait_for_one_another,
+    output_gets_all_owners_when_sealed,
+    missing_owner_does_not_affect_other_owners,
+    owner_of_another_team_gets_no_output,
+    cache_is_named_once_per_settlement,
+    one_of_concurrent_settlements_is_latest_version,
+    maker_with_expired_claim_publishes_no_cache,
+    claim_expiring_during_settlement_has_one_winner,
+    settlements_do_not_deadlock_on_cache_order,
 }
 
 /// A workload whose attempt has completed its outputs.
@@ -110,7 +110,7 @@ impl Caller<'_> {
     }
 }
 
-async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
+async fn output_gets_all_owners_when_sealed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -150,7 +150,7 @@ async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase) {
+async fn missing_owner_does_not_affect_other_owners(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -180,7 +180,7 @@ async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_is_of_another_team_owns_nothing(database: TestDatabase) {
+async fn owner_of_another_team_gets_no_output(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let other = Caller::of(&suite, OTHER);
@@ -203,7 +203,7 @@ async fn what_is_of_another_team_owns_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_is_named_once(database: TestDatabase) {
+async fn cache_is_named_once_per_settlement(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -215,7 +215,7 @@ async fn a_cache_is_named_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn of_all_who_settle_a_task_cache_at_once_one_is_the_latest(database: TestDatabase) {
+async fn one_of_concurrent_settlements_is_latest_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -244,7 +244,7 @@ async fn of_all_who_settle_a_task_cache_at_once_one_is_the_latest(database: Test
     suite.stop().await;
 }
 
-async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestDatabase) {
+async fn maker_with_expired_claim_publishes_no_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -267,7 +267,7 @@ async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestD
     suite.stop().await;
 }
 
-async fn a_claim_that_runs_out_while_its_maker_settles_has_one_winner(database: TestDatabase) {
+async fn claim_expiring_during_settlement_has_one_winner(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -305,7 +305,7 @@ async fn a_claim_that_runs_out_while_its_maker_settles_has_one_winner(database: 
     suite.stop().await;
 }
 
-async fn caches_in_any_order_do_not_wait_for_one_another(database: TestDatabase) {
+async fn settlements_do_not_deadlock_on_cache_order(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);

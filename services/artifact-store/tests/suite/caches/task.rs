@@ -12,12 +12,12 @@ use super::{Caller, HOUR};
 use crate::{Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    the_latest_version_of_a_task_cache_wins,
-    a_task_cache_goes_when_it_was_unused_for_its_ttl,
-    the_task_caches_of_a_job_are_deleted_together,
+    latest_version_of_task_cache_wins,
+    task_cache_is_deleted_after_its_ttl,
+    task_caches_of_a_job_are_deleted_together,
 }
 
-async fn the_latest_version_of_a_task_cache_wins(database: TestDatabase) {
+async fn latest_version_of_task_cache_wins(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -55,7 +55,7 @@ async fn the_latest_version_of_a_task_cache_wins(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_task_cache_goes_when_it_was_unused_for_its_ttl(database: TestDatabase) {
+async fn task_cache_is_deleted_after_its_ttl(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -87,7 +87,7 @@ async fn a_task_cache_goes_when_it_was_unused_for_its_ttl(database: TestDatabase
     suite.stop().await;
 }
 
-async fn the_task_caches_of_a_job_are_deleted_together(database: TestDatabase) {
+async fn task_caches_of_a_job_are_deleted_together(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);

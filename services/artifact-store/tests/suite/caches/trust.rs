@@ -12,13 +12,13 @@ use super::{Caller, OTHER, by_workload};
 use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    a_team_is_answered_no_cache_of_another,
-    a_shared_cache_is_for_every_team_as_long_as_it_is_there,
-    a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so,
-    a_base_type_and_certs_stay_until_others_take_their_place,
+    team_sees_no_cache_of_another_team,
+    shared_cache_is_available_to_every_team,
+    copy_of_shared_cache_continues_while_renewed,
+    base_type_and_certs_stay_until_replaced,
 }
 
-async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
+async fn team_sees_no_cache_of_another_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -57,7 +57,7 @@ async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestDatabase) {
+async fn shared_cache_is_available_to_every_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM).sharing(), Caller::of(&suite, OTHER).sharing());
@@ -109,7 +109,7 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
     suite.stop().await;
 }
 
-async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: TestDatabase) {
+async fn copy_of_shared_cache_continues_while_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM).sharing(), Caller::of(&suite, OTHER).sharing());
@@ -151,7 +151,7 @@ async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: 
     suite.stop().await;
 }
 
-async fn a_base_type_and_certs_stay_until_others_take_their_place(database: TestDatabase) {
+async fn base_type_and_certs_stay_until_replaced(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));

@@ -16,29 +16,29 @@ use super::run;
 use crate::on_both_databases;
 
 on_both_databases! {
-    a_pin_and_a_mark_at_once,
-    an_adoption_while_the_last_owner_lets_go,
-    a_copy_while_the_last_owner_lets_go,
-    a_child_outlives_the_artifact_of_its_parent,
-    a_workload_is_settled_while_both_replicas_are_killed,
-    a_report_that_comes_after_a_new_incarnation,
-    reports_that_come_in_another_order,
-    what_is_made_after_it_was_forgotten,
-    a_dropped_replica_comes_back_as_the_last_resort,
-    a_worker_is_forgotten_and_comes_back,
-    what_a_backup_did_not_see_is_decided_about,
-    a_candidate_goes_and_its_volume_is_made_once_more,
-    a_parent_is_purged_before_it_is_known_of_what,
-    another_team_tries_what_is_not_its_own,
-    a_version_that_is_mounted_outlives_its_cache,
-    what_a_worker_has_goes_with_it_or_with_the_next,
-    owners_are_given_and_taken_while_others_let_go,
-    what_was_handed_over_is_not_made_open,
-    what_was_dropped_stays_so_beside_another_replica,
-    a_worker_that_is_forgotten_again_and_again_takes_no_time,
-    what_was_made_for_an_attempt_goes_when_somebody_says_so,
-    what_is_set_aside_alone_keeps_its_worker_from_being_forgotten,
-    what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after,
+    pin_and_mark_at_once,
+    adoption_while_last_owner_lets_go,
+    copy_while_last_owner_lets_go,
+    child_outlives_artifact_of_its_parent,
+    workload_settles_while_both_replicas_are_killed,
+    report_arrives_after_new_incarnation,
+    reports_arrive_in_another_order,
+    item_is_created_after_it_was_forgotten,
+    dropped_replica_is_restored_as_last_resort,
+    forgotten_worker_returns,
+    orphans_of_a_backup_are_adopted_or_purged,
+    candidate_is_deleted_and_created_again,
+    parent_is_purged_before_child_is_described,
+    another_team_tries_foreign_items,
+    mounted_version_outlives_its_cache,
+    worker_owners_let_go_when_forgotten_or_replaced,
+    owners_change_while_others_let_go,
+    artifact_of_tree_is_not_created_open,
+    dropped_replica_stays_dropped_beside_another,
+    worker_is_forgotten_repeatedly_without_advancing_time,
+    attempt_items_are_deleted_on_request,
+    orphans_alone_prevent_forgetting_their_worker,
+    hand_out_before_forgetting_is_not_deleted_after,
 }
 
 /// Number of repetitions of cases that depend on timing.
@@ -91,7 +91,7 @@ fn settle(workload: u16, content: u8, build: u16) -> Operation {
     Settle { workload, attempt: 0, status, outputs, build: Some(build) }
 }
 
-async fn a_pin_and_a_mark_at_once(database: TestDatabase) {
+async fn pin_and_mark_at_once(database: TestDatabase) {
     let mut operations = Vec::new();
     for round in 0..ROUNDS {
         operations.extend(build(round, 100 + round));
@@ -106,7 +106,7 @@ async fn a_pin_and_a_mark_at_once(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn an_adoption_while_the_last_owner_lets_go(database: TestDatabase) {
+async fn adoption_while_last_owner_lets_go(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     for round in 0..ROUNDS {
@@ -119,7 +119,7 @@ async fn an_adoption_while_the_last_owner_lets_go(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
+async fn copy_while_last_owner_lets_go(database: TestDatabase) {
     let mut operations = Vec::new();
     for round in 0..ROUNDS {
         operations.extend(build(round, round));
@@ -134,7 +134,7 @@ async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
 }
 
 /// Found by seed 64524062108118.
-async fn a_child_outlives_the_artifact_of_its_parent(database: TestDatabase) {
+async fn child_outlives_artifact_of_its_parent(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(build(1, 1));
@@ -153,7 +153,7 @@ async fn a_child_outlives_the_artifact_of_its_parent(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestDatabase) {
+async fn workload_settles_while_both_replicas_are_killed(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     operations.extend(upload(100, 1, 0, Some(100)));
@@ -169,7 +169,7 @@ async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestData
     replay(database, &operations).await;
 }
 
-async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
+async fn report_arrives_after_new_incarnation(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -193,7 +193,7 @@ async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn reports_that_come_in_another_order(database: TestDatabase) {
+async fn reports_arrive_in_another_order(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.push(BeginReport { worker: 0 });
@@ -221,7 +221,7 @@ async fn reports_that_come_in_another_order(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
+async fn item_is_created_after_it_was_forgotten(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -245,7 +245,7 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
 }
 
 /// Found by seed 196401969570472.
-async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase) {
+async fn dropped_replica_is_restored_as_last_resort(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -273,7 +273,7 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
     replay(database, &operations).await;
 }
 
-async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
+async fn forgotten_worker_returns(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -308,7 +308,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
+async fn orphans_of_a_backup_are_adopted_or_purged(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -343,7 +343,7 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabase) {
+async fn candidate_is_deleted_and_created_again(database: TestDatabase) {
     let prepare = Prepare { workload: 1, attempt: 0, worker: 0, make: Now };
     let operations = [
         prepare.clone(),
@@ -358,7 +358,7 @@ async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabas
     replay(database, &operations).await;
 }
 
-async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
+async fn parent_is_purged_before_child_is_described(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -383,7 +383,7 @@ async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
+async fn another_team_tries_foreign_items(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     for number in 0..2 {
@@ -428,7 +428,7 @@ async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
+async fn mounted_version_outlives_its_cache(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -458,7 +458,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase) {
+async fn worker_owners_let_go_when_forgotten_or_replaced(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     for number in 0..4 {
@@ -482,7 +482,7 @@ async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase)
     replay(database, &operations).await;
 }
 
-async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) {
+async fn owners_change_while_others_let_go(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     for round in 0..ROUNDS {
@@ -505,7 +505,7 @@ async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) 
     replay(database, &operations).await;
 }
 
-async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
+async fn artifact_of_tree_is_not_created_open(database: TestDatabase) {
     let again = |upload| CreateAll { uploads: vec![upload, 0], owner: None };
     let operations = [
         HandOver { upload: 0, owner: None, content: TREES },
@@ -520,7 +520,7 @@ async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase) {
+async fn dropped_replica_stays_dropped_beside_another(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -543,7 +543,7 @@ async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase
 }
 
 /// Each round advances the clock a little.
-async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: TestDatabase) {
+async fn worker_is_forgotten_repeatedly_without_advancing_time(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)).into_iter().take(2));
@@ -553,7 +553,7 @@ async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: Test
     replay(database, &operations).await;
 }
 
-async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestDatabase) {
+async fn attempt_items_are_deleted_on_request(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -583,7 +583,7 @@ async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestD
     replay_but(database, 1, &operations).await;
 }
 
-async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database: TestDatabase) {
+async fn orphans_alone_prevent_forgetting_their_worker(database: TestDatabase) {
     let operations = [
         Stray { worker: 0, upload: 0, content: 1 },
         NewLife { worker: 0 },
@@ -597,7 +597,7 @@ async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database:
 }
 
 /// The stream of the gateway has already received it, or has not.
-async fn what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after(database: TestDatabase) {
+async fn hand_out_before_forgetting_is_not_deleted_after(database: TestDatabase) {
     let mut operations = Vec::new();
     for (workload, is_read) in [(1, true), (2, false), (3, true), (4, false)] {
         operations.extend([

@@ -730,13 +730,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_makes_the_same_operations_again() {
+    fn seed_generates_same_operations_again() {
         assert_eq!(Generator::generate(7, 500), Generator::generate(7, 500));
         assert_ne!(Generator::generate(7, 500), Generator::generate(8, 500));
     }
 
     #[test]
-    fn every_operation_comes_about() {
+    fn generator_generates_every_operation() {
         let operations = Generator::generate(1, 5000);
         let name = |operation: &Operation| {
             let text = format!("{operation:?}");

@@ -371,7 +371,7 @@ async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     };
     let again = format!(
         "GANTRY_SEED={seed} GANTRY_STEPS={steps} cargo test -p artifact-store --test suite \
-         model::{}::nothing_in_use_goes_and_nothing_unused_stays",
+         model::{}::random_operations_match_the_model",
         kind.name()
     );
     say(&format!("{kind:?}, {failure}\nrun it again: {again}\nleaving operations out…"));
@@ -440,7 +440,7 @@ mod sqlite {
     use super::{Kind, run_seeds, soak_on};
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+    async fn random_operations_match_the_model() {
         run_seeds(Kind::Sqlite).await;
     }
 
@@ -455,7 +455,7 @@ mod postgres {
     use super::{Kind, run_seeds, soak_on};
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+    async fn random_operations_match_the_model() {
         run_seeds(Kind::Postgres).await;
     }
 

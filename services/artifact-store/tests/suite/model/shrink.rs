@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_left_is_what_it_takes() {
+    async fn shrunk_list_needs_every_operation() {
         let mut operations: Vec<_> = (0..300).map(|worker| Operation::Advance { seconds: worker }).collect();
         let parts = vec![Operation::Collect, Operation::DeleteBuild { build: 3 }, Operation::Collect];
         operations.insert(211, Operation::Together(parts));

@@ -3,10 +3,10 @@
 use super::*;
 
 on_both_databases! {
-    what_an_ended_attempt_keeps_says_until_when,
-    bytes_that_are_lost_are_said_to_be,
-    a_cache_that_went_says_why,
-    a_transfer_and_a_worker_are_explained,
+    items_of_ended_attempt_say_until_when,
+    explanation_reports_lost_bytes,
+    deleted_cache_is_explained,
+    transfer_and_worker_are_explained,
 }
 
 /// Records an interactive use of the container of an attempt.
@@ -16,7 +16,7 @@ async fn touch(suite: &Suite, gateway: &Gateway, attempt: AttemptId) {
     suite.inventory().touch(request).await.expect("touched");
 }
 
-async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
+async fn items_of_ended_attempt_say_until_when(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.tombstone = HOUR;
         config.gc_grace = 5 * MINUTE;
@@ -77,7 +77,7 @@ async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
+async fn explanation_reports_lost_bytes(database: TestDatabase) {
     let suite = suite(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -108,7 +108,7 @@ async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_that_went_says_why(database: TestDatabase) {
+async fn deleted_cache_is_explained(database: TestDatabase) {
     let suite = suite(database).await;
     let find = |path: &str| pb::FindOrCreateTaskCacheRequest {
         team: TEAM.to_owned(),
@@ -173,7 +173,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_transfer_and_a_worker_are_explained(database: TestDatabase) {
+async fn transfer_and_worker_are_explained(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (open, transfer) = (ArtifactId::new(), TransferId::new());

@@ -3,10 +3,10 @@
 use super::*;
 
 on_both_databases! {
-    a_replica_goes_with_its_artifact_and_is_said_to,
-    what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason,
-    a_lost_replica_comes_back_as_lost_and_may_be_found,
-    what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes,
+    replica_is_marked_with_its_artifact,
+    replica_gone_before_hand_out_leaves_its_reason,
+    restored_lost_replica_may_be_found,
+    dropped_replica_is_restored_only_as_last,
 }
 
 const WHY: &str = "its artifact is deleted";
@@ -18,7 +18,7 @@ async fn listed(suite: &Suite, state: InventoryState) -> Vec<String> {
     page.volumes.into_iter().map(|volume| volume.volume_handle).collect()
 }
 
-async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase) {
+async fn replica_is_marked_with_its_artifact(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (kept, other) = suite.upload(&gateway, None, 2).await.expect("uploaded");
@@ -47,7 +47,7 @@ async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(database: TestDatabase) {
+async fn replica_gone_before_hand_out_leaves_its_reason(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     // The report begins before the mark, and its list is taken after it.
@@ -68,7 +68,7 @@ async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(dat
     suite.stop().await;
 }
 
-async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDatabase) {
+async fn restored_lost_replica_may_be_found(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -89,7 +89,7 @@ async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDataba
     suite.stop().await;
 }
 
-async fn what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes(database: TestDatabase) {
+async fn dropped_replica_is_restored_only_as_last(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");

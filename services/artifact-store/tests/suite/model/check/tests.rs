@@ -106,7 +106,7 @@ fn artifact_in(view: &mut View) -> &mut SeenArtifact {
 }
 
 #[test]
-fn what_is_kept_and_marked_is_found() {
+fn check_finds_marked_kept_artifact() {
     let marked = judge(|_, view| artifact_in(view).state = ArtifactState::Deleting);
     assert_found(marked, "marked or gone");
     let gone = judge(|_, view| view.artifacts.clear());
@@ -123,7 +123,7 @@ fn what_is_kept_and_marked_is_found() {
 }
 
 #[test]
-fn what_a_cache_owns_and_is_marked_is_found() {
+fn check_finds_marked_artifact_of_cache() {
     let (mut state, mut view) = in_use();
     let cache = Uuid::from_u128(5);
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfWorkload(2)) };
@@ -153,7 +153,7 @@ fn what_a_cache_owns_and_is_marked_is_found() {
 }
 
 #[test]
-fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
+fn check_finds_cache_with_impossible_use() {
     let mut state = State::new(2);
     let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 50, term: 600, job: None };
     accepted(&mut state, build, Outcome::Done);
@@ -172,7 +172,7 @@ fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
 }
 
 #[test]
-fn what_went_although_it_came_back_is_found() {
+fn check_finds_deleted_restored_artifact() {
     let (mut state, mut view) = in_use();
     settle(&mut state);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
@@ -206,7 +206,7 @@ fn copied(state: &mut State, view: &mut View) {
 }
 
 #[test]
-fn what_was_dropped_and_comes_back_beside_another_replica_is_found() {
+fn check_finds_restored_dropped_replica() {
     let (mut state, mut view) = in_use();
     copied(&mut state, &mut view);
     let mut past = Past::default();
@@ -234,7 +234,7 @@ fn what_was_dropped_and_comes_back_beside_another_replica_is_found() {
 }
 
 #[test]
-fn what_was_taken_from_a_build_and_is_its_is_found() {
+fn check_finds_removed_owner() {
     let (mut state, view) = in_use();
     let remove = |builds: &[u16]| -> Vec<_> {
         let remove = |build: &u16| Operation::RemoveOwner { artifacts: vec![ARTIFACT], build: *build };
@@ -261,7 +261,7 @@ fn what_was_taken_from_a_build_and_is_its_is_found() {
 }
 
 #[test]
-fn what_was_sealed_and_changed_is_found() {
+fn check_finds_changed_sealed_artifact() {
     assert_found(judge(|_, view| artifact_in(view).size_bytes += 1), "was sealed with 7");
     assert_found(judge(|_, view| artifact_in(view).digest[0] ^= 1), "was sealed with 7");
     assert_found(judge(|_, view| artifact_in(view).state = ArtifactState::Open), "and is open");
@@ -270,7 +270,7 @@ fn what_was_sealed_and_changed_is_found() {
 }
 
 #[test]
-fn what_went_and_came_again_is_found() {
+fn check_finds_returned_forgotten_item() {
     let (mut state, mut view) = in_use();
     settle(&mut state);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
@@ -290,7 +290,7 @@ fn what_went_and_came_again_is_found() {
 }
 
 #[test]
-fn what_is_left_of_a_forgotten_worker_is_found() {
+fn check_finds_remains_of_forgotten_worker() {
     let (mut state, mut view) = in_use();
     let forget = |force| Operation::ForgetWorker { worker: 0, force };
     let forgotten = state.clone().accept(&forget(false), &Outcome::Done);
@@ -318,7 +318,7 @@ fn what_is_left_of_a_forgotten_worker_is_found() {
 }
 
 #[test]
-fn a_task_cache_that_starts_with_another_version_is_found() {
+fn check_finds_wrong_version_of_task_cache() {
     let (mut state, _) = in_use();
     let cache = Uuid::from_u128(7);
     let nothing = Outcome::Task { cache, artifact: None };
@@ -353,7 +353,7 @@ fn a_task_cache_that_starts_with_another_version_is_found() {
 }
 
 #[test]
-fn what_is_a_workers_and_marked_is_found() {
+fn check_finds_marked_artifact_of_worker() {
     let (mut state, mut view) = in_use();
     let put = |resource| Operation::PutBase { worker: 0, resource, artifact: ARTIFACT };
     let refusal = refused(rpc::Reason::ArtifactNotFound);
@@ -377,7 +377,7 @@ fn what_is_a_workers_and_marked_is_found() {
 }
 
 #[test]
-fn what_another_team_may_is_found() {
+fn check_finds_access_of_another_team() {
     let (mut state, _) = in_use();
     let tries = Operation::Trespass;
     let not_found = || refused(rpc::Reason::ArtifactNotFound);
@@ -393,7 +393,7 @@ fn what_another_team_may_is_found() {
 }
 
 #[test]
-fn what_was_set_aside_and_went_undecided_is_found() {
+fn check_finds_orphan_lost_without_decision() {
     let (mut state, mut view) = in_use();
     let mut past = Past::default();
     let stray = stray_id(0, 5);
@@ -433,7 +433,7 @@ fn what_was_set_aside_and_went_undecided_is_found() {
 }
 
 #[test]
-fn what_is_on_a_disk_and_forgotten_is_found() {
+fn check_finds_forgotten_item_on_disk() {
     let (mut state, mut view) = in_use();
     accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
     let_the_grace_pass(&mut state);
@@ -449,7 +449,7 @@ fn what_is_on_a_disk_and_forgotten_is_found() {
 }
 
 #[test]
-fn answers_that_must_not_be_are_found() {
+fn check_finds_wrong_answers() {
     let pin = || Operation::Accept { workload: 2, pins: vec![ARTIFACT], build: None };
     let (mut state, _) = in_use();
     let refusal = refused(rpc::Reason::InputUnavailable);
@@ -474,7 +474,7 @@ fn answers_that_must_not_be_are_found() {
 }
 
 #[test]
-fn what_is_left_or_missing_in_the_end_is_found() {
+fn check_finds_wrong_final_state() {
     let (mut state, mut view) = in_use();
     assert_found(settled(&state, &view), "of nothing that is kept");
     accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
