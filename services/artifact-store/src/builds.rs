@@ -135,7 +135,7 @@ pub(crate) async fn put_build(
         put = put
             .col_expr(build::Column::Status, Expr::value(status))
             .col_expr(build::Column::EndedAt, Expr::value(at.0))
-            .col_expr(build::Column::KeptUntil, Expr::value(rule.lets_go().column()));
+            .col_expr(build::Column::KeptUntil, Expr::value(rule.release_time().column()));
     }
     put.filter(build::Column::BuildId.eq(id)).filter(build::Column::EndedAt.is_null()).exec(txn).await?;
     match latest {
@@ -355,20 +355,20 @@ pub(crate) async fn disown(
     );
     let values = [ids::value(backend, artifacts.iter().map(|id| id.uuid())), build.uuid().into()];
     let owned = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    let let_go: Vec<Uuid> =
+    let released: Vec<Uuid> =
         owned.iter().map(|row| row.try_get("", "artifact_id")).collect::<Result<_, _>>()?;
-    if let_go.is_empty() {
+    if released.is_empty() {
         return Ok(());
     }
     let sql = format!("UPDATE artifacts SET look_at = $2 WHERE artifact_id IN ({})", ids::query(backend, 1));
-    let values = [ids::value(backend, let_go), now.0.into()];
+    let values = [ids::value(backend, released), now.0.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
     Ok(())
 }
 
 /// Removes artifacts from all ended builds, and ends their time without an owner. Artifacts that
 /// nothing else keeps are collected. Deleted artifacts are accepted and stay as they are.
-pub(crate) async fn let_go(
+pub(crate) async fn release_from_ended_builds(
     txn: &DatabaseTransaction,
     team: &str,
     artifacts: &[ArtifactId],
@@ -454,7 +454,7 @@ pub(crate) async fn end_with(
     }
     let kept_until = rows.iter().fold(CaseStatement::new(), |case, row| {
         let rule = row.ending(status, now, latest.contains(&row.build_id));
-        case.case(build::Column::BuildId.eq(row.build_id), Expr::value(rule.lets_go().column()))
+        case.case(build::Column::BuildId.eq(row.build_id), Expr::value(rule.release_time().column()))
     });
     build::Entity::update_many()
         .col_expr(build::Column::Status, Expr::value(status))

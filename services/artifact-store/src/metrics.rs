@@ -27,7 +27,7 @@ use crate::marks::sweep_queue;
 const SLICE: u64 = 10_000;
 
 /// Pause after a count, as a multiple of the time that the count took.
-const REST: u32 = 99;
+const PAUSE_FACTOR: u32 = 99;
 
 /// Registers the gauges. Each read of the metrics updates them.
 pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
@@ -52,23 +52,23 @@ pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
         "gantry_store_counted_timestamp_seconds",
         "Time of the last count of the store's rows, in seconds since 1970."
     );
-    let counting = Counting { store: store.clone(), tasks: host.tasks(), next: Arc::default() };
+    let counter = RowCounter { store: store.clone(), tasks: host.tasks(), next: Arc::default() };
     host.add_gauges(move || {
-        let counting = counting.clone();
-        async move { counting.gather().await }
+        let counter = counter.clone();
+        async move { counter.gather().await }
     });
 }
 
 /// Counter of rows that limits how often it counts.
 #[derive(Clone)]
-struct Counting {
+struct RowCounter {
     store: Arc<Store>,
     tasks: TaskTracker,
     /// Earliest time of the next count. Locked while a count runs.
     next: Arc<Mutex<Option<Instant>>>,
 }
 
-impl Counting {
+impl RowCounter {
     /// Counts the rows, unless a count is running or the pause after the last one is not over.
     async fn gather(&self) {
         let Ok(mut next) = self.next.clone().try_lock_owned() else { return };
@@ -81,7 +81,7 @@ impl Counting {
             if let Err(error) = set(&store.db, store.now()).await {
                 tracing::debug!(error = domain::error_chain(&error), "cannot count for metrics");
             }
-            *next = Some(Instant::now() + rest(begun.elapsed()));
+            *next = Some(Instant::now() + pause(begun.elapsed()));
         });
         // The task logs its own error.
         counted.await.ok();
@@ -89,8 +89,8 @@ impl Counting {
 }
 
 /// Returns the minimum pause after a count that took `took`.
-fn rest(took: Duration) -> Duration {
-    took.saturating_mul(REST)
+fn pause(took: Duration) -> Duration {
+    took.saturating_mul(PAUSE_FACTOR)
 }
 
 async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
@@ -100,7 +100,7 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         metrics::gauge!("gantry_store_artifacts", "state" => state.clone()).set(n);
         metrics::gauge!("gantry_store_artifact_bytes", "state" => state).set(bytes);
     }
-    let shown = sweep_queue::shown_state();
+    let shown = sweep_queue::merged_state();
     let volumes = count(db, "volumes", "handle", &shown, "size_bytes").await?;
     for state in State::iter().map(|state| state.to_value()) {
         let (n, bytes) = volumes.get(&state).copied().unwrap_or_default();
@@ -245,6 +245,6 @@ mod tests {
     #[test]
     fn counts_take_a_hundredth_of_the_time() {
         let took = Duration::from_millis(700);
-        assert_eq!(took.as_secs_f64() / (took + rest(took)).as_secs_f64(), 0.01);
+        assert_eq!(took.as_secs_f64() / (took + pause(took)).as_secs_f64(), 0.01);
     }
 }

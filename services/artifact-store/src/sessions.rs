@@ -49,7 +49,7 @@ pub(crate) enum SessionError {
 
 /// Order of a credential's numbers relative to the recorded ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Standing {
+enum SessionOrder {
     StaleIncarnation,
     StaleSession,
     Current,
@@ -57,14 +57,14 @@ enum Standing {
     NewIncarnation,
 }
 
-fn standing(claims: &SessionClaims, row: &worker::Model) -> Standing {
+fn compare_session(claims: &SessionClaims, row: &worker::Model) -> SessionOrder {
     use std::cmp::Ordering::{Equal, Greater, Less};
     match (column(claims.incarnation.0).cmp(&row.incarnation), column(claims.session.0).cmp(&row.session)) {
-        (Less, _) => Standing::StaleIncarnation,
-        (Greater, _) => Standing::NewIncarnation,
-        (Equal, Less) => Standing::StaleSession,
-        (Equal, Equal) => Standing::Current,
-        (Equal, Greater) => Standing::NewSession,
+        (Less, _) => SessionOrder::StaleIncarnation,
+        (Greater, _) => SessionOrder::NewIncarnation,
+        (Equal, Less) => SessionOrder::StaleSession,
+        (Equal, Equal) => SessionOrder::Current,
+        (Equal, Greater) => SessionOrder::NewSession,
     }
 }
 
@@ -97,12 +97,12 @@ pub(crate) async fn record(
         .await?;
     let row = worker::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
     let row = row.ok_or_else(|| DbErr::RecordNotFound(format!("worker {id}")))?;
-    let standing = standing(claims, &row);
-    match standing {
-        Standing::StaleIncarnation => return Err(SessionError::StaleIncarnation(claims.clone())),
-        Standing::StaleSession => return Err(SessionError::StaleSession(claims.clone())),
-        Standing::Current => return Ok(false),
-        Standing::NewSession | Standing::NewIncarnation => {}
+    let order = compare_session(claims, &row);
+    match order {
+        SessionOrder::StaleIncarnation => return Err(SessionError::StaleIncarnation(claims.clone())),
+        SessionOrder::StaleSession => return Err(SessionError::StaleSession(claims.clone())),
+        SessionOrder::Current => return Ok(false),
+        SessionOrder::NewSession | SessionOrder::NewIncarnation => {}
     }
 
     let sequence = row.sequence + 1;
@@ -114,7 +114,7 @@ pub(crate) async fn record(
         .exec(txn)
         .await?;
 
-    let new_incarnation = standing == Standing::NewIncarnation;
+    let new_incarnation = order == SessionOrder::NewIncarnation;
     let why = if new_incarnation { "its worker began a new incarnation" } else { "its gateway was replaced" };
     let mut containers = container::Entity::update_many()
         .col_expr(container::Column::State, Expr::value(State::Destroying))
@@ -205,10 +205,12 @@ pub(crate) fn judge(
     row: Option<worker::Model>,
 ) -> Result<worker::Model, SessionError> {
     let Some(row) = row else { return Err(SessionError::Unrecorded(claims.clone())) };
-    match standing(claims, &row) {
-        Standing::Current => Ok(row),
-        Standing::StaleIncarnation => Err(SessionError::StaleIncarnation(claims.clone())),
-        Standing::StaleSession => Err(SessionError::StaleSession(claims.clone())),
-        Standing::NewSession | Standing::NewIncarnation => Err(SessionError::Unrecorded(claims.clone())),
+    match compare_session(claims, &row) {
+        SessionOrder::Current => Ok(row),
+        SessionOrder::StaleIncarnation => Err(SessionError::StaleIncarnation(claims.clone())),
+        SessionOrder::StaleSession => Err(SessionError::StaleSession(claims.clone())),
+        SessionOrder::NewSession | SessionOrder::NewIncarnation => {
+            Err(SessionError::Unrecorded(claims.clone()))
+        }
     }
 }

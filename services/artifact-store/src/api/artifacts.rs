@@ -8,10 +8,9 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use crate::api::owners::LONGEST_KEEP;
+use crate::api::owners::MAX_KEEP;
 use crate::api::{
-    Handlers, MOST_ARTIFACTS, SERVICE, artifact, errors, location, parse_artifacts, parse_state,
-    parse_workers,
+    Handlers, MAX_ARTIFACTS, SERVICE, artifact, errors, location, parse_artifacts, parse_state, parse_workers,
 };
 use crate::artifacts::inline::{self, NewTree};
 use crate::artifacts::restore::{self, KeptBy};
@@ -133,7 +132,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let ids = parse_artifacts("artifact_ids", &request.artifact_ids)?;
 
         let located = self
-            .locating
+            .locator
             .locate(team, ids)
             .await
             .map_err(|error| errors::database("locate artifacts", &error))?;
@@ -183,7 +182,10 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let artifacts = &parse_artifacts("artifact_ids", &request.artifact_ids)?;
         let now = self.store.now();
 
-        self.store.db.write(|txn| async move { builds::let_go(&txn, team, artifacts, now).await }).await?;
+        self.store
+            .db
+            .write(|txn| async move { builds::release_from_ended_builds(&txn, team, artifacts, now).await })
+            .await?;
 
         Ok(Response::new(pb::DeleteArtifactsResponse {}))
     }
@@ -195,8 +197,8 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let request = request.into_inner();
         let team = rpc::parse_team("team", request.team)?;
         let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
-        if request.artifacts.len() > MOST_ARTIFACTS {
-            return Err(rpc::invalid_field("artifacts", format!("must be at most {MOST_ARTIFACTS}")));
+        if request.artifacts.len() > MAX_ARTIFACTS {
+            return Err(rpc::invalid_field("artifacts", format!("must be at most {MAX_ARTIFACTS}")));
         }
         let new = request.artifacts.into_iter().map(|new| {
             let id = rpc::parse_id("artifacts.artifact_id", &new.artifact_id)?;
@@ -303,7 +305,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
 /// Parses the time for which a restored artifact is kept without an owner.
 pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
     match keep {
-        Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Reprieve(keep)),
+        Some(keep) if keep <= MAX_KEEP => Ok(KeptBy::Reprieve(keep)),
         _ => Err(rpc::invalid_field("keep", "must be at most ten years")),
     }
 }

@@ -9,26 +9,26 @@ use tokio_stream::StreamExt;
 use tonic::{Status, Streaming};
 use uuid::Uuid;
 
-use crate::api::{MOST_TASK_CACHES, errors};
+use crate::api::{MAX_TASK_CACHES, errors};
 use crate::db::entity::{Purpose, State, container, volume};
 use crate::db::units;
 use crate::inventory::losses::LossNotice;
-use crate::inventory::report::{Holdings, MOST_HANDLES};
+use crate::inventory::report::{Holdings, MAX_HANDLES};
 use crate::inventory::sweep::Sweep;
-use crate::inventory::{NeededVolume, StartsWith};
+use crate::inventory::{NeededVolume, VolumeSource};
 use crate::store_life::receipts::Token;
 
 /// Maximum number of handles in a request for a list of volumes: one page.
-const MOST_LISTED: usize = 1000;
+const MAX_LISTED: usize = 1000;
 
 /// Maximum number of volumes of a container.
-pub(super) const MOST_VOLUMES: usize = 1000;
+pub(super) const MAX_VOLUMES: usize = 1000;
 
 /// Maximum length of a volume's name, in bytes. Gateways prefix the names of a spec.
-const MOST_NAME_BYTES: usize = 512;
+const MAX_NAME_BYTES: usize = 512;
 
 /// Maximum number of workers in a request for artifacts at risk.
-pub(super) const MOST_AT_RISK: usize = 10_000;
+pub(super) const MAX_AT_RISK: usize = 10_000;
 
 /// Parses an optional receipt.
 pub(super) fn parse_receipt(receipt: &[u8]) -> Result<Option<Receipt>, Status> {
@@ -72,8 +72,8 @@ pub(super) async fn receive_holdings(
                     let handle: ContainerHandle = rpc::parse_id("holdings.container_handles", handle)?;
                     holdings.add_container(handle);
                 }
-                if holdings.len() > MOST_HANDLES {
-                    return Err(rpc::invalid_field("holdings", format!("must be at most {MOST_HANDLES}")));
+                if holdings.len() > MAX_HANDLES {
+                    return Err(rpc::invalid_field("holdings", format!("must be at most {MAX_HANDLES}")));
                 }
             }
             Some(Message::Commit(commit)) => {
@@ -95,16 +95,16 @@ pub(super) async fn receive_holdings(
 }
 
 pub(super) fn parse_unreachable(ids: &[String]) -> Result<HashSet<domain::ArtifactId>, Status> {
-    if ids.len() > MOST_TASK_CACHES {
-        let description = format!("must be at most {MOST_TASK_CACHES}");
+    if ids.len() > MAX_TASK_CACHES {
+        let description = format!("must be at most {MAX_TASK_CACHES}");
         return Err(rpc::invalid_field("unreachable_artifact_ids", description));
     }
     ids.iter().map(|id| rpc::parse_id("unreachable_artifact_ids", id)).collect()
 }
 
 pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, Status> {
-    if volumes.len() > MOST_VOLUMES {
-        return Err(rpc::invalid_field("volumes", format!("must be at most {MOST_VOLUMES}")));
+    if volumes.len() > MAX_VOLUMES {
+        return Err(rpc::invalid_field("volumes", format!("must be at most {MAX_VOLUMES}")));
     }
     let mut names = HashSet::new();
     volumes
@@ -123,8 +123,8 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
                 let description = "is required for an OUTPUT, and only there";
                 return Err(rpc::invalid_field("volumes.output_artifact_id", description));
             }
-            if volume.name.is_empty() || volume.name.len() > MOST_NAME_BYTES || volume.name.contains('\0') {
-                let description = format!("must be 1 to {MOST_NAME_BYTES} bytes, without NUL");
+            if volume.name.is_empty() || volume.name.len() > MAX_NAME_BYTES || volume.name.contains('\0') {
+                let description = format!("must be 1 to {MAX_NAME_BYTES} bytes, without NUL");
                 return Err(rpc::invalid_field("volumes.name", description));
             }
             if !names.insert(volume.name.clone()) {
@@ -137,7 +137,9 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
                     let description = "must be empty beside from_artifact_id";
                     return Err(rpc::invalid_field("volumes.from_task_cache_id", description));
                 }
-                (artifact, cache) => artifact.map(StartsWith::Artifact).or(cache.map(StartsWith::LatestOf)),
+                (artifact, cache) => {
+                    artifact.map(VolumeSource::Artifact).or(cache.map(VolumeSource::TaskCache))
+                }
             };
             Ok(NeededVolume { name: volume.name, purpose, from, output })
         })
@@ -145,8 +147,8 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
 }
 
 pub(super) fn parse_handles(handles: &[String]) -> Result<Vec<VolumeHandle>, Status> {
-    if handles.len() > MOST_LISTED {
-        return Err(rpc::invalid_field("volume_handles", format!("must be at most {MOST_LISTED}")));
+    if handles.len() > MAX_LISTED {
+        return Err(rpc::invalid_field("volume_handles", format!("must be at most {MAX_LISTED}")));
     }
     handles.iter().map(|handle| rpc::parse_id("volume_handles", handle)).collect()
 }
@@ -213,20 +215,20 @@ fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
     lost_at.filter(|_| state == State::Lost).map(Timestamp)
 }
 
-pub(super) fn lost(told: LossNotice) -> pb::WatchLostResponse {
+pub(super) fn lost(notice: LossNotice) -> pb::WatchLostResponse {
     pb::WatchLostResponse {
-        revision: told.revision,
-        worker_id: told.worker.to_string(),
-        volume_handle: text(told.volume),
-        container_handle: text(told.container),
-        artifact_id: text(told.artifact),
-        attempt_id: text(told.attempt),
-        lost_at: Some(rpc::timestamp(told.lost_at)),
-        kept_by: super::kept_by(&told.keepers),
-        workload_ids: texts(&told.workloads),
-        build_ids: texts(&told.builds),
-        replicas: told.replicas.iter().map(super::replica).collect(),
-        in_store: told.in_store,
+        revision: notice.revision,
+        worker_id: notice.worker.to_string(),
+        volume_handle: text(notice.volume),
+        container_handle: text(notice.container),
+        artifact_id: text(notice.artifact),
+        attempt_id: text(notice.attempt),
+        lost_at: Some(rpc::timestamp(notice.lost_at)),
+        kept_by: super::kept_by(&notice.keepers),
+        workload_ids: texts(&notice.workloads),
+        build_ids: texts(&notice.builds),
+        replicas: notice.replicas.iter().map(super::replica).collect(),
+        in_store: notice.in_store,
     }
 }
 

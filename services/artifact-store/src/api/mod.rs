@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use tonic::Status;
 
 use crate::app::Store;
-use crate::artifacts::{Located, Locating, Replica};
+use crate::artifacts::{ArtifactLocator, LocatedArtifact, Replica};
 use crate::db::entity::{ArtifactState, BuildStatus};
 use crate::db::units;
 use crate::marks::references::Keepers;
@@ -35,23 +35,23 @@ use crate::sessions::SessionError;
 const SERVICE: &str = "gantry.artifacts";
 
 /// Maximum number of artifacts in one call.
-const MOST_ARTIFACTS: usize = 1000;
+const MAX_ARTIFACTS: usize = 1000;
 
 /// Maximum number of task caches of a workload.
-const MOST_TASK_CACHES: usize = 100;
+const MAX_TASK_CACHES: usize = 100;
 
 /// Maximum length of a reason for people, in bytes.
-const LONGEST_WHY: usize = 1000;
+const MAX_WHY: usize = 1000;
 
 /// Maximum number of workers in one call.
-const MOST_WORKERS: usize = 1000;
+const MAX_WORKERS: usize = 1000;
 
 /// Handlers of all services of the store. Cheap to clone.
 #[derive(Clone)]
 struct Handlers {
     store: Arc<Store>,
     pins: Pins,
-    locating: Locating,
+    locator: ArtifactLocator,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -60,7 +60,7 @@ pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
     let handlers = Handlers {
         store: store.clone(),
         pins: Pins::new(store.clone(), &host.tasks()),
-        locating: Locating::new(store.db.clone(), host.tasks()),
+        locator: ArtifactLocator::new(store.db.clone(), host.tasks()),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
@@ -86,7 +86,7 @@ impl Handlers {
     }
 
     /// Returns `error`. If the database has lost a session, makes the next call record it again.
-    fn noticing<E: AsSession>(&self, error: E) -> E {
+    fn forget_lost_session<E: AsSession>(&self, error: E) -> E {
         if let Some(SessionError::Unrecorded(claims)) = error.session() {
             self.store.unrecord(claims.worker);
         }
@@ -129,8 +129,8 @@ as_session!(
     crate::inventory::report::ReportError
 );
 
-fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
-    let Located { artifact, replicas } = located;
+fn artifact(located: LocatedArtifact, keepers: &Keepers) -> pb::Artifact {
+    let LocatedArtifact { artifact, replicas } = located;
     pb::Artifact {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
@@ -149,7 +149,7 @@ fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
 
 /// Describes the references that keep an artifact, for people.
 fn kept_by(keepers: &Keepers) -> Vec<String> {
-    let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.what.to_string()).collect();
+    let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.kind.to_string()).collect();
     let left_out = keepers.total.saturating_sub(u64::try_from(lines.len()).unwrap_or(u64::MAX));
     if left_out > 0 {
         lines.push(format!("and {left_out} more"));
@@ -157,8 +157,8 @@ fn kept_by(keepers: &Keepers) -> Vec<String> {
     lines
 }
 
-fn location(located: Located) -> pb::Location {
-    let Located { artifact, replicas } = located;
+fn location(located: LocatedArtifact) -> pb::Location {
+    let LocatedArtifact { artifact, replicas } = located;
     pb::Location {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
@@ -210,15 +210,15 @@ fn parse_build_status(field: &str, value: i32) -> Result<BuildStatus, Status> {
 }
 
 fn parse_artifacts(field: &str, ids: &[String]) -> Result<Vec<domain::ArtifactId>, Status> {
-    if ids.len() > MOST_ARTIFACTS {
-        return Err(rpc::invalid_field(field, format!("must be at most {MOST_ARTIFACTS}")));
+    if ids.len() > MAX_ARTIFACTS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MAX_ARTIFACTS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }
 
 fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, Status> {
-    if ids.len() > MOST_WORKERS {
-        return Err(rpc::invalid_field(field, format!("must be at most {MOST_WORKERS}")));
+    if ids.len() > MAX_WORKERS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MAX_WORKERS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }
@@ -227,8 +227,8 @@ fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, S
 fn parse_why(why: String) -> Result<String, Status> {
     match why.len() {
         0 => Err(rpc::invalid_field("why", "is required")),
-        length if length > LONGEST_WHY => {
-            Err(rpc::invalid_field("why", format!("must be at most {LONGEST_WHY} bytes")))
+        length if length > MAX_WHY => {
+            Err(rpc::invalid_field("why", format!("must be at most {MAX_WHY} bytes")))
         }
         // PostgreSQL rejects texts with NUL.
         _ if why.contains('\0') => Err(rpc::invalid_field("why", "must not contain NUL")),

@@ -11,10 +11,10 @@ use crate::builds::{self, NewBuild};
 use crate::db::entity::BuildStatus;
 
 /// Maximum term of a build. Callers renew it.
-const LONGEST_TERM: Duration = Duration::from_secs(24 * 3600);
+const MAX_TERM: Duration = Duration::from_secs(24 * 3600);
 
 /// Maximum time for which a build keeps its artifacts after its end: ten years.
-pub(super) const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+pub(super) const MAX_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
 #[tonic::async_trait]
 impl pb::owners_server::Owners for Handlers {
@@ -36,10 +36,10 @@ impl pb::owners_server::Owners for Handlers {
             ends_with,
             job,
         };
-        if new.term.is_some_and(|term| term > LONGEST_TERM) {
+        if new.term.is_some_and(|term| term > MAX_TERM) {
             return Err(rpc::invalid_field("term", "must be at most 24 h"));
         }
-        if new.keep > LONGEST_KEEP {
+        if new.keep > MAX_KEEP {
             return Err(rpc::invalid_field("keep", "must be at most ten years"));
         }
         let now = self.store.now();

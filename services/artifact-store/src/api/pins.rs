@@ -8,8 +8,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use crate::api::{
-    Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, errors, location, parse_artifacts,
-    parse_build_status,
+    Handlers, MAX_ARTIFACTS, MAX_TASK_CACHES, SERVICE, errors, location, parse_artifacts, parse_build_status,
 };
 use crate::pins::{self, PinRequest, SettledOutput, Settlement};
 
@@ -95,8 +94,8 @@ impl pb::pins_server::Pins for Handlers {
 }
 
 fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, Status> {
-    if outputs.len() > MOST_ARTIFACTS {
-        return Err(rpc::invalid_field("outputs", format!("must be at most {MOST_ARTIFACTS}")));
+    if outputs.len() > MAX_ARTIFACTS {
+        return Err(rpc::invalid_field("outputs", format!("must be at most {MAX_ARTIFACTS}")));
     }
     let (mut seen, mut caches) = (HashSet::new(), HashSet::new());
     outputs
@@ -119,8 +118,8 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
 }
 
 fn parse_task_caches(caches: &[String]) -> Result<Vec<domain::CacheId>, Status> {
-    if caches.len() > MOST_TASK_CACHES {
-        return Err(rpc::invalid_field("task_cache_ids", format!("must be at most {MOST_TASK_CACHES}")));
+    if caches.len() > MAX_TASK_CACHES {
+        return Err(rpc::invalid_field("task_cache_ids", format!("must be at most {MAX_TASK_CACHES}")));
     }
     caches.iter().map(|cache| rpc::parse_id("task_cache_ids", cache)).collect()
 }

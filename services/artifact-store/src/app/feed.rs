@@ -6,33 +6,33 @@ use std::sync::Arc;
 
 use tokio::sync::broadcast;
 
-use crate::policy::garbage::Collected;
+use crate::policy::garbage::CollectedItem;
 
 /// Maximum number of items per message.
 const BATCH: usize = 1000;
 
 /// Maximum number of messages buffered for the slowest subscriber.
-const AHEAD: usize = 64;
+const BUFFERED_MESSAGES: usize = 64;
 
 /// Broadcast of collected items to subscribers.
 #[derive(Debug)]
-pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[Collected]>>);
+pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[CollectedItem]>>);
 
 impl Default for CollectionFeed {
     fn default() -> Self {
-        Self(broadcast::Sender::new(AHEAD))
+        Self(broadcast::Sender::new(BUFFERED_MESSAGES))
     }
 }
 
 impl CollectionFeed {
     /// Subscribes to items marked from now on. A slow subscriber receives the number of messages
     /// that it missed.
-    pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[Collected]>> {
+    pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[CollectedItem]>> {
         self.0.subscribe()
     }
 
     /// Publishes items whose marks are committed.
-    pub(crate) fn tell(&self, collected: &[Collected]) {
+    pub(crate) fn publish(&self, collected: &[CollectedItem]) {
         if self.0.receiver_count() == 0 {
             return;
         }

@@ -14,7 +14,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::inline::{self, NewTree};
-use crate::artifacts::{Located, replicas_of, with_ids};
+use crate::artifacts::{LocatedArtifact, replicas_of, with_ids};
 use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ArtifactState, artifact, owner};
 use crate::db::units;
@@ -208,7 +208,7 @@ pub(crate) async fn adopt_by_digest(
     without: &[WorkerId],
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<Located>, AdoptError> {
+) -> Result<Option<LocatedArtifact>, AdoptError> {
     if let Some(build) = owner {
         builds::lock_live(txn, build, team).await?;
     }
@@ -226,7 +226,7 @@ pub(crate) async fn adopt_by_digest(
     for row in candidates {
         let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         replicas.retain(|replica| !without.contains(&replica.worker));
-        let located = Located { artifact: row, replicas };
+        let located = LocatedArtifact { artifact: row, replicas };
         if !located.has_bytes() {
             continue;
         }

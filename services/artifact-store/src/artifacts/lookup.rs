@@ -14,35 +14,35 @@ use futures::future::join_all;
 use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
-use crate::artifacts::{Located, in_order, locate};
+use crate::artifacts::{LocatedArtifact, in_order, locate};
 
 /// Maximum number of calls in a batch.
-const MOST: usize = 64;
+const MAX: usize = 64;
 
 /// Maximum number of artifacts in a call that is batched with others.
 const FEW: usize = 100;
 
 /// Batching locator of artifacts. Cheap to clone. Clones share the batches.
 #[derive(Clone)]
-pub(crate) struct Locating {
+pub(crate) struct ArtifactLocator {
     db: Database,
-    batcher: Batcher<Wanted, Result<Vec<Located>, DbErr>>,
+    batcher: Batcher<LookupCall, Result<Vec<LocatedArtifact>, DbErr>>,
 }
 
 /// A call that waits for its batch.
-struct Wanted {
+struct LookupCall {
     team: String,
     artifacts: Vec<ArtifactId>,
 }
 
-impl Locating {
+impl ArtifactLocator {
     /// Creates a locator, which spawns its tasks on `tasks`.
     pub(crate) fn new(db: Database, tasks: TaskTracker) -> Self {
         let of_calls = db.clone();
-        let batcher = Batcher::new(MOST, tasks, move |calls| {
+        let batcher = Batcher::new(MAX, tasks, move |calls| {
             let db = of_calls.clone();
             async move {
-                let groups = group_calls(calls, |wanted: &Wanted| wanted.team.clone());
+                let groups = group_calls(calls, |wanted: &LookupCall| wanted.team.clone());
                 join_all(groups.into_iter().map(|group| locate_group(&db, group))).await;
             }
         });
@@ -54,10 +54,10 @@ impl Locating {
         &self,
         team: String,
         artifacts: Vec<ArtifactId>,
-    ) -> Result<Vec<Located>, DbErr> {
+    ) -> Result<Vec<LocatedArtifact>, DbErr> {
         match artifacts.len() {
             0 => Ok(Vec::new()),
-            1..=FEW => self.batcher.call(Wanted { team, artifacts }).await?,
+            1..=FEW => self.batcher.call(LookupCall { team, artifacts }).await?,
             _ => locate(self.db.read(), &team, &artifacts).await,
         }
     }
@@ -66,7 +66,7 @@ impl Locating {
 /// Answers the calls of one team with one lookup.
 async fn locate_group(
     db: &Database,
-    (wanted, answers): (Vec<Wanted>, ReplySenders<Result<Vec<Located>, DbErr>>),
+    (wanted, answers): (Vec<LookupCall>, ReplySenders<Result<Vec<LocatedArtifact>, DbErr>>),
 ) {
     let Some(first) = wanted.first() else { return };
     let all: BTreeSet<_> = wanted.iter().flat_map(|wanted| wanted.artifacts.iter().copied()).collect();

@@ -31,7 +31,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-pub(crate) use self::lookup::Locating;
+pub(crate) use self::lookup::ArtifactLocator;
 use crate::artifacts::access::usable_by;
 pub(crate) use crate::artifacts::create::{
     AdoptError, CreateError, NewArtifact, adopt_by_digest, create, create_all, unowned,
@@ -43,17 +43,17 @@ use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy};
 
 /// Maximum number of references listed per artifact.
-const MOST_KEEPERS: u64 = 50;
+const MAX_KEEPERS: u64 = 50;
 
 /// An artifact with the locations of its bytes.
 #[derive(Debug, Clone)]
-pub(crate) struct Located {
+pub(crate) struct LocatedArtifact {
     pub(crate) artifact: artifact::Model,
     /// The complete replicas, oldest first.
     pub(crate) replicas: Vec<Replica>,
 }
 
-impl Located {
+impl LocatedArtifact {
     /// Returns whether its bytes exist, as far as the store knows.
     pub(crate) fn has_bytes(&self) -> bool {
         !self.replicas.is_empty() || self.artifact.in_store
@@ -87,7 +87,7 @@ pub(crate) async fn get(
     id: ArtifactId,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<(Located, Keepers)>, DbErr> {
+) -> Result<Option<(LocatedArtifact, Keepers)>, DbErr> {
     let rows = artifact::Entity::find_by_id(id.uuid())
         .filter(artifact::Column::Team.is_in([team, ALL_TEAMS]))
         .all(conn)
@@ -103,7 +103,7 @@ pub(crate) async fn list(
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
     if let Some(state) = state {
         query = query.filter(artifact::Column::State.eq(state));
@@ -127,7 +127,7 @@ pub(crate) async fn list_at_risk(
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
-) -> Result<(Vec<(Located, Keepers)>, Vec<Uuid>), DbErr> {
+) -> Result<(Vec<(LocatedArtifact, Keepers)>, Vec<Uuid>), DbErr> {
     let elsewhere = volume::Entity::find()
         .select_only()
         .column(volume::Column::Handle)
@@ -164,7 +164,7 @@ pub(crate) async fn of_ids(
     ids: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(conn).await?;
     describe(conn, rows, now, policy).await
 }
@@ -224,17 +224,18 @@ async fn describe(
     rows: Vec<artifact::Model>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let live = rows.iter().filter(|row| row.state != ArtifactState::Deleting);
     let ids: Vec<_> = live.map(|row| row.artifact_id).collect();
-    let mut keepers = references::keepers(conn, &ids, now, MOST_KEEPERS).await?;
+    let mut keepers = references::keepers(conn, &ids, now, MAX_KEEPERS).await?;
     let located = locate_rows(conn, rows).await?;
     let described = located.into_iter().map(|located| {
         let row = &located.artifact;
         let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
         if keepers.total == 0
             && row.state != ArtifactState::Deleting
-            && let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, policy)
+            && let Some(keeper) =
+                garbage::unowned_keeper(&references::without_references(&row.into()), now, policy)
         {
             keepers = Keepers { first: vec![keeper], total: 1 };
         }
@@ -249,7 +250,7 @@ pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,
     ids: &[ArtifactId],
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     if ids.is_empty() {
         return Ok(Vec::new());
     }
@@ -259,7 +260,7 @@ pub(crate) async fn locate(
 }
 
 /// Returns the artifacts of `asked` that are in `known`, each once, in that order.
-fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, Located>) -> Vec<Located> {
+fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, LocatedArtifact>) -> Vec<LocatedArtifact> {
     let mut seen = HashSet::new();
     let each_once = asked.iter().filter(|id| seen.insert(**id));
     each_once.filter_map(|id| known.get(&id.uuid()).cloned()).collect()
@@ -268,15 +269,15 @@ fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, Located>) -> Vec<Located
 pub(crate) async fn locate_rows(
     conn: &impl ConnectionTrait,
     rows: Vec<artifact::Model>,
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     let (deleted, live): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.state == ArtifactState::Deleting);
     let mut replicas = replicas_of(conn, live, volumes::PRESENT).await?;
     // Replicas that are marked with their artifact do not count.
-    let unmarked = format!("{} AND {}", volumes::PRESENT, sweep_queue::without("volumes"));
+    let unmarked = format!("{} AND {}", volumes::PRESENT, sweep_queue::unmarked("volumes"));
     replicas.extend(replicas_of(conn, deleted, &unmarked).await?);
     let located = rows.into_iter().map(|row| {
         let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
-        Located { artifact: row, replicas }
+        LocatedArtifact { artifact: row, replicas }
     });
     Ok(located.collect())
 }

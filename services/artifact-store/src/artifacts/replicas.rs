@@ -28,7 +28,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::access;
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::db::{units, volumes};
 use crate::marks::{self, tombstones};
@@ -62,7 +62,7 @@ pub(crate) struct Plan {
 
 /// Volume of a transfer.
 #[derive(Debug, Clone)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedReplica {
     pub(crate) handle: VolumeHandle,
     pub(crate) outcome: Outcome,
     /// Digest that it must have. `None` if the artifact is open.
@@ -96,7 +96,7 @@ pub(crate) async fn plan(
     plan: &Plan,
     now: Timestamp,
     term: Duration,
-) -> Result<Planned, PlanError> {
+) -> Result<PlannedReplica, PlanError> {
     let worker = worker::Entity::find_by_id(plan.worker.uuid()).lock_shared().one(txn).await?;
     let Some(worker) = worker else { return Err(PlanError::NotAttended(plan.worker)) };
     let live = |rows: Select<artifact::Entity>| {
@@ -104,7 +104,7 @@ pub(crate) async fn plan(
     };
     let artifact = artifacts::usable(txn, &plan.team, &[plan.artifact], live).await?.pop();
     let artifact = artifact.ok_or(PlanError::ArtifactNotFound(plan.artifact))?;
-    let planned = |handle, outcome| Planned {
+    let planned = |handle, outcome| PlannedReplica {
         handle: VolumeHandle::from_uuid(handle),
         outcome,
         digest: artifact.digest.clone(),
@@ -143,13 +143,13 @@ pub(crate) async fn plan(
     let is_copy = artifact.state == ArtifactState::Sealed;
     let mut marked = Vec::new();
     if is_copy {
-        match on_worker(txn, plan, now).await? {
-            OnWorker::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
-            OnWorker::BeingMade(handle, transfer) => {
+        match find_copy(txn, plan, now).await? {
+            ExistingCopy::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
+            ExistingCopy::BeingMade(handle, transfer) => {
                 return Ok(planned(handle, Outcome::BeingMade(transfer)));
             }
-            OnWorker::Nothing { given_up } => {
-                marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimRanOut, now).await?;
+            ExistingCopy::Nothing { given_up } => {
+                marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimExpired, now).await?;
             }
         }
     }
@@ -162,11 +162,11 @@ pub(crate) async fn plan(
         ..volumes::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
     };
     volume::Entity::insert(row.into_active_model().reset_all()).exec_without_returning(txn).await?;
-    Ok(Planned { marked, ..planned(handle.uuid(), Outcome::Yours) })
+    Ok(PlannedReplica { marked, ..planned(handle.uuid(), Outcome::Yours) })
 }
 
 /// Volumes of a sealed artifact on a worker.
-enum OnWorker {
+enum ExistingCopy {
     /// A complete replica.
     Complete(Uuid),
     /// An unfinished copy with a valid claim.
@@ -177,7 +177,11 @@ enum OnWorker {
 
 /// Returns the volumes of the plan's artifact on the plan's worker. The caller has locked the
 /// artifact.
-async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Result<OnWorker, PlanError> {
+async fn find_copy(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    now: Timestamp,
+) -> Result<ExistingCopy, PlanError> {
     let replicas = volume::Entity::find()
         .filter(volume::Column::ArtifactId.eq(plan.artifact.uuid()))
         .filter(volume::Column::WorkerId.eq(plan.worker.uuid()))
@@ -189,7 +193,7 @@ async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Re
         .await?;
     let complete = |state| move |row: &&volume::Model| row.complete && row.state == state;
     if let Some(row) = replicas.iter().find(complete(State::Created)) {
-        return Ok(OnWorker::Complete(row.handle));
+        return Ok(ExistingCopy::Complete(row.handle));
     }
     if replicas.iter().any(|row| complete(State::Unconfirmed)(&row)) {
         return Err(PlanError::Unconfirmed(plan.artifact));
@@ -197,9 +201,9 @@ async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Re
     let copies = || replicas.iter().filter(|row| row.is_copy && !row.complete);
     let goes_on = copies().find(|row| row.claimed_until.is_some_and(|until| until > now.0));
     if let Some((row, transfer)) = goes_on.and_then(|row| Some((row, row.transfer_id?))) {
-        return Ok(OnWorker::BeingMade(row.handle, TransferId::from_uuid(transfer)));
+        return Ok(ExistingCopy::BeingMade(row.handle, TransferId::from_uuid(transfer)));
     }
-    Ok(OnWorker::Nothing { given_up: copies().map(|row| row.handle).collect() })
+    Ok(ExistingCopy::Nothing { given_up: copies().map(|row| row.handle).collect() })
 }
 
 /// Direction of a transfer, from the view of the caller.
@@ -339,7 +343,7 @@ pub(crate) async fn seal(
     id: ArtifactId,
     digest: Digest,
     now: Timestamp,
-) -> Result<(Located, Vec<WorkerId>), SealError> {
+) -> Result<(LocatedArtifact, Vec<WorkerId>), SealError> {
     let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
     let Some(mut row) = row.filter(|row| row.team == team && row.state != ArtifactState::Deleting) else {
         return Err(SealError::ArtifactNotFound(id));

@@ -21,7 +21,7 @@ use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, Q
 
 use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, volume};
-use crate::marks::{self, Wait};
+use crate::marks::{self, LockWait};
 use crate::marks::{sweep_queue, tombstones};
 
 /// What keeps a restored artifact.
@@ -55,7 +55,7 @@ pub(crate) async fn undelete(
     now: Timestamp,
 ) -> Result<(), UndeleteError> {
     let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
-    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    marks::lock_workers(txn, workers, [id.uuid().into()], LockWait::Block).await?;
     if let KeptBy::Build(build) = kept_by {
         builds::lock_live(txn, build, team).await?;
     }
@@ -70,7 +70,7 @@ pub(crate) async fn undelete(
     }
     restore(txn, &row, id).await?;
     if row.state == ArtifactState::Deleting {
-        tombstones::take_back(txn, row.artifact_id).await?;
+        tombstones::remove(txn, row.artifact_id).await?;
         keep = keep
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
@@ -104,10 +104,10 @@ async fn restore(
         return Err(UndeleteError::BytesGone(id));
     }
     // An unconfirmed replica may be lost.
-    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
-    sweep_queue::show(txn, &mut replicas).await?;
+    let bytes_are_certain = row.in_store || replicas.iter().any(|it| it.state == State::Created);
+    sweep_queue::merge_marks(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|it| it.state == State::Destroying);
-    let marked = marked.filter(|it| !bytes_are_sure || !dropped.contains(&it.handle));
+    let marked = marked.filter(|it| !bytes_are_certain || !dropped.contains(&it.handle));
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
     Ok(marks::unmark_volumes(txn, &marked).await?)
 }

@@ -92,7 +92,7 @@ pub(crate) async fn put_certs(
 
 /// Filter of base resource types.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Which {
+pub(crate) struct TypeFilter {
     /// Name of the type. `None`: all types.
     pub(crate) resource_type: Option<String>,
     /// Whether only cluster-wide types match.
@@ -102,10 +102,10 @@ pub(crate) struct Which {
 /// Returns a page of the base resource types that match `which`, oldest first.
 pub(crate) async fn list_types(
     conn: &impl ConnectionTrait,
-    which: Which,
+    which: TypeFilter,
     page: rpc::page::Page,
 ) -> Result<Vec<base_resource_type::Model>, DbErr> {
-    let Which { resource_type, cluster_wide } = which;
+    let TypeFilter { resource_type, cluster_wide } = which;
     base_resource_type::Entity::find()
         .filter(base_resource_type::Column::BaseTypeId.gt(page.after.unwrap_or_default()))
         .apply_if(resource_type, |query, name| {

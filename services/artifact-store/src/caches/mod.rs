@@ -42,7 +42,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::db::entity::{ALL_TEAMS, ArtifactState, artifact, resource_cache, task_cache};
 use crate::db::ids;
 
@@ -82,12 +82,12 @@ async fn hand_over(
         .filter(artifact::Column::HadOwner.eq(false))
         .exec(txn)
         .await?;
-    look_at_locked(txn, before.filter(|before| *before != new.uuid()), now).await?;
+    make_locked_due(txn, before.filter(|before| *before != new.uuid()), now).await?;
     Ok(())
 }
 
 /// Locks artifacts whose caches are about to be deleted, and schedules checks of them.
-pub(crate) async fn let_go(
+pub(crate) async fn release_artifacts(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
@@ -105,11 +105,11 @@ pub(crate) async fn let_go(
         .into_tuple()
         .all(txn)
         .await?;
-    look_at_locked(txn, locked, now).await
+    make_locked_due(txn, locked, now).await
 }
 
 /// Makes locked artifacts due, even if other owners keep them.
-async fn look_at_locked(
+async fn make_locked_due(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
@@ -128,21 +128,24 @@ async fn look_at_locked(
 }
 
 /// Returns a sealed artifact with its locations. `None` if there is none or its bytes are lost.
-async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Result<Option<Located>, DbErr> {
+async fn with_bytes(
+    conn: &impl ConnectionTrait,
+    artifact: Option<Uuid>,
+) -> Result<Option<LocatedArtifact>, DbErr> {
     let Some(id) = artifact else { return Ok(None) };
     let row = artifact::Entity::find_by_id(id)
         .filter(artifact::Column::State.eq(ArtifactState::Sealed))
         .one(conn)
         .await?;
     let located = artifacts::locate_rows(conn, row.into_iter().collect()).await?.pop();
-    Ok(located.filter(Located::has_bytes))
+    Ok(located.filter(LocatedArtifact::has_bytes))
 }
 
 /// Result of a lookup of caches.
 #[derive(Default)]
 pub(crate) struct LocatedCaches {
     /// Caches with bytes.
-    pub(crate) located: Vec<(CacheId, Located)>,
+    pub(crate) located: Vec<(CacheId, LocatedArtifact)>,
     /// Ids of caches that are not available to the team.
     pub(crate) unknown: Vec<CacheId>,
 }
@@ -187,7 +190,7 @@ pub(crate) async fn locate(
     let located: HashMap<_, _> = artifacts::locate_rows(conn, rows)
         .await?
         .into_iter()
-        .filter(Located::has_bytes)
+        .filter(LocatedArtifact::has_bytes)
         .map(|located| (located.artifact.artifact_id, located))
         .collect();
     // Two caches may own one artifact.

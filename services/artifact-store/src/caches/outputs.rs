@@ -14,11 +14,11 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use crate::caches::{let_go, resource_caches, task_caches};
+use crate::caches::{release_artifacts, resource_caches, task_caches};
 use crate::db::entity::artifact;
 
 /// An output, and its future owner.
-pub(crate) type Owned = (OutputOwner, ArtifactId);
+pub(crate) type OwnedOutput = (OutputOwner, ArtifactId);
 
 /// Gives caches of `team` their sealed outputs, and ends the maker's uses of task caches. Returns
 /// the outputs whose caches are not available.
@@ -31,10 +31,10 @@ pub(crate) async fn give(
     txn: &DatabaseTransaction,
     team: &str,
     maker: WorkloadId,
-    owned: impl IntoIterator<Item = Owned>,
+    owned: impl IntoIterator<Item = OwnedOutput>,
     now: Timestamp,
     ttl: Duration,
-) -> Result<Vec<Owned>, DbErr> {
+) -> Result<Vec<OwnedOutput>, DbErr> {
     let mut owned: Vec<_> = owned.into_iter().filter(|(owner, _)| owner.is_cache()).collect();
     owned.sort_unstable_by_key(|(owner, _)| {
         let is_task_cache = matches!(owner, OutputOwner::TaskCache(_));
@@ -72,7 +72,7 @@ pub(crate) async fn give(
     }
     task_caches::end_uses(txn, maker, &used, now).await?;
     had_owner(txn, given).await?;
-    let_go(txn, before, now).await?;
+    release_artifacts(txn, before, now).await?;
     Ok(missing)
 }
 

@@ -10,9 +10,9 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::Located;
+use crate::artifacts::LocatedArtifact;
 use crate::builds::{self, OwnerEnded};
-use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::caches::{HandOverError, hand_over, release_artifacts, with_bytes};
 use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::db::ids;
 use crate::holders::{self, HolderError};
@@ -22,12 +22,12 @@ use crate::policy::retention::CacheEndReason;
 
 /// User of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum User {
+pub(crate) enum CacheUser {
     Build(BuildId),
     Workload(WorkloadId),
 }
 
-impl User {
+impl CacheUser {
     fn columns(self) -> (UserKind, Uuid) {
         match self {
             Self::Build(build) => (UserKind::Build, build.uuid()),
@@ -50,15 +50,15 @@ pub(crate) enum UserError {
 /// Locks a user that has not ended, so that it does not end before the caller commits.
 async fn lock_user(
     txn: &DatabaseTransaction,
-    user: User,
+    user: CacheUser,
     team: &str,
     now: Timestamp,
 ) -> Result<(), UserError> {
     match user {
-        User::Build(build) => {
+        CacheUser::Build(build) => {
             builds::lock_live(txn, build, team).await?;
         }
-        User::Workload(workload) => {
+        CacheUser::Workload(workload) => {
             let holder = holders::lock(txn, workload, team, now).await?;
             if holder.settled_at.is_some() {
                 return Err(UserError::Settled(workload));
@@ -69,7 +69,7 @@ async fn lock_user(
 }
 
 /// Records that a locked user uses a locked cache.
-async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(), DbErr> {
+async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: CacheUser) -> Result<(), DbErr> {
     let (user_kind, user_id) = user.columns();
     let row =
         cache_use::ActiveModel { cache_id: Set(cache), user_kind: Set(user_kind), user_id: Set(user_id) };
@@ -86,7 +86,7 @@ async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(
 
 /// Request for a cache.
 #[derive(Debug, Clone)]
-pub(crate) struct Ask {
+pub(crate) struct CacheRequest {
     pub(crate) team: String,
     /// Whether the cache is available to every team.
     pub(crate) shared: bool,
@@ -95,10 +95,10 @@ pub(crate) struct Ask {
     pub(crate) resource_type: String,
     pub(crate) version: String,
     pub(crate) params: String,
-    pub(crate) user: Option<User>,
+    pub(crate) user: Option<CacheUser>,
 }
 
-impl Ask {
+impl CacheRequest {
     fn scope(&self) -> &str {
         if self.shared { ALL_TEAMS } else { &self.team }
     }
@@ -106,9 +106,9 @@ impl Ask {
 
 /// Result of a request for a cache.
 #[derive(Debug)]
-pub(crate) enum Found {
+pub(crate) enum CacheOutcome {
     /// The cache is ready.
-    Ready(Box<Located>),
+    Ready(Box<LocatedArtifact>),
     /// The caller must make the artifact.
     Yours,
     /// Another maker holds this claim.
@@ -128,14 +128,14 @@ pub(crate) enum FindError {
 /// Finds a cache, or gives its claim to the caller. Of concurrent callers, one gets the claim.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
-) -> Result<(CacheId, Found), FindError> {
-    if let Some(user) = ask.user {
-        lock_user(txn, user, &ask.team, now).await?;
+) -> Result<(CacheId, CacheOutcome), FindError> {
+    if let Some(user) = cache_request.user {
+        lock_user(txn, user, &cache_request.team, now).await?;
     }
-    let row = lock(txn, ask, now, term).await?;
+    let row = lock(txn, cache_request, now, term).await?;
     let found = match with_bytes(txn, row.artifact_id).await? {
         Some(located) => {
             resource_cache::Entity::update_many()
@@ -143,20 +143,20 @@ pub(crate) async fn find_or_create(
                 .filter(resource_cache::Column::CacheId.eq(row.cache_id))
                 .exec(txn)
                 .await?;
-            Found::Ready(Box::new(located))
+            CacheOutcome::Ready(Box::new(located))
         }
         None => {
             let claim = ClaimId::from_uuid(row.claim_id);
             let goes_on = row.claimed_until.is_some_and(|until| until > now.0);
-            if goes_on && claim != ask.claim {
-                Found::BeingMade(claim)
+            if goes_on && claim != cache_request.claim {
+                CacheOutcome::BeingMade(claim)
             } else {
-                claim_it(txn, &row, ask, now, term).await?;
-                Found::Yours
+                take_claim(txn, &row, cache_request, now, term).await?;
+                CacheOutcome::Yours
             }
         }
     };
-    if let Some(user) = ask.user {
+    if let Some(user) = cache_request.user {
         add_use(txn, row.cache_id, user).await?;
     }
     Ok((CacheId::from_uuid(row.cache_id), found))
@@ -165,40 +165,42 @@ pub(crate) async fn find_or_create(
 /// Finds or creates the row of a cache, claimed by the caller, and locks it.
 async fn lock(
     txn: &DatabaseTransaction,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
 ) -> Result<resource_cache::Model, FindError> {
     let claimed_until = (now + term).0;
     let fresh = resource_cache::Model {
         cache_id: CacheId::new().uuid(),
-        scope: ask.scope().to_owned(),
-        key_digest: ask.key.as_bytes().to_vec(),
-        resource_type: ask.resource_type.clone(),
-        version: ask.version.clone(),
-        params: ask.params.clone(),
-        team: ask.team.clone(),
-        claim_id: ask.claim.uuid(),
+        scope: cache_request.scope().to_owned(),
+        key_digest: cache_request.key.as_bytes().to_vec(),
+        resource_type: cache_request.resource_type.clone(),
+        version: cache_request.version.clone(),
+        params: cache_request.params.clone(),
+        team: cache_request.team.clone(),
+        claim_id: cache_request.claim.uuid(),
         claimed_until: Some(claimed_until),
         artifact_id: None,
         last_used: now.0,
         created_at: now.0,
         look_at: claimed_until,
     };
-    let by_claim =
-        || resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(ask.claim.uuid()));
-    let taken =
-        |row: &resource_cache::Model| row.scope != ask.scope() || row.key_digest != ask.key.as_bytes();
+    let by_claim = || {
+        resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(cache_request.claim.uuid()))
+    };
+    let taken = |row: &resource_cache::Model| {
+        row.scope != cache_request.scope() || row.key_digest != cache_request.key.as_bytes()
+    };
     if by_claim().one(txn).await?.is_some_and(|row| taken(&row)) {
-        return Err(FindError::ClaimTaken(ask.claim));
+        return Err(FindError::ClaimTaken(cache_request.claim));
     }
     resource_cache::Entity::insert(fresh.into_active_model().reset_all())
         .on_conflict_do_nothing_on([resource_cache::Column::Scope, resource_cache::Column::KeyDigest])
         .exec_without_returning(txn)
         .await?;
     let row = resource_cache::Entity::find()
-        .filter(resource_cache::Column::Scope.eq(ask.scope()))
-        .filter(resource_cache::Column::KeyDigest.eq(ask.key.as_bytes()))
+        .filter(resource_cache::Column::Scope.eq(cache_request.scope()))
+        .filter(resource_cache::Column::KeyDigest.eq(cache_request.key.as_bytes()))
         .lock_exclusive()
         .one(txn)
         .await?;
@@ -208,23 +210,23 @@ async fn lock(
 
 /// Gives the claim of a cache that is not ready to the caller. Its previous artifact has no bytes,
 /// and the cache lets go of it.
-async fn claim_it(
+async fn take_claim(
     txn: &DatabaseTransaction,
     row: &resource_cache::Model,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
 ) -> Result<(), DbErr> {
     if row.artifact_id.is_some() {
-        let_go(txn, row.artifact_id, now).await?;
+        release_artifacts(txn, row.artifact_id, now).await?;
     }
     let claimed_until = (now + term).0;
     resource_cache::Entity::update_many()
-        .col_expr(resource_cache::Column::Team, Expr::value(&*ask.team))
-        .col_expr(resource_cache::Column::ResourceType, Expr::value(&*ask.resource_type))
-        .col_expr(resource_cache::Column::Version, Expr::value(&*ask.version))
-        .col_expr(resource_cache::Column::Params, Expr::value(&*ask.params))
-        .col_expr(resource_cache::Column::ClaimId, Expr::value(ask.claim.uuid()))
+        .col_expr(resource_cache::Column::Team, Expr::value(&*cache_request.team))
+        .col_expr(resource_cache::Column::ResourceType, Expr::value(&*cache_request.resource_type))
+        .col_expr(resource_cache::Column::Version, Expr::value(&*cache_request.version))
+        .col_expr(resource_cache::Column::Params, Expr::value(&*cache_request.params))
+        .col_expr(resource_cache::Column::ClaimId, Expr::value(cache_request.claim.uuid()))
         .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(claimed_until))
         .col_expr(resource_cache::Column::ArtifactId, Expr::value(None::<Uuid>))
         .col_expr(resource_cache::Column::LookAt, Expr::value(claimed_until))
@@ -368,11 +370,11 @@ async fn lock_for(
 }
 
 /// Records that a user uses a cache.
-pub(crate) async fn use_it(
+pub(crate) async fn use_cache(
     txn: &DatabaseTransaction,
     team: &str,
     cache: CacheId,
-    user: User,
+    user: CacheUser,
     now: Timestamp,
 ) -> Result<(), UseError> {
     lock_user(txn, user, team, now).await?;
@@ -387,7 +389,7 @@ pub(crate) async fn release(
     txn: &DatabaseTransaction,
     team: &str,
     cache: CacheId,
-    user: User,
+    user: CacheUser,
     now: Timestamp,
 ) -> Result<(), DbErr> {
     let Some(row) = lock_for(txn, team, cache).await? else { return Ok(()) };
@@ -437,7 +439,7 @@ pub(crate) async fn delete(
     if uses.values().any(|uses| uses.used) {
         return Err(DeleteError::InUse(cache));
     }
-    let_go(txn, row.artifact_id, now).await?;
+    release_artifacts(txn, row.artifact_id, now).await?;
     remove(txn, &[row.cache_id]).await?;
     deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, CacheEndReason::Deleted)], now, tombstone)
         .await?;

@@ -15,8 +15,8 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::{self, Located};
-use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::artifacts::{self, LocatedArtifact};
+use crate::caches::{HandOverError, hand_over, release_artifacts, with_bytes};
 use crate::db::entity::{ArtifactState, artifact, task_cache, task_cache_use};
 use crate::db::ids;
 use crate::db::units::micros;
@@ -28,7 +28,7 @@ pub(crate) const BATCH: u64 = 500;
 
 /// Key of a task cache.
 #[derive(Debug, Clone)]
-pub(crate) struct Key {
+pub(crate) struct TaskCacheKey {
     pub(crate) team: String,
     pub(crate) job: String,
     pub(crate) step: String,
@@ -38,10 +38,10 @@ pub(crate) struct Key {
 /// Finds or creates a cache, which counts as a use, and returns its artifact if the bytes exist.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
-    key: &Key,
+    key: &TaskCacheKey,
     ttl: Duration,
     now: Timestamp,
-) -> Result<(CacheId, Option<Located>), DbErr> {
+) -> Result<(CacheId, Option<LocatedArtifact>), DbErr> {
     let fresh = task_cache::Model {
         cache_id: CacheId::new().uuid(),
         team: key.team.clone(),
@@ -153,13 +153,13 @@ pub(crate) enum UseError {
 
 /// Records that a workload, whose holder is locked, uses caches, all or none. Returns the locations
 /// of their latest versions.
-pub(crate) async fn use_them(
+pub(crate) async fn use_caches(
     txn: &DatabaseTransaction,
     team: &str,
     holder: WorkloadId,
     caches: &[CacheId],
     now: Timestamp,
-) -> Result<Vec<Located>, UseError> {
+) -> Result<Vec<LocatedArtifact>, UseError> {
     if caches.is_empty() {
         return Ok(Vec::new());
     }
@@ -183,7 +183,7 @@ pub(crate) async fn use_them(
 async fn sealed_with_bytes(
     txn: &DatabaseTransaction,
     artifacts: impl Iterator<Item = Uuid>,
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     let artifacts: Vec<_> = artifacts.collect();
     if artifacts.is_empty() {
         return Ok(Vec::new());
@@ -194,7 +194,7 @@ async fn sealed_with_bytes(
         .all(txn)
         .await?;
     let located = artifacts::locate_rows(txn, rows).await?;
-    Ok(located.into_iter().filter(Located::has_bytes).collect())
+    Ok(located.into_iter().filter(LocatedArtifact::has_bytes).collect())
 }
 
 async fn touch(
@@ -283,10 +283,10 @@ pub(crate) async fn latest(
 
 /// Filter of task caches of a team.
 #[derive(Debug, Clone)]
-pub(crate) enum Which {
-    One(CacheId),
+pub(crate) enum TaskCacheFilter {
+    Cache(CacheId),
     /// All caches of a job, or of one step, or of one path.
-    Of {
+    Job {
         job: String,
         step: Option<String>,
         path: Option<String>,
@@ -297,14 +297,14 @@ pub(crate) enum Which {
 pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,
-    which: &Which,
+    which: &TaskCacheFilter,
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<u64, DbErr> {
     let mut query = task_cache::Entity::find().filter(task_cache::Column::Team.eq(team));
     query = match which {
-        Which::One(cache) => query.filter(task_cache::Column::CacheId.eq(cache.uuid())),
-        Which::Of { job, step, path } => {
+        TaskCacheFilter::Cache(cache) => query.filter(task_cache::Column::CacheId.eq(cache.uuid())),
+        TaskCacheFilter::Job { job, step, path } => {
             query = query.filter(task_cache::Column::Job.eq(&**job));
             if let Some(step) = step {
                 query = query.filter(task_cache::Column::Step.eq(&**step));
@@ -319,7 +319,7 @@ pub(crate) async fn delete(
     if rows.is_empty() {
         return Ok(0);
     }
-    let_go(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
+    release_artifacts(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
     let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
     let entries: Vec<_> =
         rows.iter().map(|row| LogEntry::of_task_cache(row, CacheEndReason::Deleted)).collect();

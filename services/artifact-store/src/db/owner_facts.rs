@@ -19,19 +19,19 @@ impl resource_cache::Model {
     }
 
     /// Returns the reason for the cache's automatic deletion.
-    pub(crate) fn goes(&self) -> CacheEndReason {
+    pub(crate) fn end_reason(&self) -> CacheEndReason {
         if self.claimed_until.is_some() { CacheEndReason::NotMade } else { CacheEndReason::Unused }
     }
 
     /// Returns the time of the cache's automatic deletion if all of its uses end as scheduled.
     /// `None` if a use has no scheduled end.
-    pub(crate) fn goes_at(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
+    pub(crate) fn deletion_time(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
         let last_use = uses.last_end.map_or(self.last_used, |end| Ord::max(self.last_used, end.0));
         (!uses.endless).then(|| Timestamp(last_use) + ttl)
     }
 
     /// Returns the facts for the retention rule.
-    pub(crate) fn standing(&self, uses: Uses) -> ResourceCache {
+    pub(crate) fn facts(&self, uses: Uses) -> ResourceCache {
         match self.claimed_until {
             Some(until) => ResourceCache::BeingMade { claimed_until: Timestamp(until) },
             None => {
@@ -50,8 +50,8 @@ impl task_cache::Model {
     }
 
     /// Returns when the cache lets go. `used`: whether a workload that is not settled uses it.
-    pub(crate) fn lets_go(&self, used: bool) -> ReleaseTime {
-        TaskCache { used, last_used: Timestamp(self.last_used), ttl: self.ttl }.lets_go()
+    pub(crate) fn release_time(&self, used: bool) -> ReleaseTime {
+        TaskCache { used, last_used: Timestamp(self.last_used), ttl: self.ttl }.release_time()
     }
 }
 
@@ -99,7 +99,7 @@ mod tests {
             (true, Some(at(500)), None),
         ] {
             let uses = Uses { used: true, ended: None, endless, last_end };
-            assert_eq!(cache.goes_at(&uses, ttl), expected);
+            assert_eq!(cache.deletion_time(&uses, ttl), expected);
         }
         for (claimed_until, used, ended, expected) in [
             (None, false, None, ReleaseTime::At(at(110))),
@@ -112,7 +112,7 @@ mod tests {
         ] {
             let cache = resource_cache::Model { claimed_until, ..cache.clone() };
             let uses = Uses { used, ended, ..Uses::default() };
-            assert_eq!(cache.standing(uses).lets_go(ttl), expected);
+            assert_eq!(cache.facts(uses).release_time(ttl), expected);
         }
     }
 }

@@ -60,8 +60,10 @@ pub(super) async fn artifact(
             explanation.lost_at = lost_at(conn, row.artifact_id).await?;
         }
         explanation.kept_by = keepers(conn, question, &row).await?;
-        let unheld = references::unheld(&(&row).into());
-        explanation.goes(question.now, |at| garbage::artifact(&unheld, at, &question.policy));
+        let without_references = references::without_references(&(&row).into());
+        explanation.set_deletion_time(question.now, |at| {
+            garbage::artifact(&without_references, at, &question.policy)
+        });
     }
     explanation.label = row.label;
     Ok(explanation)
@@ -114,17 +116,18 @@ pub(super) async fn orphan(
 }
 
 /// Returns when an artifact will be deleted. `None` if something keeps it indefinitely.
-pub(super) async fn goes_at(
+pub(super) async fn deletion_time(
     conn: &impl ConnectionTrait,
     question: &Question<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
     let holds = keep_periods::of_artifact(conn, question, row.artifact_id).await?;
-    let unheld = references::unheld(&row.into());
+    let without_references = references::without_references(&row.into());
     let last =
         (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
-    let fate =
-        last.and_then(|last| garbage::fate(last, |at| garbage::artifact(&unheld, at, &question.policy)));
+    let fate = last.and_then(|last| {
+        garbage::fate(last, |at| garbage::artifact(&without_references, at, &question.policy))
+    });
     Ok(fate.map(|(at, _)| at))
 }
 
@@ -135,7 +138,7 @@ async fn keepers(
 ) -> Result<Keepers, DbErr> {
     let (id, now) = (row.artifact_id, question.now);
     let held = keep_periods::of_artifact(conn, question, id).await?;
-    let builds = held.first.iter().filter_map(|keeper| match keeper.what {
+    let builds = held.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
@@ -146,7 +149,7 @@ async fn keepers(
         .into_iter()
         .map(|row| (row.build_id, row))
         .collect();
-    let types = held.first.iter().filter_map(|keeper| match keeper.what {
+    let types = held.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::BaseResourceType(id) => Some(id),
         _ => None,
     });
@@ -158,7 +161,7 @@ async fn keepers(
         .map(|row| (row.base_type_id, row))
         .collect();
     let first = held.first.iter().map(|keeper| {
-        let (thing, text) = match keeper.what {
+        let (thing, text) = match keeper.kind {
             KeeperKind::Build(id) => {
                 let which = builds.get(&id.uuid()).map(holders::which_build).unwrap_or_default();
                 (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
@@ -172,24 +175,26 @@ async fn keepers(
                 let text = format!("transfer {id}, which fills it and renews its claim");
                 (Some((Thing::Transfer, id.uuid())), text)
             }
-            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
+            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.kind.to_string()),
             KeeperKind::ResourceCache(id) => {
-                (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string())
+                (Some((Thing::ResourceCache, id.uuid())), keeper.kind.to_string())
             }
-            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
+            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.kind.to_string()),
             KeeperKind::BaseResourceType(id) => {
                 let which = types.get(&id).map(caches::which_type).unwrap_or_default();
                 (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
             }
-            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
-            KeeperKind::Youth | KeeperKind::Reprieve => (None, keeper.what.to_string()),
+            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.kind.to_string()),
+            KeeperKind::Unowned | KeeperKind::Reprieve => (None, keeper.kind.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
     });
     let mut keepers = Keepers::default();
     keepers.add_all(first, &held);
-    if let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, &question.policy) {
-        keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
+    if let Some(keeper) =
+        garbage::unowned_keeper(&references::without_references(&row.into()), now, &question.policy)
+    {
+        keepers.add(Keeper { thing: None, text: keeper.kind.to_string(), until: keeper.until });
     }
     Ok(keepers)
 }

@@ -7,7 +7,7 @@ use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
 use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
-use crate::explain::{Explanation, Keeper, MOST, Question, Stage, Thing, holders};
+use crate::explain::{Explanation, Keeper, MAX, Question, Stage, Thing, holders};
 use crate::marks::cache_uses;
 use crate::marks::references;
 use crate::policy::garbage::KeeperKind;
@@ -31,19 +31,19 @@ pub(super) async fn resource_cache(
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
     let mut uses = cache_uses::uses(conn, &[row.cache_id], question.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
-    match (row.claimed_until.is_some(), row.standing(uses).lets_go(question.resource_cache_ttl)) {
+    match (row.claimed_until.is_some(), row.facts(uses).release_time(question.resource_cache_ttl)) {
         (_, ReleaseTime::NotYet) => {
             users(conn, question, row.cache_id, &mut explanation).await?;
-            explanation.goes_at = row.goes_at(&uses, question.resource_cache_ttl);
+            explanation.goes_at = row.deletion_time(&uses, question.resource_cache_ttl);
             if explanation.goes_at.is_some() {
                 explanation.why = CacheEndReason::Unused.to_string();
             }
         }
         (true, ReleaseTime::At(at)) => {
-            explanation.lets_go(question.now, at, "the claim of its maker", CacheEndReason::NotMade);
+            explanation.set_end(question.now, at, "the claim of its maker", CacheEndReason::NotMade);
         }
         (false, ReleaseTime::At(at)) => {
-            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
+            explanation.set_end(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -56,7 +56,7 @@ async fn users(
     cache: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let users = cache_uses::users(conn, cache, question.now, MOST).await?;
+    let users = cache_uses::users(conn, cache, question.now, MAX).await?;
     name_users(conn, question, users, explanation).await
 }
 
@@ -66,14 +66,14 @@ async fn name_users(
     users: references::Keepers,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let builds = users.first.iter().filter_map(|user| match user.what {
+    let builds = users.first.iter().filter_map(|user| match user.kind {
         KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
     let builds = build::Entity::find().filter(build::Column::BuildId.is_in(builds)).all(conn).await?;
     let builds: HashMap<Uuid, build::Model> = builds.into_iter().map(|row| (row.build_id, row)).collect();
     for user in users.first {
-        let (thing, text) = match user.what {
+        let (thing, text) = match user.kind {
             KeeperKind::Build(id) => {
                 // A build of another team, which uses a shared cache, is named without details.
                 let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
@@ -105,11 +105,11 @@ pub(super) async fn task_cache(
         ..Explanation::of(Thing::TaskCache, row.cache_id, state)
     };
     explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let users = cache_uses::users_of_task_cache(conn, row.cache_id, MOST).await?;
-    match row.lets_go(users.total > 0) {
+    let users = cache_uses::users_of_task_cache(conn, row.cache_id, MAX).await?;
+    match row.release_time(users.total > 0) {
         ReleaseTime::NotYet => name_users(conn, question, users, &mut explanation).await?,
         ReleaseTime::At(at) => {
-            explanation.lets_go(question.now, at, "its last use", CacheEndReason::Unused);
+            explanation.set_end(question.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -141,7 +141,7 @@ pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation
 
 impl Explanation {
     /// Sets the time of an automatic deletion, and what keeps it until then.
-    fn lets_go(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheEndReason) {
+    fn set_end(&mut self, now: Timestamp, at: Timestamp, kept_by: &str, why: CacheEndReason) {
         if at > now {
             self.kept_by.add(Keeper { thing: None, text: kept_by.to_owned(), until: Some(at) });
         }

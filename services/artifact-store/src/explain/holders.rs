@@ -153,7 +153,7 @@ pub(super) async fn transfer(
         let text = "its claim, which it renews until it ends".to_owned();
         explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
         explanation.goes_at = Some(until);
-        explanation.why = MarkReason::ClaimRanOut.to_string();
+        explanation.why = MarkReason::ClaimExpired.to_string();
     }
     Ok(Some(explanation))
 }
@@ -173,10 +173,10 @@ pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> 
     let volumes = Volumes::find_by_statement(volumes).one(conn).await?;
     let (volumes, bytes) = volumes.map(|row| (size(row.number), size(row.bytes))).unwrap_or_default();
     let containers = container::Entity::find().filter(container::Column::WorkerId.eq(id)).count(conn).await?;
-    let aside = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id)).count(conn).await?;
+    let orphans = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id)).count(conn).await?;
     let mut label = format!("{} and {}", count(volumes, "volume"), count(containers, "container"));
-    if aside > 0 {
-        label.push_str(&format!(", and {aside} orphaned"));
+    if orphans > 0 {
+        label.push_str(&format!(", and {orphans} orphaned"));
     }
     let mut explanation =
         Explanation { label, size_bytes: bytes, ..Explanation::of(Thing::Worker, id, Stage::Known) };

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use crate::caches::task_caches;
 use crate::db::entity::{resource_cache, task_cache};
 use crate::db::ids;
-use crate::explain::{MOST, Question};
+use crate::explain::{MAX, Question};
 use crate::marks::cache_uses;
 use crate::marks::references::{self, Keepers};
 use crate::policy::garbage::{self, Keeper, KeeperKind};
@@ -20,7 +20,7 @@ use crate::policy::retention::ReleaseTime;
 
 /// Maximum number of references that are judged. If there are more, the time of the deletion is
 /// unknown.
-const MOST_JUDGED: u64 = 10_000;
+const MAX_JUDGED: u64 = 10_000;
 
 /// References that keep an item, and until when.
 #[derive(Debug, Clone, Default)]
@@ -40,7 +40,7 @@ pub(super) async fn of_artifact(
     question: &Question<'_>,
     artifact: Uuid,
 ) -> Result<Holds, DbErr> {
-    let mut found = references::keepers(conn, &[artifact], question.now, MOST_JUDGED).await?;
+    let mut found = references::keepers(conn, &[artifact], question.now, MAX_JUDGED).await?;
     judged(conn, question, found.remove(&artifact).unwrap_or_default()).await
 }
 
@@ -50,7 +50,7 @@ pub(super) async fn of_volume(
     question: &Question<'_>,
     parent: Uuid,
 ) -> Result<Holds, DbErr> {
-    judged(conn, question, references::children(conn, parent, MOST_JUDGED).await?).await
+    judged(conn, question, references::children(conn, parent, MAX_JUDGED).await?).await
 }
 
 /// Returns until when volumes of ended attempts are kept. Omits volumes with children, and volumes
@@ -60,7 +60,7 @@ pub(super) async fn volumes_until(
     question: &Question<'_>,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
-    let left = references::left_volumes(conn, volumes).await?;
+    let left = references::volumes_of_ended_attempts(conn, volumes).await?;
     let alone = left.into_iter().filter(|volume| !volume.has_live_child);
     let until = alone.map(|volume| {
         let touched_at = volume.touched_at.map(Timestamp);
@@ -78,7 +78,7 @@ async fn judged(
     let Keepers { mut first, total } = keepers;
     let (mut resource_caches, mut task_caches, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
     for keeper in &first {
-        match keeper.what {
+        match keeper.kind {
             KeeperKind::ResourceCache(id) => resource_caches.push(id.uuid()),
             KeeperKind::TaskCache(id) => task_caches.push(id.uuid()),
             KeeperKind::Volume(handle) => volumes.push(handle.uuid()),
@@ -89,7 +89,7 @@ async fn judged(
     known.extend(task_caches_until(conn, &task_caches).await?);
     known.extend(volumes_until(conn, question, volumes).await?);
     for keeper in &mut first {
-        match keeper.what {
+        match keeper.kind {
             KeeperKind::ResourceCache(id) | KeeperKind::TaskCache(id) => {
                 keeper.until = known.get(&id.uuid()).copied();
             }
@@ -97,9 +97,9 @@ async fn judged(
             _ => {}
         }
     }
-    let endless = total > MOST_JUDGED || first.iter().any(|keeper| keeper.until.is_none());
+    let endless = total > MAX_JUDGED || first.iter().any(|keeper| keeper.until.is_none());
     let until = first.iter().filter_map(|keeper| keeper.until).max();
-    first.truncate(usize::try_from(MOST).unwrap_or(usize::MAX));
+    first.truncate(usize::try_from(MAX).unwrap_or(usize::MAX));
     Ok(Holds { first, total, endless, until })
 }
 
@@ -117,7 +117,7 @@ async fn resource_caches_until(
     let rows = resource_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| {
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
-        Some((row.cache_id, row.goes_at(&uses, question.resource_cache_ttl)?))
+        Some((row.cache_id, row.deletion_time(&uses, question.resource_cache_ttl)?))
     });
     Ok(until.collect())
 }
@@ -133,7 +133,7 @@ async fn task_caches_until(
     let in_use = task_caches::in_use(conn, caches).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = task_cache::Entity::find().filter(among).all(conn).await?;
-    let until = rows.into_iter().filter_map(|row| match row.lets_go(in_use.contains(&row.cache_id)) {
+    let until = rows.into_iter().filter_map(|row| match row.release_time(in_use.contains(&row.cache_id)) {
         ReleaseTime::At(at) => Some((row.cache_id, at)),
         ReleaseTime::NotYet => None,
     });

@@ -31,7 +31,7 @@ use crate::policy::garbage::{self, Policy, Verdict};
 use keep_periods::Holds;
 
 /// Maximum number of items in a list.
-const MOST: u64 = 50;
+const MAX: u64 = 50;
 
 /// Kind of an item that has an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -148,7 +148,7 @@ impl Explanation {
 
     /// Sets the time of the deletion if all references have scheduled ends. `judge` judges the item
     /// without references.
-    fn goes(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
+    fn set_deletion_time(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
         if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::fate(last, judge)) {
             self.goes_at = Some(at);
             self.why = why.to_string();
@@ -328,10 +328,10 @@ where
     E: EntityTrait,
     E::Model: Send + Sync,
 {
-    let ids = query.clone().select_only().column(column).order_by_asc(column).limit(MOST);
+    let ids = query.clone().select_only().column(column).order_by_asc(column).limit(MAX);
     let ids: Vec<Uuid> = ids.into_tuple().all(conn).await?;
     let named = u64::try_from(ids.len()).unwrap_or(u64::MAX);
-    let total = if named < MOST { named } else { query.count(conn).await? };
+    let total = if named < MAX { named } else { query.count(conn).await? };
     Ok(Relation { relation, thing, ids, total })
 }
 

@@ -11,7 +11,7 @@ use crate::explain::{
     related,
 };
 use crate::marks::references;
-use crate::policy::garbage::{self, Belonging, ContainerFacts, KeeperKind, VolumeFacts};
+use crate::policy::garbage::{self, ContainerFacts, KeeperKind, VolumeFacts, VolumeLifetime};
 
 pub(super) async fn volume(
     conn: &impl ConnectionTrait,
@@ -50,10 +50,10 @@ pub(super) async fn volume(
         return Ok(Some(explanation));
     };
     keep_for_children(conn, question, row.handle, &mut explanation).await?;
-    let keeper = match facts.belongs {
-        Belonging::ToArtifact { artifact_marked: true, .. } => None,
-        Belonging::ToArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
-        Belonging::ToArtifact { claimed_until: Some(until), .. } => {
+    let keeper = match facts.lifetime {
+        VolumeLifetime::OfArtifact { artifact_marked: true, .. } => None,
+        VolumeLifetime::OfArtifact { claimed_until: None, .. } => of_artifact(conn, question, &row).await?,
+        VolumeLifetime::OfArtifact { claimed_until: Some(until), .. } => {
             let text = row.transfer_id.map_or_else(
                 || "its gateway, which imports into it and renews its claim".to_owned(),
                 |id| format!("transfer {id}, which fills it and renews its claim"),
@@ -61,8 +61,8 @@ pub(super) async fn volume(
             let thing = row.transfer_id.map(|id| (Thing::Transfer, id));
             (until > question.now).then_some(Keeper { thing, text, until: Some(until) })
         }
-        Belonging::ToAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
-        Belonging::ToAttempt { ended_at: Some(ended_at), .. } => {
+        VolumeLifetime::OfAttempt { ended_at: None, .. } => row.attempt_id.map(goes_on),
+        VolumeLifetime::OfAttempt { ended_at: Some(ended_at), .. } => {
             let until = keep_periods::volumes_until(conn, question, [row.handle]).await?;
             let until = until.get(&row.handle).copied();
             grace(question, until.unwrap_or(ended_at + question.policy.gc_grace))
@@ -74,17 +74,17 @@ pub(super) async fn volume(
     // The facts after the last reference has ended.
     let left = VolumeFacts {
         has_live_child: false,
-        belongs: match facts.belongs {
-            Belonging::ToArtifact { claimed_until: None, .. } => {
-                Belonging::ToArtifact { artifact_marked: true, claimed_until: None }
+        lifetime: match facts.lifetime {
+            VolumeLifetime::OfArtifact { claimed_until: None, .. } => {
+                VolumeLifetime::OfArtifact { artifact_marked: true, claimed_until: None }
             }
-            Belonging::ToAttempt { ended_at, .. } => {
-                Belonging::ToAttempt { ended_at, has_live_container: false }
+            VolumeLifetime::OfAttempt { ended_at, .. } => {
+                VolumeLifetime::OfAttempt { ended_at, has_live_container: false }
             }
-            claimed @ Belonging::ToArtifact { .. } => claimed,
+            claimed @ VolumeLifetime::OfArtifact { .. } => claimed,
         },
     };
-    explanation.goes(question.now, |at| garbage::volume(&left, at, &question.policy));
+    explanation.set_deletion_time(question.now, |at| garbage::volume(&left, at, &question.policy));
     Ok(Some(explanation))
 }
 
@@ -131,7 +131,7 @@ async fn keep_for_children(
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
     let children = keep_periods::of_volume(conn, question, parent).await?;
-    let first = children.first.iter().filter_map(|keeper| match keeper.what {
+    let first = children.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::Volume(handle) => Some((handle.uuid(), keeper.until)),
         _ => None,
     });
@@ -149,7 +149,7 @@ async fn of_artifact(
 ) -> Result<Option<Keeper>, DbErr> {
     let Some(id) = row.artifact_id else { return Ok(None) };
     let Some(artifact) = artifact::Entity::find_by_id(id).one(conn).await? else { return Ok(None) };
-    let until = artifacts::goes_at(conn, question, &artifact).await?;
+    let until = artifacts::deletion_time(conn, question, &artifact).await?;
     let text = format!("artifact {id}, of which it is a replica");
     Ok(Some(Keeper { thing: Some((Thing::Artifact, id)), text, until }))
 }
@@ -188,7 +188,7 @@ pub(super) async fn container(
         explanation.kept_by.add(keeper);
     }
     let facts = ContainerFacts { attempt_ended_at, touched_at };
-    explanation.goes(question.now, |at| garbage::container(&facts, at, &question.policy));
+    explanation.set_deletion_time(question.now, |at| garbage::container(&facts, at, &question.policy));
     Ok(Some(explanation))
 }
 

@@ -16,7 +16,7 @@ pub(super) struct BatchSize {
 }
 
 /// Maximum number of rows in a batch.
-const MOST: u64 = 10_000;
+const MAX: u64 = 10_000;
 
 impl BatchSize {
     /// Returns the initial batch size.
@@ -34,7 +34,7 @@ impl BatchSize {
     pub(super) fn took(&mut self, took: Duration) {
         let fits = self.aim.as_secs_f64() / took.as_secs_f64().max(1e-6);
         let rows = self.rows as f64 * fits.clamp(0.1, 2.0);
-        self.rows = (rows as u64).clamp(self.fewest, MOST);
+        self.rows = (rows as u64).clamp(self.fewest, MAX);
     }
 }
 

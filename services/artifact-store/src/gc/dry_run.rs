@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use sea_orm::{DatabaseTransaction, DbErr};
 
 use crate::app::Store;
-use crate::gc::{Collected, Settings, Step, make_all_due};
+use crate::gc::{CollectedItem, Settings, Step, make_all_due};
 
 /// Maximum duration of the transaction, in seconds. Writers that wait for its locks give up after
 /// ten seconds.
@@ -19,51 +19,55 @@ const ROWS: u64 = 2000;
 
 /// Result of a dry run.
 #[derive(Debug, Default)]
-pub(crate) struct WouldGo {
-    pub(crate) collected: Vec<Collected>,
+pub(crate) struct DryRunResult {
+    pub(crate) collected: Vec<CollectedItem>,
     /// Whether the list may be incomplete, because it is long enough or the time is over.
     pub(crate) is_cut_off: bool,
 }
 
 /// Error that rolls back the transaction of a dry run.
 #[derive(Debug, thiserror::Error)]
-enum RolledBack {
+enum DryRunEnd {
     #[error("a dry run changes nothing")]
-    Done(WouldGo),
+    Done(DryRunResult),
     #[error("database failed during a dry run")]
     Database(#[from] DbErr),
 }
 
 /// Returns what a round would mark, at least the first `most` items.
-pub(crate) async fn round(store: &Store, most: usize) -> Result<WouldGo, DbErr> {
+pub(crate) async fn round(store: &Store, most: usize) -> Result<DryRunResult, DbErr> {
     let settings = Settings { batch: ROWS, ..Settings::of(store) };
     let run = store.db.write(|txn| async move {
-        let would_go = run_batches(&txn, &settings, most).await?;
-        Err::<WouldGo, _>(RolledBack::Done(would_go))
+        let result = run_batches(&txn, &settings, most).await?;
+        Err::<DryRunResult, _>(DryRunEnd::Done(result))
     });
     match run.await {
-        Ok(would_go) | Err(RolledBack::Done(would_go)) => Ok(would_go),
-        Err(RolledBack::Database(error)) => Err(error),
+        Ok(result) | Err(DryRunEnd::Done(result)) => Ok(result),
+        Err(DryRunEnd::Database(error)) => Err(error),
     }
 }
 
 /// Runs the batches of all steps that mark.
-async fn run_batches(txn: &DatabaseTransaction, settings: &Settings, most: usize) -> Result<WouldGo, DbErr> {
+async fn run_batches(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    most: usize,
+) -> Result<DryRunResult, DbErr> {
     let begun = Instant::now();
-    let mut would_go = WouldGo::default();
+    let mut result = DryRunResult::default();
     make_all_due(txn, settings).await?;
     for step in Step::MARKING {
         while step.is_due(txn, settings).await? {
             let batch = step.run(txn, settings).await?;
-            would_go.collected.extend(batch.collected);
-            would_go.is_cut_off = would_go.collected.len() >= most || begun.elapsed() > LIMIT;
-            if would_go.is_cut_off {
-                return Ok(would_go);
+            result.collected.extend(batch.collected);
+            result.is_cut_off = result.collected.len() >= most || begun.elapsed() > LIMIT;
+            if result.is_cut_off {
+                return Ok(result);
             }
-            if !batch.looked {
+            if !batch.checked {
                 break;
             }
         }
     }
-    Ok(would_go)
+    Ok(result)
 }

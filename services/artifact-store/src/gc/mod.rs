@@ -29,7 +29,7 @@
 //!
 //! Invariant: an item without references is checked eventually. The transaction that judges a row
 //! also sets its next check.
-//! If a row is kept until an event ([`NextLook::WhenTold`]), it has no next check, and the
+//! If a row is kept until an event ([`NextCheck::OnEvent`]), it has no next check, and the
 //! transaction of that event sets one ([`crate::marks::schedule`]). If it is kept by something that
 //! may end without an event, it is checked again after a fixed time. An extra check costs only
 //! time.
@@ -58,12 +58,12 @@ use uuid::Uuid;
 use crate::app::Store;
 use crate::artifacts::replicas;
 use crate::db::ids;
-use crate::policy::garbage::{Collected, Kind, MarkReason, NextLook, Policy};
+use crate::policy::garbage::{CollectedItem, Kind, MarkReason, NextCheck, Policy};
 use crate::{builds, caches as cache_rows, clock};
 use batch_size::BatchSize;
 
 /// Time after which a row is checked again whose references may end without an event.
-const LATER: Duration = Duration::from_secs(60);
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Time and settings of a round.
 #[derive(Debug, Clone, Copy)]
@@ -93,11 +93,11 @@ impl Settings {
     }
 
     /// Returns the value of the column `look_at`.
-    fn column(&self, look: NextLook) -> Option<i64> {
+    fn column(&self, look: NextCheck) -> Option<i64> {
         match look {
-            NextLook::WhenTold => None,
-            NextLook::At(at) => Some(at.0),
-            NextLook::Later => Some((self.now + LATER).0),
+            NextCheck::OnEvent => None,
+            NextCheck::At(at) => Some(at.0),
+            NextCheck::Later => Some((self.now + RECHECK_INTERVAL).0),
         }
     }
 }
@@ -106,7 +106,7 @@ impl Settings {
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
     // The last time at which a round ended expired terms, and the delay after which missing
     // renewals prove nothing.
-    let mut looked = store.now();
+    let mut checked = store.now();
     let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
         let pause = clock::jittered(store.config.collect_interval);
@@ -115,11 +115,11 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
             () = tokio::time::sleep(pause) => {}
         }
         let collected = async {
-            if store.now().since(looked) > blindness {
+            if store.now().since(checked) > blindness {
                 tracing::warn!("collector was delayed: extending the terms of transfers, builds and caches");
                 extend_terms(&store).await?;
             }
-            run_round(&store, &stopping, &mut looked).await
+            run_round(&store, &stopping, &mut checked).await
         };
         match collected.await {
             Ok(collected) if collected.is_empty() => {}
@@ -149,7 +149,10 @@ pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
 
 /// Runs a round for an operator. It also checks rows that would be checked after a fixed time,
 /// because their references may have ended.
-pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
+pub(crate) async fn full_round(
+    store: &Store,
+    stopping: &CancellationToken,
+) -> Result<Vec<CollectedItem>, DbErr> {
     let settings = Settings::of(store);
     store.db.write(|txn| async move { make_all_due(&txn, &settings).await }).await?;
     round(store, stopping).await
@@ -162,7 +165,7 @@ async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<
         ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches", "tombstones"]
     {
         let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
-        let values = [settings.now.0.into(), (settings.now + LATER).0.into()];
+        let values = [settings.now.0.into(), (settings.now + RECHECK_INTERVAL).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
         txn.execute_raw(statement).await?;
     }
@@ -170,21 +173,21 @@ async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<
 }
 
 /// Marks current garbage, and wakes the sweep streams. If the store stops, it ends after the current batch.
-pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
+pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<CollectedItem>, DbErr> {
     run_round(store, stopping, &mut store.now()).await
 }
 
-/// Runs a round like [`round`], and sets `looked` when all steps that end expired terms are done.
+/// Runs a round like [`round`], and sets `checked` when all steps that end expired terms are done.
 async fn run_round(
     store: &Store,
     stopping: &CancellationToken,
-    looked: &mut Timestamp,
-) -> Result<Vec<Collected>, DbErr> {
+    checked: &mut Timestamp,
+) -> Result<Vec<CollectedItem>, DbErr> {
     let settings = Settings::of(store);
     let mut collected = Vec::new();
     for step in Step::ALL {
         if step == Step::AFTER_TERMS {
-            *looked = store.now();
+            *checked = store.now();
         }
         let mut pace = BatchSize::of(store);
         let mut side_by_side = false;
@@ -200,13 +203,13 @@ async fn run_round(
             pace.took(begun.elapsed());
             // There is more than one batch. PostgreSQL executes one while the other reads.
             side_by_side = !store.db.is_sqlite() && step.has_slices_apart();
-            let (mut looked, mut failed) = (false, None);
+            let (mut checked, mut failed) = (false, None);
             for slice in slices {
                 match slice {
                     Ok(batch) => {
-                        looked |= batch.looked;
+                        checked |= batch.checked;
                         store.sweep_wakers.wake(batch.workers);
-                        store.feed.tell(&batch.collected);
+                        store.feed.publish(&batch.collected);
                         collected.extend(batch.collected);
                     }
                     Err(error) => failed = Some(error),
@@ -217,7 +220,7 @@ async fn run_round(
             if stopping.is_cancelled() {
                 return Ok(collected);
             }
-            if !looked {
+            if !checked {
                 // Other transactions have locked the remaining rows.
                 break;
             }
@@ -246,8 +249,8 @@ enum Step {
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
     /// Whether it checked any row.
-    looked: bool,
-    collected: Vec<Collected>,
+    checked: bool,
+    collected: Vec<CollectedItem>,
     workers: Vec<WorkerId>,
 }
 
@@ -331,15 +334,15 @@ impl Step {
             txn.execute_unprepared("SET LOCAL plan_cache_mode = force_generic_plan").await?;
         }
         match self {
-            Self::Builds => steps::builds::look(txn, settings).await,
-            Self::ResourceCaches => steps::caches::look_at_resource_caches(txn, settings).await,
-            Self::TaskCaches => steps::caches::look_at_task_caches(txn, settings).await,
-            Self::Attempts => steps::attempts::look(txn, settings).await,
-            Self::Claims => steps::claims::look(txn, settings).await,
-            Self::Artifacts => steps::artifacts::look(txn, settings).await,
-            Self::Deleted => steps::deleted::look(txn, settings).await,
-            Self::Holders => steps::holders::look(txn, settings).await,
-            Self::DeletionLog => steps::deletion_log::look(txn, settings).await,
+            Self::Builds => steps::builds::check_due(txn, settings).await,
+            Self::ResourceCaches => steps::caches::check_resource_caches(txn, settings).await,
+            Self::TaskCaches => steps::caches::check_task_caches(txn, settings).await,
+            Self::Attempts => steps::attempts::check_due(txn, settings).await,
+            Self::Claims => steps::claims::check_due(txn, settings).await,
+            Self::Artifacts => steps::artifacts::check_due(txn, settings).await,
+            Self::Deleted => steps::deleted::check_due(txn, settings).await,
+            Self::Holders => steps::holders::check_due(txn, settings).await,
+            Self::DeletionLog => steps::deletion_log::check_due(txn, settings).await,
             Self::Losses => steps::losses::notice(txn, settings).await,
             Self::OldLosses => steps::losses::forget(txn, settings).await,
         }
@@ -388,12 +391,12 @@ async fn lock_due<E: Scheduled>(
 }
 
 /// Sets the next check of rows.
-async fn look_next<E: Scheduled>(
+async fn schedule_next<E: Scheduled>(
     txn: &DatabaseTransaction,
     settings: &Settings,
-    looks: &[(Uuid, NextLook)],
+    checks: &[(Uuid, NextCheck)],
 ) -> Result<(), DbErr> {
-    if looks.is_empty() {
+    if checks.is_empty() {
         return Ok(());
     }
     let backend = txn.get_database_backend();
@@ -402,12 +405,12 @@ async fn look_next<E: Scheduled>(
     let next = ids::pairs_query(backend, 1);
     let sql =
         format!("UPDATE {table} SET look_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
-    let pairs = ids::pairs(looks.iter().map(|(id, look)| (*id, settings.column(*look))));
+    let pairs = ids::pairs(checks.iter().map(|(id, look)| (*id, settings.column(*look))));
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [pairs])).await.map(drop)
 }
 
 /// Groups marked items by reason.
-fn by_reason(collected: &[Collected]) -> HashMap<MarkReason, Vec<Uuid>> {
+fn by_reason(collected: &[CollectedItem]) -> HashMap<MarkReason, Vec<Uuid>> {
     let mut by_reason: HashMap<_, Vec<_>> = HashMap::new();
     for collected in collected {
         by_reason.entry(collected.why).or_default().push(collected.id);

@@ -26,14 +26,14 @@ use tokio::task::JoinSet;
 use crate::artifacts::replicas::{self, Plan};
 use crate::artifacts::restore::{self, KeptBy};
 use crate::builds::NewBuild;
-use crate::caches::resource_caches::{self, Ask, Found, User};
-use crate::caches::task_caches::{self, Key};
+use crate::caches::resource_caches::{self, CacheOutcome, CacheRequest, CacheUser};
+use crate::caches::task_caches::{self, TaskCacheKey};
 use crate::db::entity::{BuildStatus, Purpose};
 use crate::db::migrations::Schema;
 use crate::gc::{self, Settings};
 use crate::inventory::sweep;
 use crate::inventory::{self, orphans};
-use crate::inventory::{NeededVolume, Needs, StartsWith};
+use crate::inventory::{AttemptNeeds, NeededVolume, VolumeSource};
 use crate::pins::{self, PinRequest, Settlement};
 use crate::policy::garbage::Policy;
 use crate::{artifacts, builds};
@@ -116,11 +116,11 @@ struct Target {
     claims: SessionClaims,
     /// A worker without a replica, with an orphaned volume of the artifact's bytes.
     elsewhere: WorkerId,
-    aside: VolumeHandle,
+    orphan: VolumeHandle,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Failed {
+enum PartyError {
     #[error("refused")]
     Refused,
     #[error(transparent)]
@@ -148,7 +148,7 @@ impl Target {
         let (artifact, build, worker) = (ArtifactId::new(), BuildId::new(), WorkerId::new());
         let digest = artifact.uuid().as_bytes().repeat(2);
         let digest = Digest::try_from(&digest[..]).expect("32 bytes");
-        let (elsewhere, aside) = (WorkerId::new(), VolumeHandle::new());
+        let (elsewhere, orphan) = (WorkerId::new(), VolumeHandle::new());
         for worker in [worker, elsewhere] {
             execute(db, "INSERT INTO workers VALUES ($1, 1, 1, 1, 0)", vec![worker.uuid().into()]).await;
         }
@@ -170,7 +170,7 @@ impl Target {
             db,
             "INSERT INTO orphans (handle, kind, worker_id, first_seen_at, judged_after, described, team, artifact_id, digest, size_bytes)
              VALUES ($1, 'volume', $2, 0, 0, TRUE, 'main', $3, $4, 0)",
-            vec![aside.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+            vec![orphan.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
         )
         .await;
         execute(
@@ -221,7 +221,7 @@ impl Target {
             session: Session(1),
             instance: GatewayInstance::new(),
         };
-        Self { marker, artifact, digest, build, claims, elsewhere, aside }
+        Self { marker, artifact, digest, build, claims, elsewhere, orphan }
     }
 
     /// Returns the cache that owns the artifact, which has the same id.
@@ -230,7 +230,7 @@ impl Target {
     }
 
     /// Adds the reference.
-    async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), Failed> {
+    async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), PartyError> {
         let refused = match reference {
             Reference::Pin => {
                 let used = PinRequest {
@@ -257,14 +257,14 @@ impl Target {
                 adopted.is_ok_and(|adopted| adopted.is_none())
             }
             Reference::ChildVolume => {
-                let needs = Needs {
+                let needs = AttemptNeeds {
                     holder: WorkloadId::new(),
                     attempt: AttemptId::new(),
                     team: TEAM.to_owned(),
                     volumes: vec![NeededVolume {
                         name: "in".to_owned(),
                         purpose: Purpose::Input,
-                        from: Some(StartsWith::Artifact(self.artifact)),
+                        from: Some(VolumeSource::Artifact(self.artifact)),
                         output: None,
                     }],
                     unreachable: HashSet::new(),
@@ -272,7 +272,7 @@ impl Target {
                 inventory::prepare(txn, &self.claims, &needs, NOW).await.is_err()
             }
             Reference::ResourceCache => {
-                let ask = Ask {
+                let cache_request = CacheRequest {
                     team: TEAM.to_owned(),
                     shared: false,
                     key: self.digest,
@@ -282,14 +282,16 @@ impl Target {
                     params: String::new(),
                     user: None,
                 };
-                let found = resource_caches::find_or_create(txn, &ask, NOW, PATIENCE)
+                let found = resource_caches::find_or_create(txn, &cache_request, NOW, PATIENCE)
                     .await
                     .expect("it is to be made");
-                assert!(matches!(found.1, Found::Yours), "{found:?}");
-                resource_caches::put(txn, TEAM, ask.claim, self.artifact, NOW, PATIENCE).await.is_err()
+                assert!(matches!(found.1, CacheOutcome::Yours), "{found:?}");
+                resource_caches::put(txn, TEAM, cache_request.claim, self.artifact, NOW, PATIENCE)
+                    .await
+                    .is_err()
             }
             Reference::TaskCache => {
-                let key = Key {
+                let key = TaskCacheKey {
                     team: TEAM.to_owned(),
                     job: self.artifact.to_string(),
                     step: "step".to_owned(),
@@ -314,7 +316,7 @@ impl Target {
             Reference::ReplicaOrphaned => {
                 let adoption = orphans::Adoption {
                     team: TEAM.to_owned(),
-                    volume: self.aside,
+                    volume: self.orphan,
                     worker: Some(self.elsewhere),
                     artifact: None,
                     kept_by: KeptBy::Build(self.build),
@@ -322,16 +324,16 @@ impl Target {
                 orphans::adopt(txn, &adoption, NOW).await.is_err()
             }
             Reference::ResourceCacheUse => {
-                let user = User::Workload(WorkloadId::new());
-                resource_caches::use_it(txn, TEAM, self.cache(), user, NOW).await.is_err()
+                let user = CacheUser::Workload(WorkloadId::new());
+                resource_caches::use_cache(txn, TEAM, self.cache(), user, NOW).await.is_err()
             }
             Reference::TaskCacheUse => {
                 let holder = WorkloadId::new();
                 crate::holders::lock(txn, holder, TEAM, NOW).await.expect("no other has it");
-                task_caches::use_them(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
+                task_caches::use_caches(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
             }
         };
-        if refused { Err(Failed::Refused) } else { Ok(()) }
+        if refused { Err(PartyError::Refused) } else { Ok(()) }
     }
 
     /// Returns whether the artifact is marked, or the cache deleted.
@@ -375,9 +377,9 @@ impl Party {
         self,
         db: Database,
         part: impl Fn(db::Transaction) -> F + Send + Sync,
-    ) -> Result<(), Failed>
+    ) -> Result<(), PartyError>
     where
-        F: Future<Output = Result<(), Failed>> + Send,
+        F: Future<Output = Result<(), PartyError>> + Send,
     {
         db.write(|txn| {
             let done = part(txn);
@@ -452,12 +454,12 @@ async fn interleave(
         both.spawn(async move {
             let part = |txn: db::Transaction| async move {
                 match marker {
-                    Marker::Artifacts => gc::steps::artifacts::look(&txn, &settings).await?,
-                    Marker::Builds => gc::steps::builds::look(&txn, &settings).await?,
+                    Marker::Artifacts => gc::steps::artifacts::check_due(&txn, &settings).await?,
+                    Marker::Builds => gc::steps::builds::check_due(&txn, &settings).await?,
                     Marker::ResourceCaches => {
-                        gc::steps::caches::look_at_resource_caches(&txn, &settings).await?
+                        gc::steps::caches::check_resource_caches(&txn, &settings).await?
                     }
-                    Marker::TaskCaches => gc::steps::caches::look_at_task_caches(&txn, &settings).await?,
+                    Marker::TaskCaches => gc::steps::caches::check_task_caches(&txn, &settings).await?,
                 };
                 Ok(())
             };
@@ -521,9 +523,9 @@ async fn artifact_of_late_renewed_build_is_not_marked() {
     });
     tokio::time::timeout(PATIENCE, renews.reached.notified()).await.expect("nothing holds it up");
     let settings = settings();
-    db.write(|txn| async move { gc::steps::builds::look(&txn, &settings).await.map(drop) })
+    db.write(|txn| async move { gc::steps::builds::check_due(&txn, &settings).await.map(drop) })
         .await
-        .expect("looked");
+        .expect("checked");
     renews.go.notify_one();
     renewal.join_all().await;
     assert!(target.is_used(&db).await && !target.is_marked(&db).await);
@@ -560,7 +562,7 @@ async fn build_ends_when_its_workload_settles_concurrently() {
             both.spawn(async move {
                 let part = |txn: db::Transaction| {
                     let new = new.clone();
-                    async move { builds::put_build(&txn, &new, NOW).await.map_err(|_| Failed::Refused) }
+                    async move { builds::put_build(&txn, &new, NOW).await.map_err(|_| PartyError::Refused) }
                 };
                 // A rejection means that it was too late.
                 _ = party.run(db, part).await;
@@ -573,7 +575,7 @@ async fn build_ends_when_its_workload_settles_concurrently() {
                     let settlement = settlement.clone();
                     async move {
                         let settled = pins::settle(&txn, &settlement, NOW, PATIENCE).await;
-                        settled.map(drop).map_err(|_| Failed::Refused)
+                        settled.map(drop).map_err(|_| PartyError::Refused)
                     }
                 };
                 party.run(db, part).await.expect("settled");
@@ -655,9 +657,9 @@ async fn restoring_and_handing_out_exclude_each_other() {
                             let kept_by = KeptBy::Reprieve(Duration::from_secs(1));
                             let undeleted =
                                 restore::undelete(&txn, TEAM, target.artifact, kept_by, NOW).await;
-                            undeleted.map_err(|_| Failed::Refused)
+                            undeleted.map_err(|_| PartyError::Refused)
                         } else {
-                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| Failed::Refused)
+                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| PartyError::Refused)
                         }
                     }
                 };

@@ -293,7 +293,7 @@ async fn rounds(connection: &DatabaseConnection, asked: &StatementLog) -> (Vec<S
                 let batch = step.run(&txn, &settings()).await.expect("run");
                 txn.commit().await.expect("committed");
                 marked += batch.collected.len();
-                if !batch.looked {
+                if !batch.checked {
                     break;
                 }
             }

@@ -33,7 +33,7 @@ pub(crate) enum DisposeError {
 
 /// Marks the container and volumes that a gateway could not create for an attempt. Returns the
 /// affected workers.
-pub(crate) async fn failed(
+pub(crate) async fn mark_failed(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     container: Option<ContainerHandle>,
@@ -55,7 +55,7 @@ pub(crate) async fn failed(
         .lock_exclusive()
         .all(txn)
         .await?;
-    sweep_queue::show(txn, &mut volumes).await?;
+    sweep_queue::merge_marks(txn, &mut volumes).await?;
     volumes.retain(|row| !row.state.is_garbage());
     if let Some(replica) = volumes.iter().find(|row| row.purpose == Purpose::Replica) {
         return Err(DisposeError::Replica(VolumeHandle::from_uuid(replica.handle)));
@@ -120,7 +120,7 @@ pub(crate) async fn mark_volume(
         attempt::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
     }
     let row = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await?;
-    let row = sweep_queue::shown(txn, row.ok_or(DisposeError::VolumeNotFound(handle))?).await?;
+    let row = sweep_queue::merge_mark(txn, row.ok_or(DisposeError::VolumeNotFound(handle))?).await?;
     if row.state.is_garbage() {
         return Ok(Vec::new());
     }

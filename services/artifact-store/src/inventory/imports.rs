@@ -55,7 +55,7 @@ pub(crate) struct ProvidedItem {
 
 /// The artifact and volume of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedImport {
     pub(crate) artifact: ArtifactId,
     pub(crate) volume: VolumeHandle,
     /// Whether the import is complete.
@@ -82,14 +82,14 @@ pub(crate) enum PrepareError {
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    brought: &ProvidedItem,
+    provided: &ProvidedItem,
     now: Timestamp,
     term: Duration,
-) -> Result<(Prepared, Vec<WorkerId>), PrepareError> {
+) -> Result<(PreparedImport, Vec<WorkerId>), PrepareError> {
     let worker = fence(txn, claims).await?;
-    let row = find_or_begin(txn, claims.worker, brought).await?;
-    let is_same = row.version == brought.version && row.path == brought.path;
-    let owned = owned(txn, claims.worker, &brought.resource_type).await?;
+    let row = find_or_create_import(txn, claims.worker, provided).await?;
+    let is_same = row.version == provided.version && row.path == provided.path;
+    let owned = lock_owner(txn, claims.worker, &provided.resource_type).await?;
     let artifact = artifact::Entity::find_by_id(row.artifact_id).lock_exclusive().one(txn).await?;
     let state = artifact.map(|artifact| artifact.state);
     let mut marked = Vec::new();
@@ -98,7 +98,7 @@ pub(crate) async fn prepare(
             let artifact = ArtifactId::from_uuid(row.artifact_id);
             if let Some(replica) = replica(txn, claims.worker, artifact).await? {
                 let volume = VolumeHandle::from_uuid(replica);
-                return Ok((Prepared { artifact, volume, is_imported: true }, Vec::new()));
+                return Ok((PreparedImport { artifact, volume, is_imported: true }, Vec::new()));
             }
             (new_artifact(txn, now).await?, None)
         }
@@ -132,32 +132,32 @@ pub(crate) async fn prepare(
         forget_failure(txn, row.import_id).await?;
     }
     import::Entity::update_many()
-        .col_expr(import::Column::Version, Expr::value(&*brought.version))
-        .col_expr(import::Column::Path, Expr::value(&*brought.path))
+        .col_expr(import::Column::Version, Expr::value(&*provided.version))
+        .col_expr(import::Column::Path, Expr::value(&*provided.path))
         .col_expr(import::Column::ArtifactId, Expr::value(artifact.uuid()))
         .col_expr(import::Column::Volume, Expr::value(volume.uuid()))
         .filter(import::Column::ImportId.eq(row.import_id))
         .exec(txn)
         .await?;
-    Ok((Prepared { artifact, volume, is_imported: false }, marked))
+    Ok((PreparedImport { artifact, volume, is_imported: false }, marked))
 }
 
 /// Finds or creates the row of a provided item, and locks it. A new row names no artifact yet.
-async fn find_or_begin(
+async fn find_or_create_import(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    brought: &ProvidedItem,
+    provided: &ProvidedItem,
 ) -> Result<import::Model, DbErr> {
-    let key = (worker.uuid(), brought.resource_type.clone());
+    let key = (worker.uuid(), provided.resource_type.clone());
     if let Some(row) = import::Entity::find_by_id(key.clone()).lock_exclusive().one(txn).await? {
         return Ok(row);
     }
     let row = import::Model {
         worker_id: worker.uuid(),
-        resource_type: brought.resource_type.clone(),
+        resource_type: provided.resource_type.clone(),
         import_id: Uuid::now_v7(),
-        version: brought.version.clone(),
-        path: brought.path.clone(),
+        version: provided.version.clone(),
+        path: provided.path.clone(),
         artifact_id: Uuid::nil(),
         volume: Uuid::nil(),
         failed_at: None,
@@ -173,7 +173,7 @@ async fn find_or_begin(
 }
 
 /// Locks the owner that a provided item is imported for, and returns its artifact.
-async fn owned(
+async fn lock_owner(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     resource_type: &str,
@@ -296,7 +296,7 @@ pub(crate) async fn complete(
         return Err(EndError::ClaimLost(handle));
     };
     let id = ArtifactId::from_uuid(row.artifact_id);
-    let before = owned(txn, claims.worker, &row.resource_type).await?;
+    let before = lock_owner(txn, claims.worker, &row.resource_type).await?;
     let artifacts = artifact::Entity::find()
         .filter(artifact::Column::ArtifactId.is_in([Some(row.artifact_id), before].into_iter().flatten()))
         .order_by_asc(artifact::Column::ArtifactId)
@@ -308,7 +308,7 @@ pub(crate) async fn complete(
     let Some(volume) = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await? else {
         return Err(EndError::ClaimLost(handle));
     };
-    let volume = sweep_queue::shown(txn, volume).await?;
+    let volume = sweep_queue::merge_mark(txn, volume).await?;
     if volume.state.is_garbage() {
         return Err(EndError::ClaimLost(handle));
     }

@@ -240,7 +240,7 @@ async fn describe(
         let mut workloads: Vec<_> = of_attempt.copied().map(WorkloadId::from_uuid).into_iter().collect();
         let mut builds = Vec::new();
         for keeper in &keepers.first {
-            match keeper.what {
+            match keeper.kind {
                 KeeperKind::Pin(workload) if !workloads.contains(&workload) => workloads.push(workload),
                 KeeperKind::Build(build) => builds.push(build),
                 _ => {}

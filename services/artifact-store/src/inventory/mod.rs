@@ -37,7 +37,7 @@ use sea_orm::{
 };
 
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, container, volume};
-pub(crate) use crate::inventory::prepare::{NeededVolume, Needs, PrepareError, StartsWith, prepare};
+pub(crate) use crate::inventory::prepare::{AttemptNeeds, NeededVolume, PrepareError, VolumeSource, prepare};
 use crate::inventory::prepare::{live_container, lock_attempt};
 use crate::marks::sweep_queue;
 use crate::sessions::{SessionError, fence};
@@ -53,7 +53,7 @@ pub(crate) enum PreparedError {
 }
 
 /// Records that the container of an attempt and its volumes exist.
-pub(crate) async fn prepared(
+pub(crate) async fn record_prepared(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     id: AttemptId,
@@ -117,7 +117,7 @@ pub(crate) enum CompleteError {
 }
 
 /// Records that a replica or an output volume is complete. Returns the artifact that it belongs to.
-pub(crate) async fn volume_complete(
+pub(crate) async fn complete_volume(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     handle: VolumeHandle,
@@ -143,7 +143,7 @@ pub(crate) async fn volume_complete(
     let Some(row) = of_worker().lock_exclusive().one(txn).await? else {
         return Err(CompleteError::NotFound(handle));
     };
-    let row = sweep_queue::shown(txn, row).await?;
+    let row = sweep_queue::merge_mark(txn, row).await?;
     if row.state.is_garbage() {
         return Err(refusal);
     }
@@ -228,7 +228,7 @@ pub(crate) async fn volume(
     handle: VolumeHandle,
 ) -> Result<Option<volume::Model>, DbErr> {
     match volume::Entity::find_by_id(handle.uuid()).one(conn).await? {
-        Some(row) => sweep_queue::shown(conn, row).await.map(Some),
+        Some(row) => sweep_queue::merge_mark(conn, row).await.map(Some),
         None => Ok(None),
     }
 }
@@ -254,7 +254,7 @@ pub(crate) async fn list_volumes(
         query = query.filter(volume::Column::WorkerId.eq(worker.uuid()));
     }
     if let Some(state) = state {
-        query = query.filter(sweep_queue::is_shown_as(state));
+        query = query.filter(sweep_queue::has_merged_state(state));
     }
     if !only.is_empty() {
         query = query.filter(volume::Column::Handle.is_in(only.iter().map(|handle| handle.uuid())));
@@ -263,7 +263,7 @@ pub(crate) async fn list_volumes(
         query = query.filter(volume::Column::Handle.lt(after));
     }
     let mut rows = query.all(conn).await?;
-    sweep_queue::show(conn, &mut rows).await?;
+    sweep_queue::merge_marks(conn, &mut rows).await?;
     Ok(rows)
 }
 

@@ -36,7 +36,7 @@ use crate::db::entity::{
     ArtifactState, OrphanKind, Purpose, State, artifact, container, deletion, orphan, volume, worker,
 };
 use crate::db::{ids, volumes};
-use crate::marks::Wait;
+use crate::marks::LockWait;
 use crate::marks::deletion_log::LogEntry;
 use crate::marks::sweep_queue;
 use crate::sessions::{SessionError, fence};
@@ -177,9 +177,9 @@ pub(crate) struct Adoption {
 
 /// The place where an item was not found: any worker, or one.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Where(Option<WorkerId>);
+pub(crate) struct SearchScope(Option<WorkerId>);
 
-impl fmt::Display for Where {
+impl fmt::Display for SearchScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |worker| write!(f, " on worker {worker}"))
     }
@@ -188,7 +188,7 @@ impl fmt::Display for Where {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdoptionError {
     #[error("no orphaned volume {0} of this team{1}")]
-    NotFound(VolumeHandle, Where),
+    NotFound(VolumeHandle, SearchScope),
     #[error("volume {0} is not an orphan: it was adopted or purged, or was always known")]
     NotOrphaned(VolumeHandle),
     #[error("cannot adopt {0}: it is a container, or its digest is unknown")]
@@ -214,12 +214,12 @@ pub(crate) async fn adopt(
 ) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
     let handle = adoption.volume;
     let Some(row) = orphan::Entity::find_by_id(handle.uuid()).one(txn).await? else {
-        return adopted(txn, adoption, now).await;
+        return repeat_adoption(txn, adoption, now).await;
     };
     let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
     let of_others = row.team.as_ref().is_some_and(|team| *team != adoption.team);
-    if elsewhere || (of_others && !holds_of(txn, &row, adoption).await?) {
-        return Err(AdoptionError::NotFound(handle, Where(adoption.worker)));
+    if elsewhere || (of_others && !holds_bytes_of_team(txn, &row, adoption).await?) {
+        return Err(AdoptionError::NotFound(handle, SearchScope(adoption.worker)));
     }
     let Some(digest) = row.digest.as_deref().and_then(|digest| digest.try_into().ok()).map(Digest) else {
         return Err(AdoptionError::NotAdoptable(handle));
@@ -228,9 +228,9 @@ pub(crate) async fn adopt(
     let id = adoption.artifact.or(noted).unwrap_or_else(ArtifactId::new);
 
     let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
-    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    marks::lock_workers(txn, workers, [id.uuid().into()], LockWait::Block).await?;
     let worker = worker::Entity::find_by_id(row.worker_id).lock_shared().one(txn).await?;
-    let worker = worker.ok_or(AdoptionError::NotFound(handle, Where(adoption.worker)))?;
+    let worker = worker.ok_or(AdoptionError::NotFound(handle, SearchScope(adoption.worker)))?;
     if let KeptBy::Build(build) = adoption.kept_by {
         builds::lock_live(txn, build, &adoption.team).await?;
     }
@@ -241,7 +241,7 @@ pub(crate) async fn adopt(
     let taken = orphan::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
     if taken.rows_affected == 0 {
         // Another operator decided about it meanwhile.
-        return adopted(txn, adoption, now).await;
+        return repeat_adoption(txn, adoption, now).await;
     }
     let replica = volume::Model {
         state: State::Created,
@@ -270,7 +270,7 @@ pub(crate) async fn adopt(
 
 /// Returns whether a volume that was created for another team holds bytes of an artifact of the
 /// adopting team.
-async fn holds_of(
+async fn holds_bytes_of_team(
     txn: &DatabaseTransaction,
     row: &orphan::Model,
     adoption: &Adoption,
@@ -335,14 +335,14 @@ async fn seal(
         Err(SealError::ArtifactNotFound(id)) => Err(AdoptionError::ArtifactNotFound(id)),
         Err(SealError::OtherBytes(id)) => Err(AdoptionError::OtherBytes(id)),
         Err(SealError::CandidateMissing(_)) => {
-            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+            Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)))
         }
         Err(SealError::Database(error)) => Err(error.into()),
     }
 }
 
 /// Handles a repeated call. If the volume was adopted, keeps its artifact as the new call says.
-async fn adopted(
+async fn repeat_adoption(
     txn: &DatabaseTransaction,
     adoption: &Adoption,
     now: Timestamp,
@@ -354,20 +354,20 @@ async fn adopted(
         return Err(if known {
             refused
         } else {
-            AdoptionError::NotFound(adoption.volume, Where(adoption.worker))
+            AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker))
         });
     };
     if adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id) {
-        return Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)));
+        return Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)));
     }
-    let row = sweep_queue::shown(txn, row).await?;
+    let row = sweep_queue::merge_mark(txn, row).await?;
     let id = row.artifact_id.filter(|_| row.adopted_at.is_some() && !row.state.is_garbage());
     let id = id.filter(|id| adoption.artifact.is_none_or(|wanted| wanted.uuid() == *id));
     let id = ArtifactId::from_uuid(id.ok_or(refused)?);
     match restore::undelete(txn, &adoption.team, id, adoption.kept_by, now).await {
         Ok(()) => Ok((id, Vec::new())),
         Err(UndeleteError::NotFound(_) | UndeleteError::Open(_)) => {
-            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+            Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)))
         }
         Err(error) => Err(error.into()),
     }
@@ -375,7 +375,7 @@ async fn adopted(
 
 /// Result of a purge.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Purged {
+pub(crate) struct PurgeSummary {
     pub(crate) volumes: u64,
     pub(crate) containers: u64,
     pub(crate) workers: HashSet<WorkerId>,
@@ -384,7 +384,7 @@ pub(crate) struct Purged {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PurgeError {
     #[error("no volume or container {0}{1}")]
-    NotFound(Uuid, Where),
+    NotFound(Uuid, SearchScope),
     #[error("{0} is not an orphan: it was adopted, or was always known")]
     NotOrphaned(Uuid),
     #[error("database failed while purging orphans")]
@@ -397,15 +397,15 @@ pub(crate) async fn purge(
     handles: &[Uuid],
     on: Option<WorkerId>,
     now: Timestamp,
-) -> Result<Purged, PurgeError> {
+) -> Result<PurgeSummary, PurgeError> {
     let of_handles = || orphan::Entity::find().filter(orphan::Column::Handle.is_in(handles.to_vec()));
     let backend = txn.get_database_backend();
     let workers = format!("SELECT worker_id FROM orphans WHERE handle IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, handles.iter().copied())];
-    marks::lock_workers(txn, &workers, values, Wait::Long).await?;
+    marks::lock_workers(txn, &workers, values, LockWait::Block).await?;
     let rows = of_handles().order_by_asc(orphan::Column::Handle).lock_exclusive().all(txn).await?;
     if let Some(row) = rows.iter().find(|row| on.is_some_and(|on| on.uuid() != row.worker_id)) {
-        return Err(PurgeError::NotFound(row.handle, Where(on)));
+        return Err(PurgeError::NotFound(row.handle, SearchScope(on)));
     }
     let found: HashSet<_> = rows.iter().map(|row| row.handle).collect();
     for other in handles.iter().filter(|handle| !found.contains(handle)) {
@@ -421,7 +421,7 @@ pub(crate) async fn purge(
         .exec(txn)
         .await?;
 
-    let mut purged = Purged::default();
+    let mut purged = PurgeSummary::default();
     for row in &rows {
         purged.workers.insert(WorkerId::from_uuid(row.worker_id));
         match row.kind {
@@ -453,12 +453,12 @@ async fn must_be_garbage(
         container::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
     match volume.or(container) {
         Some((worker, _)) if on.is_some_and(|on| on.uuid() != worker) => {
-            Err(PurgeError::NotFound(handle, Where(on)))
+            Err(PurgeError::NotFound(handle, SearchScope(on)))
         }
         Some((_, state)) if state.is_garbage() => Ok(()),
         Some(_) => Err(PurgeError::NotOrphaned(handle)),
         None if deletion::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
-        None => Err(PurgeError::NotFound(handle, Where(on))),
+        None => Err(PurgeError::NotFound(handle, SearchScope(on))),
     }
 }
 

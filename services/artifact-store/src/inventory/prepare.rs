@@ -28,7 +28,7 @@ use crate::sessions::{SessionError, fence};
 
 /// Container and volumes that an attempt needs on its worker.
 #[derive(Debug, Clone)]
-pub(crate) struct Needs {
+pub(crate) struct AttemptNeeds {
     pub(crate) holder: WorkloadId,
     pub(crate) attempt: AttemptId,
     pub(crate) team: String,
@@ -42,23 +42,23 @@ pub(crate) struct Needs {
 pub(crate) struct NeededVolume {
     pub(crate) name: String,
     pub(crate) purpose: Purpose,
-    pub(crate) from: Option<StartsWith>,
+    pub(crate) from: Option<VolumeSource>,
     /// Artifact that it may become.
     pub(crate) output: Option<ArtifactId>,
 }
 
 /// Initial contents of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StartsWith {
+pub(crate) enum VolumeSource {
     /// Bytes of an artifact.
     Artifact(ArtifactId),
     /// Latest version of a task cache, if there is one.
-    LatestOf(CacheId),
+    TaskCache(CacheId),
 }
 
 /// Handles of the container and volumes of an attempt.
 #[derive(Debug, Clone)]
-pub(crate) struct Planned {
+pub(crate) struct PreparedAttempt {
     pub(crate) container: ContainerHandle,
     /// In the order of the request.
     pub(crate) volumes: Vec<PlannedVolume>,
@@ -103,15 +103,15 @@ pub(crate) enum PrepareError {
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     now: Timestamp,
-) -> Result<Planned, PrepareError> {
+) -> Result<PreparedAttempt, PrepareError> {
     let worker = fence(txn, claims).await?;
     let holder = holders::lock(txn, needs.holder, &needs.team, now).await?;
     if holder.settled_at.is_some() {
         return Err(PrepareError::AttemptEnded(needs.attempt));
     }
-    let (mut container, existing) = find_or_begin_attempt(txn, claims.worker, needs).await?;
+    let (mut container, existing) = find_or_create_attempt(txn, claims.worker, needs).await?;
     let mut existing: HashMap<_, _> =
         existing.into_iter().filter_map(|row| Some((row.name.clone()?, row))).collect();
     let from = decide_sources(txn, needs, &existing).await?;
@@ -177,14 +177,14 @@ pub(crate) async fn prepare(
         Some(container) => ContainerHandle::from_uuid(container.handle),
         None => make_container(txn, claims.worker, needs, worker.sequence, now).await?,
     };
-    Ok(Planned { container, volumes: planned })
+    Ok(PreparedAttempt { container, volumes: planned })
 }
 
 /// Starts an attempt, or returns the rows of an earlier call.
-async fn find_or_begin_attempt(
+async fn find_or_create_attempt(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    needs: &Needs,
+    needs: &AttemptNeeds,
 ) -> Result<(Option<container::Model>, Vec<volume::Model>), PrepareError> {
     let id = needs.attempt.uuid();
     let fresh = attempt::ActiveModel {
@@ -257,18 +257,18 @@ async fn digests_of(
 /// chosen when the volume's row was created, and does not change.
 async fn decide_sources(
     txn: &DatabaseTransaction,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     existing: &HashMap<String, volume::Model>,
 ) -> Result<Vec<Option<ArtifactId>>, DbErr> {
     let undecided = needs.volumes.iter().filter(|need| !existing.contains_key(&need.name));
     let caches = undecided.filter_map(|need| match need.from {
-        Some(StartsWith::LatestOf(cache)) => Some(cache),
+        Some(VolumeSource::TaskCache(cache)) => Some(cache),
         _ => None,
     });
     let latest = task_caches::latest(txn, &needs.team, &caches.collect::<Vec<_>>()).await?;
     let decide = |need: &NeededVolume| match need.from? {
-        StartsWith::Artifact(artifact) => Some(artifact),
-        StartsWith::LatestOf(cache) => {
+        VolumeSource::Artifact(artifact) => Some(artifact),
+        VolumeSource::TaskCache(cache) => {
             let (version, made) = match existing.get(&need.name) {
                 Some(row) => (row.from_artifact_id.map(ArtifactId::from_uuid), row.state != State::Creating),
                 None => (latest.get(&cache).copied(), false),
@@ -323,7 +323,7 @@ async fn lock_sources(
 async fn make_container(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     sequence: i64,
     now: Timestamp,
 ) -> Result<ContainerHandle, DbErr> {

@@ -35,21 +35,21 @@ use crate::app::Store;
 use crate::db::entity::{OrphanKind, container, orphan, volume, worker};
 use crate::inventory::orphans;
 pub(crate) use crate::inventory::report_rows::ReportError;
-use crate::inventory::report_rows::{PAGE, ROWS, goes_on, judge_all, tell_again};
+use crate::inventory::report_rows::{PAGE, ROWS, hand_out_again, judge_all, require_current_report};
 use crate::marks::deletion_log;
 use crate::sessions::{self, SessionError};
 use crate::store_life;
 use crate::store_life::receipts::{self, Token};
 
 /// Maximum number of handles in one report, at 16 bytes of memory each.
-pub(crate) const MOST_HANDLES: usize = 2_000_000;
+pub(crate) const MAX_HANDLES: usize = 2_000_000;
 
 /// Maximum number of unknown handles of each kind in one answer, so that it fits into a message.
 /// The next report returns the others.
-const MOST_UNKNOWN: usize = 40_000;
+const MAX_UNKNOWN: usize = 40_000;
 
 /// Maximum number of undescribed volumes in one answer.
-const MOST_UNDESCRIBED: usize = 1000;
+const MAX_UNDESCRIBED: usize = 1000;
 
 /// Result of [`begin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -153,19 +153,19 @@ pub(crate) async fn apply(
     store.db.write(|txn| async move { take_over(&txn, claims, token).await }).await?;
     // Read before the inventory tables, into which orphans are adopted and purged, so that a
     // reported item is found in one of them.
-    let aside = orphans::of_worker(store.db.read(), claims.worker).await?;
+    let orphans = orphans::of_worker(store.db.read(), claims.worker).await?;
     let Holdings { volumes, containers } = holdings;
     // Containers first, because they depend on volumes.
     let of_containers = judge_all::<container::Entity>(store, claims, token, containers).await?;
     let of_volumes = judge_all::<volume::Entity>(store, claims, token, volumes).await?;
-    tell_again(store, claims, token, of_containers.again, of_volumes.again).await?;
+    hand_out_again(store, claims, token, of_containers.again, of_volumes.again).await?;
     let mut outcome = Outcome {
         forgotten: of_containers.forgotten + of_volumes.forgotten,
         lost: of_containers.lost + of_volumes.lost,
         ..Outcome::default()
     };
-    let mut unknown = Unknown { volumes: of_volumes.unknown, containers: of_containers.unknown };
-    outcome.orphans = keep_orphans(store, claims, token, &aside, &mut unknown).await?;
+    let mut unknown = UnknownItems { volumes: of_volumes.unknown, containers: of_containers.unknown };
+    outcome.orphans = keep_orphans(store, claims, token, &orphans, &mut unknown).await?;
     if worker_life != Some(token.life) {
         outcome.orphans += add_orphans(store, claims, token, std::mem::take(&mut unknown)).await?;
     }
@@ -175,16 +175,16 @@ pub(crate) async fn apply(
     }
     outcome.undescribed = undescribed(store, claims).await?;
     outcome.receipt = Some(receipts::issue(store.db.read(), claims.worker, token).await?);
-    let Unknown { volumes, containers } = unknown;
-    outcome.unknown_volumes = volumes.into_iter().take(MOST_UNKNOWN).map(VolumeHandle::from_uuid).collect();
+    let UnknownItems { volumes, containers } = unknown;
+    outcome.unknown_volumes = volumes.into_iter().take(MAX_UNKNOWN).map(VolumeHandle::from_uuid).collect();
     outcome.unknown_containers =
-        containers.into_iter().take(MOST_UNKNOWN).map(ContainerHandle::from_uuid).collect();
+        containers.into_iter().take(MAX_UNKNOWN).map(ContainerHandle::from_uuid).collect();
     Ok(outcome)
 }
 
 /// Reported items without a row in the inventory.
 #[derive(Debug, Default)]
-struct Unknown {
+struct UnknownItems {
     volumes: Vec<Uuid>,
     containers: Vec<Uuid>,
 }
@@ -195,13 +195,13 @@ async fn keep_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    aside: &[orphan::Model],
-    unknown: &mut Unknown,
+    orphans: &[orphan::Model],
+    unknown: &mut UnknownItems,
 ) -> Result<u64, ReportError> {
-    if aside.is_empty() {
+    if orphans.is_empty() {
         return Ok(0);
     }
-    let known: HashSet<_> = aside.iter().map(|row| row.handle).collect();
+    let known: HashSet<_> = orphans.iter().map(|row| row.handle).collect();
     let reported: HashSet<_> = unknown.volumes.iter().chain(&unknown.containers).copied().collect();
     unknown.volumes.retain(|handle| !known.contains(handle));
     unknown.containers.retain(|handle| !known.contains(handle));
@@ -210,7 +210,7 @@ async fn keep_orphans(
     for some in gone.chunks(PAGE) {
         let forget = |txn| async move {
             let txn: db::Transaction = txn;
-            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            require_current_report(&sessions::fence(&txn, claims).await?, token)?;
             let gone = orphans::forget(&txn, some, token.sequence, now).await?;
             deletion_log::append(&txn, &gone, now, store.config.tombstone).await?;
             Ok::<_, ReportError>(())
@@ -225,16 +225,16 @@ async fn add_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    unknown: Unknown,
+    unknown: UnknownItems,
 ) -> Result<u64, ReportError> {
     let now = store.now();
-    let Unknown { volumes, containers } = unknown;
+    let UnknownItems { volumes, containers } = unknown;
     for (kind, handles) in [(OrphanKind::Volume, &volumes), (OrphanKind::Container, &containers)] {
         for some in handles.chunks(ROWS) {
             let put = |txn| async move {
                 let txn: db::Transaction = txn;
                 let worker = sessions::fence(&txn, claims).await?;
-                goes_on(&worker, token)?;
+                require_current_report(&worker, token)?;
                 orphans::put(&txn, &worker, kind, some, now).await?;
                 Ok::<_, ReportError>(())
             };
@@ -261,7 +261,7 @@ async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<Volume
         .filter(orphan::Column::WorkerId.eq(claims.worker.uuid()))
         .filter(orphan::Column::Described.eq(false))
         .order_by_asc(orphan::Column::Handle)
-        .limit(u64::try_from(MOST_UNDESCRIBED).unwrap_or(u64::MAX))
+        .limit(u64::try_from(MAX_UNDESCRIBED).unwrap_or(u64::MAX))
         .into_tuple()
         .all(store.db.read())
         .await?;

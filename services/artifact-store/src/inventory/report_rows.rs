@@ -45,7 +45,7 @@ pub(crate) enum ReportError {
 }
 
 /// Rejects a report after a newer one has taken over.
-pub(super) fn goes_on(row: &worker::Model, token: Token) -> Result<(), ReportError> {
+pub(super) fn require_current_report(row: &worker::Model, token: Token) -> Result<(), ReportError> {
     if row.reported == token.sequence { Ok(()) } else { Err(ReportError::Stale) }
 }
 
@@ -54,14 +54,14 @@ pub(super) fn goes_on(row: &worker::Model, token: Token) -> Result<(), ReportErr
 enum Change {
     Nothing,
     /// It exists.
-    Found,
+    Confirm,
     /// It is missing.
     Lose,
     /// It was marked and is gone.
     Forget,
     /// It was handed out for deletion and still exists: it was created later, or could not
     /// be deleted.
-    TellAgain,
+    HandOutAgain,
 }
 
 fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Change {
@@ -69,10 +69,10 @@ fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Change 
         return Change::Nothing;
     }
     match (state, reported) {
-        (State::Unconfirmed | State::Lost, true) => Change::Found,
+        (State::Unconfirmed | State::Lost, true) => Change::Confirm,
         (State::Created | State::Unconfirmed, false) => Change::Lose,
         (State::Destroying | State::Sweeping, false) => Change::Forget,
-        (State::Sweeping, true) => Change::TellAgain,
+        (State::Sweeping, true) => Change::HandOutAgain,
         (State::Creating | State::Created | State::Destroying, true)
         | (State::Creating | State::Lost, false) => Change::Nothing,
     }
@@ -120,7 +120,7 @@ pub(super) async fn judge_all<E: Sweepable>(
                 judgement => judged.entry(judgement).or_default().push(handle),
             }
         }
-        all.again.append(&mut judged.remove(&Change::TellAgain).unwrap_or_default());
+        all.again.append(&mut judged.remove(&Change::HandOutAgain).unwrap_or_default());
         if !judged.is_empty() {
             let (lost, forgotten) = carry_out::<E>(store, claims, token, &judged).await?;
             all.lost += lost;
@@ -159,7 +159,9 @@ async fn marked_beside<E: Sweepable>(
     page: &[(Uuid, State, i64)],
 ) -> Result<HashSet<Uuid>, DbErr> {
     match page.last() {
-        Some((last, ..)) if E::HAS_QUEUE => sweep_queue::beside_rows(conn, claims.worker, after, *last).await,
+        Some((last, ..)) if E::HAS_QUEUE => {
+            sweep_queue::queue_only_marks(conn, claims.worker, after, *last).await
+        }
         _ => Ok(HashSet::new()),
     }
 }
@@ -174,11 +176,11 @@ async fn carry_out<E: Sweepable>(
 ) -> Result<(u64, u64), ReportError> {
     let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
     let now = store.now();
-    let (found, lost, forgotten) = (of(Change::Found), of(Change::Lose), of(Change::Forget));
+    let (found, lost, forgotten) = (of(Change::Confirm), of(Change::Lose), of(Change::Forget));
     store
         .db
         .write(|txn| async move {
-            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            require_current_report(&sessions::fence(&txn, claims).await?, token)?;
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
@@ -215,7 +217,7 @@ async fn set<E: Sweepable>(
 
 /// Hands out sweeping items again that were handed out before the token and still exist. Containers
 /// come first, then children before their parents.
-pub(super) async fn tell_again(
+pub(super) async fn hand_out_again(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
@@ -258,7 +260,7 @@ async fn renew<E: Sweepable>(
     token: Token,
 ) -> Result<(), ReportError> {
     let row = sessions::advance(txn, claims).await?;
-    goes_on(&row, token)?;
+    require_current_report(&row, token)?;
     let renewed = E::update_many()
         .col_expr(E::JUDGED_AFTER, Expr::value(row.sequence))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
@@ -268,7 +270,7 @@ async fn renew<E: Sweepable>(
         .await?;
     if E::HAS_QUEUE {
         let handles = renewed.iter().map(E::handle);
-        sweep_queue::tell(txn, claims.worker, handles, row.sequence).await?;
+        sweep_queue::record_handed_out(txn, claims.worker, handles, row.sequence).await?;
     }
     Ok(())
 }
@@ -294,9 +296,9 @@ mod tests {
         for state in [State::Creating, State::Created, State::Destroying] {
             assert_eq!(judge(state, 0, true, 7), Change::Nothing);
         }
-        assert_eq!(judge(State::Sweeping, 0, true, 7), Change::TellAgain);
-        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Change::Found);
-        assert_eq!(judge(State::Lost, 0, true, 7), Change::Found);
+        assert_eq!(judge(State::Sweeping, 0, true, 7), Change::HandOutAgain);
+        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Change::Confirm);
+        assert_eq!(judge(State::Lost, 0, true, 7), Change::Confirm);
         assert_eq!(judge(State::Lost, 0, false, 7), Change::Nothing);
     }
 }

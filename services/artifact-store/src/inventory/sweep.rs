@@ -53,14 +53,14 @@ pub(crate) async fn watch(
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
     let mut marks = store.sweep_wakers.subscribe(claims.worker);
-    let mut sent = Sent::default();
+    let mut sent = StreamPosition::default();
     loop {
         marks.mark_unchanged();
         let sweeps_now = if is_marked(store.db.read(), claims).await? {
             while is_waiting(store.db.read(), claims.worker.uuid()).await? {
                 store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
             }
-            unsent(store.db.read(), claims.worker, &mut sent).await?
+            read_unsent(store.db.read(), claims.worker, &mut sent).await?
         } else {
             Vec::new()
         };
@@ -133,20 +133,20 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
         .await?;
     let volumes = ready_volumes(txn, worker, BATCH).await?;
     if !volumes.is_empty() {
-        tell_volumes(txn, claims.worker, &volumes, sequence).await?;
+        record_handed_out_volumes(txn, claims.worker, &volumes, sequence).await?;
     }
     Ok(())
 }
 
 /// Records that marked volumes of a worker are handed out, and copies their marks into
 /// their rows.
-async fn tell_volumes(
+async fn record_handed_out_volumes(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     volumes: &[Uuid],
     sequence: i64,
 ) -> Result<(), DbErr> {
-    sweep_queue::tell(txn, worker, volumes.iter().copied(), sequence).await?;
+    sweep_queue::record_handed_out(txn, worker, volumes.iter().copied(), sequence).await?;
     let backend = txn.get_database_backend();
     let sql = format!(
         "UPDATE volumes SET state = 'sweeping', given_up = TRUE, judged_after = $2,
@@ -183,16 +183,20 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
 
 /// Position of a stream: number and handle of the last sent item of each kind.
 #[derive(Debug, Clone, Copy, Default)]
-struct Sent {
+struct StreamPosition {
     containers: (i64, Uuid),
     volumes: (i64, Uuid),
 }
 
 /// Returns the sweeping items of a worker that were not sent yet, and advances `sent`.
-async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) -> Result<Vec<Sweep>, DbErr> {
+async fn read_unsent(
+    conn: &impl ConnectionTrait,
+    worker: WorkerId,
+    sent: &mut StreamPosition,
+) -> Result<Vec<Sweep>, DbErr> {
     // Volumes first: if items are handed out between the queries, only containers may come early.
-    let volumes = behind(conn, worker, TOLD_VOLUMES, &mut sent.volumes).await?;
-    let containers = behind(conn, worker, TOLD_CONTAINERS, &mut sent.containers).await?;
+    let volumes = read_after(conn, worker, HANDED_OUT_VOLUMES, &mut sent.volumes).await?;
+    let containers = read_after(conn, worker, HANDED_OUT_CONTAINERS, &mut sent.containers).await?;
     let containers: Vec<_> = containers.into_iter().map(|(handle, _)| handle).collect();
 
     let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
@@ -213,22 +217,22 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
 }
 
 /// Query of volumes of worker `$1` that were handed out after the number `$2` and handle `$3`.
-const TOLD_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
+const HANDED_OUT_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
     FROM sweep_queue m JOIN volumes v ON v.handle = m.handle
     WHERE m.worker_id = $1 AND m.number IS NOT NULL AND (m.number, m.handle) > ($2, $3)
     ORDER BY m.number, m.handle";
 
 /// Query of containers of worker `$1` that were handed out after the number `$2` and handle `$3`.
-const TOLD_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL AS parent FROM containers
+const HANDED_OUT_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL AS parent FROM containers
     WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
     ORDER BY judged_after, handle";
 
-/// Returns all rows of the query `told` after `last`, as handles with their parents, and advances
+/// Returns all rows of `query` after `last`, as handles with their parents, and advances
 /// `last`.
-async fn behind(
+async fn read_after(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
-    told: &str,
+    query: &str,
     last: &mut (i64, Uuid),
 ) -> Result<Vec<(Uuid, Option<Uuid>)>, DbErr> {
     #[derive(FromQueryResult)]
@@ -237,7 +241,7 @@ async fn behind(
         handle: Uuid,
         parent: Option<Uuid>,
     }
-    let sql = format!("{told} LIMIT {BATCH}");
+    let sql = format!("{query} LIMIT {BATCH}");
     let mut found = Vec::new();
     loop {
         let values = [worker.uuid().into(), last.0.into(), last.1.into()];

@@ -22,23 +22,23 @@ use crate::db::entity::{State, artifact, container, orphan, volume, worker};
 use crate::db::ids;
 use crate::inventory::imports;
 use crate::inventory::losses::{self, NewLoss};
-use crate::marks::references::{self, JudgedArtifact};
+use crate::marks::references::{self, ArtifactRow};
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy, Verdict};
-use crate::policy::retention::FORGOTTEN_LATER;
+use crate::policy::retention::REMAINS_RECHECK_INTERVAL;
 
 /// Number of rows that one query reads.
 const PAGE: u64 = 500;
 
 /// Limit of the count of artifacts that would be lost.
-const MOST_COUNTED: u64 = 1000;
+const MAX_COUNTED: u64 = 1000;
 
 /// Number of these artifacts that the error names.
 const NAMED: usize = 5;
 
 /// Numbers of deleted rows of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct RemovedRows {
     pub(crate) volumes: u64,
     pub(crate) containers: u64,
 }
@@ -46,7 +46,7 @@ pub(crate) struct Held {
 /// Kept artifacts whose bytes are on one worker only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LastReplicas {
-    /// Number of artifacts, at most [`MOST_COUNTED`].
+    /// Number of artifacts, at most [`MAX_COUNTED`].
     pub(crate) count: u64,
     /// The first few artifacts.
     pub(crate) some: Vec<ArtifactId>,
@@ -69,7 +69,7 @@ impl fmt::Display for LastReplicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
             1 => f.write_str("a kept artifact")?,
-            MOST_COUNTED => write!(f, "{MOST_COUNTED} or more kept artifacts")?,
+            MAX_COUNTED => write!(f, "{MAX_COUNTED} or more kept artifacts")?,
             count => write!(f, "{count} kept artifacts")?,
         }
         let some: Vec<_> = self.some.iter().map(ToString::to_string).collect();
@@ -85,8 +85,8 @@ pub(crate) async fn check(
     force: bool,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Held, ForgetError> {
-    may_go(txn, id, force, now, policy).await?;
+) -> Result<RemovedRows, ForgetError> {
+    prepare_removal(txn, id, force, now, policy).await?;
     Err(ForgetError::OnlyChecked(id))
 }
 
@@ -97,12 +97,12 @@ pub(crate) async fn forget_worker(
     force: bool,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Held, ForgetError> {
-    if !may_go(txn, id, force, now, policy).await? {
-        return Ok(Held::default());
+) -> Result<RemovedRows, ForgetError> {
+    if !prepare_removal(txn, id, force, now, policy).await? {
+        return Ok(RemovedRows::default());
     }
-    lock_unnoticed(txn, id).await?;
-    note_losses(txn, id, now).await?;
+    lock_unrecorded_losses(txn, id).await?;
+    record_losses(txn, id, now).await?;
     sweep_queue::forget_worker(txn, id).await?;
     let volumes =
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
@@ -110,13 +110,13 @@ pub(crate) async fn forget_worker(
         container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     orphan::Entity::delete_many().filter(orphan::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
-    look_at_attempts(txn, id, now).await?;
-    Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+    make_attempts_due(txn, id, now).await?;
+    Ok(RemovedRows { volumes: volumes.rows_affected, containers: containers.rows_affected })
 }
 
 /// Makes attempts due that waited for the worker to delete their remains. Locked attempts are
 /// skipped, and checked later.
-async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+async fn make_attempts_due(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
         "WITH waiting AS (SELECT attempt_id FROM attempts
@@ -124,13 +124,13 @@ async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestam
          UPDATE attempts SET look_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
-    let values = [id.uuid().into(), now.0.into(), (now + FORGOTTEN_LATER).0.into()];
+    let values = [id.uuid().into(), now.0.into(), (now + REMAINS_RECHECK_INTERVAL).0.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
 /// Locks a worker and the artifacts with replicas there, deletes its imports, and rejects the
 /// removal if an artifact or orphan would be lost. `false` if the worker is unknown.
-async fn may_go(
+async fn prepare_removal(
     txn: &DatabaseTransaction,
     id: WorkerId,
     force: bool,
@@ -144,12 +144,12 @@ async fn may_go(
         return Err(ForgetError::HoldsOrphans(id));
     }
     // A check alone is rolled back.
-    let let_go = imports::forget_worker(txn, id).await?;
-    caches::let_go(txn, let_go, now).await?;
+    let released = imports::forget_worker(txn, id).await?;
+    caches::release_artifacts(txn, released, now).await?;
     lock_artifacts(txn, id).await?;
     if !force {
         // Without the references of the worker's own imports, which are deleted by now.
-        let alone = kept_here_only(txn, id, now, policy).await?;
+        let alone = last_replicas(txn, id, now, policy).await?;
         if alone.count > 0 {
             return Err(ForgetError::LastReplica(id, alone));
         }
@@ -187,7 +187,7 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
 }
 
 /// Returns the kept artifacts whose bytes are neither in the store nor confirmed on another worker.
-async fn kept_here_only(
+async fn last_replicas(
     txn: &DatabaseTransaction,
     id: WorkerId,
     now: Timestamp,
@@ -206,13 +206,13 @@ async fn kept_here_only(
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
         let ids: Vec<_> =
             Id::find_by_statement(statement).all(txn).await?.into_iter().map(|id| id.artifact_id).collect();
-        let Some(last) = ids.last().filter(|_| alone.count < MOST_COUNTED) else { return Ok(alone) };
+        let Some(last) = ids.last().filter(|_| alone.count < MAX_COUNTED) else { return Ok(alone) };
         after = *last;
         let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
-        let rows: Vec<_> = rows.iter().map(JudgedArtifact::from).collect();
+        let rows: Vec<_> = rows.iter().map(ArtifactRow::from).collect();
         let facts = references::artifacts(txn, &rows, now).await?;
         for (row, facts) in rows.iter().zip(&facts) {
-            if alone.count < MOST_COUNTED && matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))
+            if alone.count < MAX_COUNTED && matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))
             {
                 alone.count += 1;
                 if alone.some.len() < NAMED {
@@ -225,7 +225,7 @@ async fn kept_here_only(
 
 /// Waits for a collector that records losses of the worker, and keeps others out, so that each loss
 /// is recorded once.
-async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+async fn lock_unrecorded_losses(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     for table in ["volumes", "containers"] {
         let sql = format!(
@@ -239,7 +239,7 @@ async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
 
 /// Records as lost the items that were present, and the lost items whose losses were not recorded
 /// yet.
-async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+async fn record_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let mut after = Uuid::nil();
     loop {
         let lost = Condition::any()
@@ -266,7 +266,7 @@ async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) ->
             .filter(volume::Column::WorkerId.eq(id.uuid()))
             .filter(volume::Column::Handle.gt(after))
             .filter(lost)
-            .filter(Expr::cust(sweep_queue::without("volumes")))
+            .filter(Expr::cust(sweep_queue::unmarked("volumes")))
             .order_by_asc(volume::Column::Handle)
             .limit(PAGE)
             .all(txn)

@@ -97,11 +97,11 @@ pub(crate) async fn users(
     let statement = statement(conn, &sql, now, std::iter::once(cache));
     for row in Use::find_by_statement(statement).all(conn).await? {
         users.total = u64::try_from(row.total).unwrap_or(0);
-        let what = match row.kind.as_str() {
+        let kind = match row.kind.as_str() {
             "workload" => KeeperKind::Pin(WorkloadId::from_uuid(row.id)),
             _ => KeeperKind::Build(BuildId::from_uuid(row.id)),
         };
-        users.first.push(Keeper { what, until: row.until.map(Timestamp) });
+        users.first.push(Keeper { kind, until: row.until.map(Timestamp) });
     }
     Ok(users)
 }
@@ -121,7 +121,7 @@ pub(crate) async fn users_of_task_cache(
     };
     let first = of_cache().order_by_asc(task_cache_use::Column::HolderId).limit(most);
     let first: Vec<Uuid> = first.into_tuple().all(conn).await?;
-    let keeper = |id| Keeper { what: KeeperKind::Pin(WorkloadId::from_uuid(id)), until: None };
+    let keeper = |id| Keeper { kind: KeeperKind::Pin(WorkloadId::from_uuid(id)), until: None };
     let total = of_cache().count(conn).await?;
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }

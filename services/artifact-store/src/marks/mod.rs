@@ -40,12 +40,12 @@ pub(crate) async fn mark_volumes(
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    Ok(workers_of(&mark_those_volumes(txn, handles, why, now).await?))
+    Ok(workers_of(&mark_volumes_returning(txn, handles, why, now).await?))
 }
 
 /// Marks unmarked volumes, and returns the volumes that it marked. Other volumes may then replace
 /// them.
-pub(crate) async fn mark_those_volumes(
+pub(crate) async fn mark_volumes_returning(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -63,7 +63,7 @@ fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
 
 /// Marks unmarked volumes of ended attempts, and returns their workers. The caller has locked the
 /// workers. No call replaces volumes of an ended attempt.
-pub(crate) async fn mark_volumes_of_ended(
+pub(crate) async fn mark_volumes_of_ended_attempts(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -81,11 +81,11 @@ pub(crate) async fn mark_containers(
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     lock_workers_of::<container::Entity>(txn, handles).await?;
-    mark_containers_of_held(txn, handles, why, now).await
+    mark_containers_of_locked_workers(txn, handles, why, now).await
 }
 
 /// Marks unmarked containers whose workers the caller has locked, and returns their workers.
-pub(crate) async fn mark_containers_of_held(
+pub(crate) async fn mark_containers_of_locked_workers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -101,7 +101,9 @@ async fn lock_workers_of<E: Sweepable>(txn: &DatabaseTransaction, handles: &[Uui
     }
     let backend = txn.get_database_backend();
     let of_rows = format!("SELECT worker_id FROM {} WHERE handle IN ({})", E::TABLE, ids::query(backend, 1));
-    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], Wait::Long).await.map(drop)
+    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], LockWait::Block)
+        .await
+        .map(drop)
 }
 
 /// Marks rows of a table whose workers are locked, and makes the additional assignments `besides`.
@@ -146,7 +148,7 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
     if handles.is_empty() {
         return Ok(());
     }
-    sweep_queue::take_back(txn, handles.iter().copied()).await?;
+    sweep_queue::remove(txn, handles.iter().copied()).await?;
     // A replica that was marked with its artifact still has its previous state.
     let before = "CASE WHEN state = 'destroying' THEN marked_from ELSE state END";
     volume::Entity::update_many()
@@ -211,9 +213,9 @@ sweepable! {
 
 /// Whether a query waits for rows that another transaction has locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wait {
-    Long,
-    Not,
+pub(crate) enum LockWait {
+    Block,
+    SkipLocked,
 }
 
 /// Locks workers in shared mode, so that no report begins between a mark and its commit.
@@ -223,12 +225,12 @@ pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: &str,
     values: impl IntoIterator<Item = Value>,
-    wait: Wait,
+    wait: LockWait,
 ) -> Result<HashSet<Uuid>, DbErr> {
     let backend = txn.get_database_backend();
     let lock = match wait {
-        Wait::Long => " FOR SHARE",
-        Wait::Not => " FOR SHARE SKIP LOCKED",
+        LockWait::Block => " FOR SHARE",
+        LockWait::SkipLocked => " FOR SHARE SKIP LOCKED",
     };
     let lock = ids::lock(backend, lock);
     let sql = format!("SELECT worker_id FROM workers WHERE worker_id IN ({workers}){lock}");

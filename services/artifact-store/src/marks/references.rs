@@ -15,7 +15,7 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, Purpose, artifact, volume};
 use crate::db::ids;
 use crate::marks::sweep_queue;
-use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
+use crate::policy::garbage::{ArtifactFacts, HoldFlags, Keeper, KeeperKind, VolumeFacts, VolumeLifetime};
 
 /// Condition that the build `b` keeps its artifacts and used caches at the instant `$1`. A build
 /// whose term has expired keeps them until the collector ends it, because its caller may renew it
@@ -83,7 +83,7 @@ pub(super) fn statement(
 
 /// Columns of an artifact that the rules need.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
-pub(crate) struct JudgedArtifact {
+pub(crate) struct ArtifactRow {
     pub(crate) artifact_id: Uuid,
     created_at: i64,
     had_owner: bool,
@@ -93,13 +93,13 @@ pub(crate) struct JudgedArtifact {
     pub(crate) state: ArtifactState,
 }
 
-impl JudgedArtifact {
+impl ArtifactRow {
     /// List of the columns.
     pub(crate) const COLUMNS: &str =
         "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
 }
 
-impl From<&artifact::Model> for JudgedArtifact {
+impl From<&artifact::Model> for ArtifactRow {
     fn from(row: &artifact::Model) -> Self {
         let artifact::Model { artifact_id, created_at, had_owner, kept_until, .. } = *row;
         let artifact::Model { look_at, size_bytes, state, .. } = *row;
@@ -117,7 +117,7 @@ struct Hold {
 /// Returns the facts about artifacts, in the order of `rows`.
 pub(crate) async fn artifacts(
     conn: &impl ConnectionTrait,
-    rows: &[JudgedArtifact],
+    rows: &[ArtifactRow],
     now: Timestamp,
 ) -> Result<Vec<ArtifactFacts>, DbErr> {
     if rows.is_empty() {
@@ -126,11 +126,14 @@ pub(crate) async fn artifacts(
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = concat!("SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (", holds!(), ") h");
     let holds = Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await?;
-    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+    Ok(with_references(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 
 /// Returns the facts about artifacts with the given references.
-fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
+fn with_references<'a>(
+    rows: &[ArtifactRow],
+    holds: impl Iterator<Item = (Uuid, &'a str)>,
+) -> Vec<ArtifactFacts> {
     let mut held: HashMap<Uuid, HoldFlags> = HashMap::new();
     for (artifact, kind) in holds {
         let held = held.entry(artifact).or_default();
@@ -143,13 +146,13 @@ fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)
     }
     let facts = rows.iter().map(|row| ArtifactFacts {
         held: held.get(&row.artifact_id).copied().unwrap_or_default(),
-        ..unheld(row)
+        ..without_references(row)
     });
     facts.collect()
 }
 
 /// Returns the facts about an artifact without its references.
-pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
+pub(crate) fn without_references(row: &ArtifactRow) -> ArtifactFacts {
     ArtifactFacts {
         created_at: Timestamp(row.created_at),
         had_owner: row.had_owner,
@@ -199,7 +202,7 @@ pub(crate) async fn keepers(
     for hold in Hold::find_by_statement(statement).all(conn).await? {
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
         of_artifact.total = u64::try_from(hold.total).unwrap_or(0);
-        let what = match hold.kind.as_str() {
+        let kind = match hold.kind.as_str() {
             "pin" => KeeperKind::Pin(WorkloadId::from_uuid(hold.id)),
             "volume" => KeeperKind::Volume(VolumeHandle::from_uuid(hold.id)),
             "transfer" => KeeperKind::Transfer(TransferId::from_uuid(hold.id)),
@@ -210,7 +213,7 @@ pub(crate) async fn keepers(
             "resource certs" => KeeperKind::ResourceCerts(WorkerId::from_uuid(hold.id)),
             _ => KeeperKind::Build(BuildId::from_uuid(hold.id)),
         };
-        of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
+        of_artifact.first.push(Keeper { kind, until: hold.until.map(Timestamp) });
     }
     Ok(keepers)
 }
@@ -227,21 +230,21 @@ pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u6
     let sql = format!(
         "SELECT v.handle AS handle, COUNT(*) OVER () AS total FROM volumes v
          WHERE v.parent = $1 AND {} ORDER BY v.handle LIMIT {most}",
-        sweep_queue::without("v")
+        sweep_queue::unmarked("v")
     );
     let of_parent = Statement::from_sql_and_values(conn.get_database_backend(), sql, [parent.into()]);
     let mut children = Keepers::default();
     for row in Child::find_by_statement(of_parent).all(conn).await? {
         children.total = u64::try_from(row.total).unwrap_or(0);
-        let what = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
-        children.first.push(Keeper { what, until: None });
+        let kind = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
+        children.first.push(Keeper { kind, until: None });
     }
     Ok(children)
 }
 
 /// A volume of an ended attempt.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
-pub(crate) struct LeftVolume {
+pub(crate) struct VolumeOfEndedAttempt {
     pub(crate) handle: Uuid,
     pub(crate) ended_at: i64,
     /// Last interactive use of the attempt's container, if that container is not garbage.
@@ -250,10 +253,10 @@ pub(crate) struct LeftVolume {
 }
 
 /// Returns the volumes of ended attempts among `volumes`.
-pub(crate) async fn left_volumes(
+pub(crate) async fn volumes_of_ended_attempts(
     conn: &impl ConnectionTrait,
     volumes: impl IntoIterator<Item = Uuid>,
-) -> Result<Vec<LeftVolume>, DbErr> {
+) -> Result<Vec<VolumeOfEndedAttempt>, DbErr> {
     let sql = format!(
         "SELECT v.handle AS handle, a.ended_at AS ended_at,
                 (SELECT MAX(t.touched_at) FROM containers t
@@ -261,9 +264,9 @@ pub(crate) async fn left_volumes(
                 EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND {}) AS has_live_child
          FROM volumes v JOIN attempts a ON a.attempt_id = v.attempt_id
          WHERE v.handle IN (IDS) AND v.purpose <> 'replica' AND a.ended_at IS NOT NULL",
-        sweep_queue::without("w")
+        sweep_queue::unmarked("w")
     );
-    LeftVolume::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
+    VolumeOfEndedAttempt::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
 }
 
 /// Returns a statement whose only value is a list of ids. `IDS` in `sql` stands for the query of
@@ -275,7 +278,7 @@ fn of_ids(conn: &impl ConnectionTrait, sql: &str, ids: impl IntoIterator<Item = 
 }
 
 /// Returns the ids that a statement yields, as `id`.
-async fn answered(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
+async fn query_ids(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
     let rows = conn.query_all_raw(statement).await?;
     rows.into_iter().map(|row| row.try_get("", "id")).collect()
 }
@@ -303,7 +306,7 @@ pub(crate) async fn ended_attempts(
 
 /// Columns of a volume that the rules need.
 #[derive(Debug, FromQueryResult)]
-pub(crate) struct JudgedVolume {
+pub(crate) struct VolumeRow {
     pub(crate) handle: Uuid,
     pub(crate) purpose: Purpose,
     pub(crate) artifact_id: Option<Uuid>,
@@ -315,12 +318,12 @@ pub(crate) struct JudgedVolume {
     pub(crate) size_bytes: i64,
 }
 
-impl JudgedVolume {
+impl VolumeRow {
     /// List of the columns.
     pub(crate) const COLUMNS: &str = "handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, claimed_until, complete, size_bytes";
 }
 
-impl From<&volume::Model> for JudgedVolume {
+impl From<&volume::Model> for VolumeRow {
     fn from(row: &volume::Model) -> Self {
         let volume::Model { handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, .. } = *row;
         let volume::Model { claimed_until, complete, size_bytes, .. } = *row;
@@ -341,7 +344,7 @@ impl From<&volume::Model> for JudgedVolume {
 /// Returns the facts about volumes, in the order of `rows`.
 pub(crate) async fn volumes(
     conn: &impl ConnectionTrait,
-    rows: &[JudgedVolume],
+    rows: &[VolumeRow],
 ) -> Result<Vec<VolumeFacts>, DbErr> {
     if rows.is_empty() {
         return Ok(Vec::new());
@@ -350,16 +353,16 @@ pub(crate) async fn volumes(
     // DISTINCT, because a replica may have very many children.
     let with_children = format!(
         "SELECT DISTINCT c.parent AS id FROM volumes c WHERE c.parent IN (IDS) AND {}",
-        sweep_queue::without("c")
+        sweep_queue::unmarked("c")
     );
-    let with_children = answered(conn, of_ids(conn, &with_children, handles)).await?;
+    let with_children = query_ids(conn, of_ids(conn, &with_children, handles)).await?;
     let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
     let with_container = if ended.is_empty() {
         HashSet::new()
     } else {
         let sql = "SELECT attempt_id AS id FROM containers
             WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
-        answered(conn, of_ids(conn, sql, ended.keys().copied())).await?
+        query_ids(conn, of_ids(conn, sql, ended.keys().copied())).await?
     };
     let artifacts: HashSet<_> = rows.iter().filter_map(|row| row.artifact_id).collect();
     let live_artifacts = if artifacts.is_empty() {
@@ -367,17 +370,17 @@ pub(crate) async fn volumes(
     } else {
         let sql =
             "SELECT artifact_id AS id FROM artifacts WHERE artifact_id IN (IDS) AND state <> 'deleting'";
-        answered(conn, of_ids(conn, sql, artifacts)).await?
+        query_ids(conn, of_ids(conn, sql, artifacts)).await?
     };
 
     let facts = rows.iter().map(|row| VolumeFacts {
         has_live_child: with_children.contains(&row.handle),
-        belongs: match row.purpose {
-            Purpose::Replica => Belonging::ToArtifact {
+        lifetime: match row.purpose {
+            Purpose::Replica => VolumeLifetime::OfArtifact {
                 artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
                 claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
             },
-            Purpose::Input | Purpose::Output | Purpose::Scratch => Belonging::ToAttempt {
+            Purpose::Input | Purpose::Output | Purpose::Scratch => VolumeLifetime::OfAttempt {
                 ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
                 has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
             },

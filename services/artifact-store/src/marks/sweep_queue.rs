@@ -15,8 +15,8 @@
 //!   Its own row changes when it is handed out, so that the mark does not write the row's page.
 //!
 //! A transaction that adds a reference to a replica has locked the artifact and finds there that it
-//! is deleted. Readers of volumes merge the marks into the rows ([`show`]), or exclude marked rows
-//! ([`without`]).
+//! is deleted. Readers of volumes merge the marks into the rows ([`merge_marks`]), or exclude marked rows
+//! ([`unmarked`]).
 //!
 //! Invariant: a mark of the second kind exists only while the artifact is deleted. A transaction
 //! that adds or removes such a mark has locked the artifact.
@@ -86,7 +86,7 @@ pub(crate) async fn add_with_artifacts(
 }
 
 /// Removes volumes whose marks are removed.
-pub(crate) async fn take_back(
+pub(crate) async fn remove(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<(), DbErr> {
@@ -104,7 +104,7 @@ pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -
 
 /// Records that volumes of a worker are handed out under this number. A repeat has a
 /// new number.
-pub(crate) async fn tell(
+pub(crate) async fn record_handed_out(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     volumes: impl IntoIterator<Item = Uuid>,
@@ -133,31 +133,34 @@ async fn change<const N: usize>(
 }
 
 /// Returns the condition that a volume, with the alias `volume`, is not garbage.
-pub(crate) fn without(volume: &str) -> String {
+pub(crate) fn unmarked(volume: &str) -> String {
     format!(
         "NOT EXISTS (SELECT 1 FROM sweep_queue WHERE sweep_queue.worker_id = {volume}.worker_id AND sweep_queue.handle = {volume}.handle)"
     )
 }
 
 /// Returns the condition that a row of `volumes` has this state after its mark is merged.
-pub(crate) fn is_shown_as(state: State) -> Condition {
+pub(crate) fn has_merged_state(state: State) -> Condition {
     let is = Condition::all().add(volume::Column::State.eq(state));
     match state {
         State::Sweeping => is,
         State::Destroying => Condition::all()
             .add(Expr::cust("volumes.handle IN (SELECT handle FROM sweep_queue WHERE number IS NULL)")),
-        _ => is.add(Expr::cust(without("volumes"))),
+        _ => is.add(Expr::cust(unmarked("volumes"))),
     }
 }
 
 /// Returns the expression of the state of a row of `volumes` after its mark is merged.
-pub(crate) fn shown_state() -> String {
-    let unmarked = without("volumes");
+pub(crate) fn merged_state() -> String {
+    let unmarked = unmarked("volumes");
     format!("CASE WHEN state IN ('destroying', 'sweeping') OR {unmarked} THEN state ELSE 'destroying' END")
 }
 
 /// Merges the marks of volumes into their rows.
-pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]) -> Result<(), DbErr> {
+pub(crate) async fn merge_marks(
+    conn: &impl ConnectionTrait,
+    rows: &mut [volume::Model],
+) -> Result<(), DbErr> {
     #[derive(FromQueryResult)]
     struct Mark {
         handle: Uuid,
@@ -193,7 +196,7 @@ pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]
 
 /// Returns the volumes of a worker, after `after` and up to `last`, whose marks are only in the
 /// queue.
-pub(crate) async fn beside_rows(
+pub(crate) async fn queue_only_marks(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
     after: Uuid,
@@ -209,10 +212,10 @@ pub(crate) async fn beside_rows(
 }
 
 /// Merges the mark of one volume into its row.
-pub(crate) async fn shown(
+pub(crate) async fn merge_mark(
     conn: &impl ConnectionTrait,
     mut row: volume::Model,
 ) -> Result<volume::Model, DbErr> {
-    show(conn, std::slice::from_mut(&mut row)).await?;
+    merge_marks(conn, std::slice::from_mut(&mut row)).await?;
     Ok(row)
 }

@@ -29,7 +29,7 @@ pub(crate) async fn add(
 }
 
 /// Removes the tombstone of a restored artifact.
-pub(crate) async fn take_back(txn: &DatabaseTransaction, artifact: Uuid) -> Result<(), DbErr> {
+pub(crate) async fn remove(txn: &DatabaseTransaction, artifact: Uuid) -> Result<(), DbErr> {
     let sql = "DELETE FROM tombstones WHERE artifact_id = $1";
     let values = [artifact.into()];
     txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await.map(drop)

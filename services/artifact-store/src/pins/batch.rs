@@ -13,26 +13,26 @@ use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
 use crate::app::Store;
-use crate::caches::outputs::Owned;
+use crate::caches::outputs::OwnedOutput;
 use crate::pins::settle::settle_plain;
 use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settlement, pin, pin_all, settle};
 
 /// Maximum number of calls in a batch.
-const MOST: usize = 64;
+const MAX: usize = 64;
 
 /// Batching front of pins and settlements. Cheap to clone. Clones share the batches.
 #[derive(Clone)]
 pub(crate) struct Pins {
     store: Arc<Store>,
     pinning: Batcher<PinRequest, Result<PinAnswer, PinError>>,
-    settling: Batcher<Settlement, Result<Vec<Owned>, SettleError>>,
+    settling: Batcher<Settlement, Result<Vec<OwnedOutput>, SettleError>>,
 }
 
 impl Pins {
     /// Creates the batchers, which spawn their tasks on `tasks`.
     pub(crate) fn new(store: Arc<Store>, tasks: &TaskTracker) -> Self {
         let of_pins = store.clone();
-        let pinning = Batcher::new(MOST, tasks.clone(), move |uses| {
+        let pinning = Batcher::new(MAX, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
                 let groups = group_calls(uses, |used: &PinRequest| used.team.clone());
@@ -40,7 +40,7 @@ impl Pins {
             }
         });
         let of_settlements = store.clone();
-        let settling = Batcher::new(MOST, tasks.clone(), move |settlements| {
+        let settling = Batcher::new(MAX, tasks.clone(), move |settlements| {
             let store = of_settlements.clone();
             async move {
                 let groups = group_calls(settlements, |settlement: &Settlement| settlement.team.clone());
@@ -61,7 +61,7 @@ impl Pins {
     }
 
     /// Settles like [`settle()`]. A settlement without outputs is batched with others.
-    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
+    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<OwnedOutput>, SettleError> {
         if settlement.outputs.is_empty() {
             return self.settling.call(settlement).await.map_err(DbErr::from)?;
         }
@@ -99,7 +99,7 @@ async fn pin_group(
 /// Settles holders of one team without outputs.
 async fn settle_group(
     store: &Store,
-    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<Owned>, SettleError>>),
+    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<OwnedOutput>, SettleError>>),
 ) {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();

@@ -35,7 +35,7 @@ use uuid::Uuid;
 
 pub(crate) use self::batch::Pins;
 pub(crate) use self::settle::{SettleError, SettledOutput, Settlement, settle};
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::builds::OwnerEnded;
 use crate::caches::task_caches;
 use crate::db::entity::{artifact, attempt, build};
@@ -71,9 +71,9 @@ pub(crate) struct PinRequest {
 /// Locations of what a holder pinned.
 #[derive(Debug, Clone)]
 pub(crate) struct PinAnswer {
-    pub(crate) artifacts: Vec<Located>,
+    pub(crate) artifacts: Vec<LocatedArtifact>,
     /// Latest versions of the task caches, if they have bytes.
-    pub(crate) task_caches: Vec<Located>,
+    pub(crate) task_caches: Vec<LocatedArtifact>,
 }
 
 /// Pins what a holder uses, all or none, and binds the holder to its build.
@@ -107,7 +107,7 @@ async fn pin_all(
     }
     let mut of_caches = Vec::with_capacity(uses.len());
     for used in uses {
-        of_caches.push(task_caches::use_them(txn, team, used.holder, &used.task_caches, now).await?);
+        of_caches.push(task_caches::use_caches(txn, team, used.holder, &used.task_caches, now).await?);
     }
     let artifacts = pin_artifacts(txn, team, uses, now).await?;
     let pinned = artifacts.into_iter().zip(of_caches);
@@ -129,7 +129,7 @@ async fn pin_artifacts(
     team: &str,
     uses: &[PinRequest],
     now: Timestamp,
-) -> Result<Vec<Vec<Located>>, PinError> {
+) -> Result<Vec<Vec<LocatedArtifact>>, PinError> {
     let all: BTreeSet<_> = uses.iter().flat_map(|used| used.artifacts.iter().copied()).collect();
     if all.is_empty() {
         return Ok(vec![Vec::new(); uses.len()]);
@@ -139,7 +139,7 @@ async fn pin_artifacts(
     let located = artifacts::locate_rows(txn, sealed.into_values().collect()).await?;
     let found: HashMap<_, _> = located
         .into_iter()
-        .filter(Located::has_bytes)
+        .filter(LocatedArtifact::has_bytes)
         .map(|located| (ArtifactId::from_uuid(located.artifact.artifact_id), located))
         .collect();
     let of_each = uses.iter().map(|used| {

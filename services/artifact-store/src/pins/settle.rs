@@ -13,7 +13,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::builds::{self, OwnerEnded};
-use crate::caches::outputs::{self, Owned};
+use crate::caches::outputs::{self, OwnedOutput};
 use crate::db::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, task_cache_use, volume,
 };
@@ -34,7 +34,7 @@ pub(crate) struct Settlement {
 
 impl Settlement {
     /// Returns the outputs with owners of their own.
-    fn owned(&self) -> impl Iterator<Item = Owned> {
+    fn owned(&self) -> impl Iterator<Item = OwnedOutput> {
         let of_output = |output: &SettledOutput| {
             output.owners.iter().map(|owner| (*owner, output.artifact)).collect::<Vec<_>>()
         };
@@ -76,7 +76,7 @@ pub(crate) async fn settle(
     settlement: &Settlement,
     now: Timestamp,
     resource_cache_ttl: Duration,
-) -> Result<Vec<Owned>, SettleError> {
+) -> Result<Vec<OwnedOutput>, SettleError> {
     let holder = settlement.holder;
     let row = holders::lock(txn, holder, &settlement.team, now).await?;
     if row.settled_at.is_some() {
@@ -89,12 +89,12 @@ pub(crate) async fn settle(
         missing.extend(give_to_builds(txn, settlement, &owned).await?);
     }
 
-    let let_go = let_go_of_all(txn, &[holder.uuid()], now).await?;
+    let released = release_holders(txn, &[holder.uuid()], now).await?;
     builds::end_with(txn, holder, settlement.status, now).await?;
-    are_settled(txn, &[holder.uuid()], now).await?;
+    record_settled(txn, &[holder.uuid()], now).await?;
     missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
     // Last: a transaction that has locked one of these artifacts may wait for rows locked above.
-    make_due(txn, let_go, now).await?;
+    make_due(txn, released, now).await?;
     Ok(missing)
 }
 
@@ -115,16 +115,19 @@ pub(super) async fn settle_plain(
     if going_on.is_empty() {
         return Ok(HashSet::new());
     }
-    let others = others(txn, &going_on).await?;
+    let others = holders_with_other_ends(txn, &going_on).await?;
     going_on.retain(|id| !others.contains(id));
-    let let_go = let_go_of_all(txn, &going_on, now).await?;
-    are_settled(txn, &going_on, now).await?;
-    make_due(txn, let_go, now).await?;
+    let released = release_holders(txn, &going_on, now).await?;
+    record_settled(txn, &going_on, now).await?;
+    make_due(txn, released, now).await?;
     Ok(others.into_iter().map(WorkloadId::from_uuid).collect())
 }
 
 /// Returns the holders with which a build ends, or that use task caches.
-async fn others(txn: &DatabaseTransaction, holders: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
+async fn holders_with_other_ends(
+    txn: &DatabaseTransaction,
+    holders: &[Uuid],
+) -> Result<HashSet<Uuid>, DbErr> {
     let backend = txn.get_database_backend();
     let among = |column: &str| ids::among(backend, column, holders.iter().copied());
     let builds = build::Entity::find()
@@ -144,7 +147,7 @@ async fn others(txn: &DatabaseTransaction, holders: &[Uuid]) -> Result<HashSet<U
 
 /// Deletes the pins of locked holders, and ends their attempts. Returns the artifacts that were
 /// pinned.
-async fn let_go_of_all(
+async fn release_holders(
     txn: &DatabaseTransaction,
     holders: &[Uuid],
     now: Timestamp,
@@ -162,7 +165,7 @@ async fn let_go_of_all(
 }
 
 /// Records that locked holders are settled.
-async fn are_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
+async fn record_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
     holder::Entity::update_many()
         .col_expr(holder::Column::SettledAt, Expr::value(now.0))
         .col_expr(holder::Column::LookAt, Expr::value(now.0))
@@ -239,8 +242,8 @@ async fn seal_outputs(
 async fn give_to_builds(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
-    owned: &[Owned],
-) -> Result<Vec<Owned>, SettleError> {
+    owned: &[OwnedOutput],
+) -> Result<Vec<OwnedOutput>, SettleError> {
     let mut by_build: BTreeMap<BuildId, Vec<ArtifactId>> = BTreeMap::new();
     for (owner, artifact) in owned {
         if let OutputOwner::Build(build) = owner {

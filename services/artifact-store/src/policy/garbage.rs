@@ -66,21 +66,21 @@ pub(crate) struct ContainerFacts {
 pub(crate) struct VolumeFacts {
     /// Whether a copy-on-write child of it is not garbage.
     pub(crate) has_live_child: bool,
-    pub(crate) belongs: Belonging,
+    pub(crate) lifetime: VolumeLifetime,
 }
 
 /// The artifact or attempt with which a volume is deleted.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Belonging {
+pub(crate) enum VolumeLifetime {
     /// For a replica, complete or not.
-    ToArtifact {
+    OfArtifact {
         /// Whether the artifact is marked or gone.
         artifact_marked: bool,
         /// When the claim of its transfer expires. `None` if it is complete.
         claimed_until: Option<Timestamp>,
     },
     /// For an input, a scratch volume, or an output that is not settled.
-    ToAttempt {
+    OfAttempt {
         /// When the attempt ended. `None` if it has not ended.
         ended_at: Option<Timestamp>,
         /// Whether the attempt's container is not garbage yet.
@@ -92,16 +92,16 @@ pub(crate) enum Belonging {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     /// Keep it, and check again at the given time.
-    Keep(NextLook),
+    Keep(NextCheck),
     /// Mark it as garbage.
     Mark(MarkReason),
 }
 
 /// Time of the next check of something that is kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NextLook {
+pub(crate) enum NextCheck {
     /// After an event: the transaction that ends the reason to keep it schedules the check.
-    WhenTold,
+    OnEvent,
     /// At this time.
     At(Timestamp),
     /// After a fixed interval, because the reason to keep it may end without a notification.
@@ -114,7 +114,7 @@ pub(crate) enum MarkReason {
     NeverOwned,
     OwnersLetGo,
     TransferAbandoned,
-    ClaimRanOut,
+    ClaimExpired,
     OtherBytesSealed,
     ArtifactDeleted,
     AttemptEnded,
@@ -127,7 +127,7 @@ impl fmt::Display for MarkReason {
             Self::NeverOwned => "it never had an owner, and it is old",
             Self::OwnersLetGo => "every owner of it has let go",
             Self::TransferAbandoned => "its transfer was abandoned",
-            Self::ClaimRanOut => "the claim of its transfer expired",
+            Self::ClaimExpired => "the claim of its transfer expired",
             Self::OtherBytesSealed => "its artifact was sealed with other bytes",
             Self::ArtifactDeleted => "its artifact is deleted",
             Self::AttemptEnded => "its attempt has ended",
@@ -138,7 +138,7 @@ impl fmt::Display for MarkReason {
 
 /// An item that a collection marked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Collected {
+pub(crate) struct CollectedItem {
     pub(crate) kind: Kind,
     pub(crate) id: Uuid,
     pub(crate) why: MarkReason,
@@ -155,7 +155,7 @@ pub(crate) enum Kind {
 /// A reference that keeps an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Keeper {
-    pub(crate) what: KeeperKind,
+    pub(crate) kind: KeeperKind,
     /// When the reference ends, if that is known.
     pub(crate) until: Option<Timestamp>,
 }
@@ -174,7 +174,7 @@ pub(crate) enum KeeperKind {
     /// An import of a worker-provided image fills this volume.
     Import(VolumeHandle),
     /// It never had an owner, and `unowned_ttl` has not passed.
-    Youth,
+    Unowned,
     /// A caller asked to keep it for a while.
     Reprieve,
 }
@@ -191,7 +191,7 @@ impl fmt::Display for KeeperKind {
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
             Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
             Self::Import(volume) => write!(f, "volume {volume}, into which it is imported"),
-            Self::Youth => f.write_str("no owner: it goes when it is old"),
+            Self::Unowned => f.write_str("no owner: it goes when it is old"),
             Self::Reprieve => f.write_str("no owner: it is kept for a while"),
         }
     }
@@ -199,24 +199,24 @@ impl fmt::Display for KeeperKind {
 
 /// Returns until when, and why, an artifact without references is kept.
 pub(crate) fn unowned_keeper(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Option<Keeper> {
-    let youth = (!facts.had_owner).then(|| (KeeperKind::Youth, facts.created_at + policy.unowned_ttl));
+    let youth = (!facts.had_owner).then(|| (KeeperKind::Unowned, facts.created_at + policy.unowned_ttl));
     let reprieve = facts.kept_until.map(|until| (KeeperKind::Reprieve, until));
     let longest = [youth, reprieve].into_iter().flatten().max_by_key(|(_, until)| *until);
-    let (what, until) = longest.filter(|(_, until)| *until > now)?;
-    Some(Keeper { what, until: Some(until) })
+    let (kind, until) = longest.filter(|(_, until)| *until > now)?;
+    Some(Keeper { kind, until: Some(until) })
 }
 
 /// Judges an artifact.
 pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -> Verdict {
     let HoldFlags { owned, pinned, used, transferred } = facts.held;
     if owned {
-        return Verdict::Keep(NextLook::WhenTold);
+        return Verdict::Keep(NextCheck::OnEvent);
     }
     if pinned || used || transferred {
-        return Verdict::Keep(NextLook::Later);
+        return Verdict::Keep(NextCheck::Later);
     }
     match unowned_keeper(facts, now, policy) {
-        Some(Keeper { until: Some(until), .. }) => Verdict::Keep(NextLook::At(until)),
+        Some(Keeper { until: Some(until), .. }) => Verdict::Keep(NextCheck::At(until)),
         _ if facts.had_owner => Verdict::Mark(MarkReason::OwnersLetGo),
         _ => Verdict::Mark(MarkReason::NeverOwned),
     }
@@ -224,9 +224,9 @@ pub(crate) fn artifact(facts: &ArtifactFacts, now: Timestamp, policy: &Policy) -
 
 /// Judges a container.
 pub(crate) fn container(facts: &ContainerFacts, now: Timestamp, policy: &Policy) -> Verdict {
-    let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(NextLook::WhenTold) };
+    let Some(ended_at) = facts.attempt_ended_at else { return Verdict::Keep(NextCheck::OnEvent) };
     match grace_ends(ended_at, facts.touched_at, policy) {
-        until if until > now => Verdict::Keep(NextLook::At(until)),
+        until if until > now => Verdict::Keep(NextCheck::At(until)),
         _ => Verdict::Mark(MarkReason::AttemptEnded),
     }
 }
@@ -240,24 +240,26 @@ pub(crate) fn grace_ends(ended_at: Timestamp, touched_at: Option<Timestamp>, pol
 /// Judges a volume.
 pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Verdict {
     if facts.has_live_child {
-        return Verdict::Keep(NextLook::Later);
+        return Verdict::Keep(NextCheck::Later);
     }
-    match facts.belongs {
-        Belonging::ToArtifact { artifact_marked: true, .. } => Verdict::Mark(MarkReason::ArtifactDeleted),
-        Belonging::ToArtifact { claimed_until: Some(until), .. } if until <= now => {
-            Verdict::Mark(MarkReason::ClaimRanOut)
+    match facts.lifetime {
+        VolumeLifetime::OfArtifact { artifact_marked: true, .. } => {
+            Verdict::Mark(MarkReason::ArtifactDeleted)
         }
-        Belonging::ToAttempt { ended_at: Some(_), has_live_container: true } => {
-            Verdict::Keep(NextLook::Later)
+        VolumeLifetime::OfArtifact { claimed_until: Some(until), .. } if until <= now => {
+            Verdict::Mark(MarkReason::ClaimExpired)
         }
-        Belonging::ToAttempt { ended_at: Some(ended_at), has_live_container: false } => {
+        VolumeLifetime::OfAttempt { ended_at: Some(_), has_live_container: true } => {
+            Verdict::Keep(NextCheck::Later)
+        }
+        VolumeLifetime::OfAttempt { ended_at: Some(ended_at), has_live_container: false } => {
             match ended_at + policy.gc_grace {
-                until if until > now => Verdict::Keep(NextLook::At(until)),
+                until if until > now => Verdict::Keep(NextCheck::At(until)),
                 _ => Verdict::Mark(MarkReason::AttemptEnded),
             }
         }
-        Belonging::ToArtifact { .. } | Belonging::ToAttempt { ended_at: None, .. } => {
-            Verdict::Keep(NextLook::WhenTold)
+        VolumeLifetime::OfArtifact { .. } | VolumeLifetime::OfAttempt { ended_at: None, .. } => {
+            Verdict::Keep(NextCheck::OnEvent)
         }
     }
 }
@@ -269,7 +271,7 @@ pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Opt
     loop {
         match judge(at) {
             Verdict::Mark(why) => return Some((at, why)),
-            Verdict::Keep(NextLook::At(next)) if next > at => at = next,
+            Verdict::Keep(NextCheck::At(next)) if next > at => at = next,
             Verdict::Keep(_) => return None,
         }
     }
@@ -324,17 +326,17 @@ mod tests {
             let kept_until = reprieved.then(|| at(200));
             let facts = ArtifactFacts { kept_until, ..facts(had_owner, held) };
             let expected = if held.owned {
-                Verdict::Keep(NextLook::WhenTold)
+                Verdict::Keep(NextCheck::OnEvent)
             } else if held != HoldFlags::default() {
-                Verdict::Keep(NextLook::Later)
+                Verdict::Keep(NextCheck::Later)
             } else if reprieved {
-                Verdict::Keep(NextLook::At(at(200)))
+                Verdict::Keep(NextCheck::At(at(200)))
             } else if had_owner {
                 Verdict::Mark(MarkReason::OwnersLetGo)
             } else if old {
                 Verdict::Mark(MarkReason::NeverOwned)
             } else {
-                Verdict::Keep(NextLook::At(at(100)))
+                Verdict::Keep(NextCheck::At(at(100)))
             };
             assert_eq!(artifact(&facts, now, &POLICY), expected, "{facts:?} at {now:?}");
         }
@@ -343,26 +345,26 @@ mod tests {
     #[test]
     fn artifact_is_kept_until_its_reprieve_ends() {
         let reprieved = ArtifactFacts { kept_until: Some(at(50)), ..facts(true, HoldFlags::default()) };
-        assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(NextLook::At(at(50))));
+        assert_eq!(artifact(&reprieved, at(49), &POLICY), Verdict::Keep(NextCheck::At(at(50))));
         assert_eq!(artifact(&reprieved, at(50), &POLICY), Verdict::Mark(MarkReason::OwnersLetGo));
         let young = ArtifactFacts { had_owner: false, ..reprieved };
-        assert_eq!(artifact(&young, at(50), &POLICY), Verdict::Keep(NextLook::At(at(100))));
+        assert_eq!(artifact(&young, at(50), &POLICY), Verdict::Keep(NextCheck::At(at(100))));
     }
 
     #[test]
     fn container_is_marked_after_grace_of_its_attempt() {
         let ended = ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: None };
-        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(NextLook::At(at(15))));
+        assert_eq!(container(&ended, at(14), &POLICY), Verdict::Keep(NextCheck::At(at(15))));
         assert_eq!(container(&ended, at(15), &POLICY), Verdict::Mark(MarkReason::AttemptEnded));
         let going_on = ContainerFacts { attempt_ended_at: None, touched_at: Some(at(5)) };
-        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(NextLook::WhenTold));
+        assert_eq!(container(&going_on, at(1000), &POLICY), Verdict::Keep(NextCheck::OnEvent));
     }
 
     #[test]
     fn container_grace_restarts_at_interactive_use() {
         let touched =
             |at_second| ContainerFacts { attempt_ended_at: Some(at(5)), touched_at: Some(at(at_second)) };
-        assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(NextLook::At(at(18))));
+        assert_eq!(container(&touched(8), at(17), &POLICY), Verdict::Keep(NextCheck::At(at(18))));
         assert_eq!(container(&touched(8), at(18), &POLICY), Verdict::Mark(MarkReason::AttemptEnded));
         assert_eq!(
             container(&touched(2), at(15), &POLICY),
@@ -374,19 +376,20 @@ mod tests {
     #[test]
     fn volume_is_marked_with_its_owner_after_children() {
         let judge =
-            |belongs, has_live_child| volume(&VolumeFacts { has_live_child, belongs }, at(100), &POLICY);
+            |lifetime, has_live_child| volume(&VolumeFacts { has_live_child, lifetime }, at(100), &POLICY);
         let replica =
-            |artifact_marked, claimed_until| Belonging::ToArtifact { artifact_marked, claimed_until };
-        let of_attempt = |ended_at, has_live_container| Belonging::ToAttempt { ended_at, has_live_container };
+            |artifact_marked, claimed_until| VolumeLifetime::OfArtifact { artifact_marked, claimed_until };
+        let of_attempt =
+            |ended_at, has_live_container| VolumeLifetime::OfAttempt { ended_at, has_live_container };
 
         assert_eq!(judge(replica(true, None), false), Verdict::Mark(MarkReason::ArtifactDeleted));
-        assert_eq!(judge(replica(true, None), true), Verdict::Keep(NextLook::Later));
-        assert_eq!(judge(replica(false, None), false), Verdict::Keep(NextLook::WhenTold));
-        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(NextLook::WhenTold));
-        assert_eq!(judge(replica(false, Some(at(100))), false), Verdict::Mark(MarkReason::ClaimRanOut));
-        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(NextLook::WhenTold));
-        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(NextLook::Later));
-        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(NextLook::At(at(101))));
+        assert_eq!(judge(replica(true, None), true), Verdict::Keep(NextCheck::Later));
+        assert_eq!(judge(replica(false, None), false), Verdict::Keep(NextCheck::OnEvent));
+        assert_eq!(judge(replica(false, Some(at(101))), false), Verdict::Keep(NextCheck::OnEvent));
+        assert_eq!(judge(replica(false, Some(at(100))), false), Verdict::Mark(MarkReason::ClaimExpired));
+        assert_eq!(judge(of_attempt(None, false), false), Verdict::Keep(NextCheck::OnEvent));
+        assert_eq!(judge(of_attempt(Some(at(90)), true), false), Verdict::Keep(NextCheck::Later));
+        assert_eq!(judge(of_attempt(Some(at(91)), false), false), Verdict::Keep(NextCheck::At(at(101))));
         assert_eq!(judge(of_attempt(Some(at(90)), false), false), Verdict::Mark(MarkReason::AttemptEnded));
     }
 

@@ -23,7 +23,7 @@ use domain::Timestamp;
 /// Time after which an ended attempt whose remains are all marked is checked again. If its remains
 /// are gone earlier, it is checked then ([`crate::inventory::report`],
 /// [`crate::inventory::worker_removal`]).
-pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
+pub(crate) const REMAINS_RECHECK_INTERVAL: Duration = Duration::from_secs(10 * 60);
 
 /// When an owner lets go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +65,7 @@ pub(crate) struct Build {
 }
 
 impl Build {
-    pub(crate) fn lets_go(&self) -> ReleaseTime {
+    pub(crate) fn release_time(&self) -> ReleaseTime {
         match (self.ended, self.latest_of_its_job) {
             (None, _) | (Some((BuildEnd::Failed, _)), true) => ReleaseTime::NotYet,
             (Some((BuildEnd::Done, at)), _) | (Some((BuildEnd::Failed, at)), false) => {
@@ -102,7 +102,7 @@ pub(crate) enum ResourceCache {
 }
 
 impl ResourceCache {
-    pub(crate) fn lets_go(&self, ttl: Duration) -> ReleaseTime {
+    pub(crate) fn release_time(&self, ttl: Duration) -> ReleaseTime {
         match *self {
             Self::BeingMade { claimed_until } => ReleaseTime::At(claimed_until),
             Self::Ready { used: true, .. } => ReleaseTime::NotYet,
@@ -122,7 +122,7 @@ pub(crate) struct TaskCache {
 }
 
 impl TaskCache {
-    pub(crate) fn lets_go(&self) -> ReleaseTime {
+    pub(crate) fn release_time(&self) -> ReleaseTime {
         if self.used {
             return ReleaseTime::NotYet;
         }
@@ -165,7 +165,7 @@ mod tests {
                             ReleaseTime::At(Timestamp(1_000 + keep))
                         }
                     };
-                    assert_eq!(build.lets_go(), expected, "{build:?}");
+                    assert_eq!(build.release_time(), expected, "{build:?}");
                 }
             }
         }

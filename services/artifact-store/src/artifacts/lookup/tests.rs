@@ -20,7 +20,7 @@ use crate::config::{Config, KeySource};
 const TEAMS: [&str; 2] = ["main", "other"];
 
 /// A generated artifact.
-struct Known {
+struct TestArtifact {
     id: ArtifactId,
     team: &'static str,
     is_deleting: bool,
@@ -32,7 +32,7 @@ struct Known {
 
 /// Creates artifacts: usable by their team, by every team, by a team that has pinned them, and by
 /// no team.
-async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
+async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<TestArtifact> {
     let write = async |sql: &'static str, values: Vec<Value>| {
         let backend = store.db.read().get_database_backend();
         let statement = &Statement::from_sql_and_values(backend, sql, values);
@@ -87,7 +87,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
             has_it.insert(*worker);
         }
         let (id, is_deleting) = (ArtifactId::from_uuid(id), state == "deleting");
-        all.push(Known { id, team, is_deleting, for_others, workers: has_it });
+        all.push(TestArtifact { id, team, is_deleting, for_others, workers: has_it });
     }
     all
 }
@@ -102,8 +102,8 @@ async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
     };
     let store = Arc::new(Store::open(config).await.expect("it opens"));
     let known = artifacts(&store, random).await;
-    let locating = Locating::new(store.db.clone(), TaskTracker::new());
-    let (mut told, mut left_out) = (0, 0);
+    let locator = ArtifactLocator::new(store.db.clone(), TaskTracker::new());
+    let (mut returned, mut left_out) = (0, 0);
     for _ in 0..40 {
         let team = *TEAMS.choose(random).expect("two");
         let mut calls = Vec::new();
@@ -120,10 +120,10 @@ async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
         // All calls in one lookup.
         let (answers, answered): (Vec<_>, Vec<_>) = calls.iter().map(|_| oneshot::channel()).unzip();
         let wanted =
-            calls.iter().map(|artifacts| Wanted { team: team.to_owned(), artifacts: artifacts.clone() });
+            calls.iter().map(|artifacts| LookupCall { team: team.to_owned(), artifacts: artifacts.clone() });
         locate_group(&store.db, (wanted.collect(), answers)).await;
         for (artifacts, answered) in calls.iter().zip(answered) {
-            let mut expected: Vec<&Known> = Vec::new();
+            let mut expected: Vec<&TestArtifact> = Vec::new();
             for id in artifacts {
                 let one = known.iter().find(|one| one.id == *id && !one.is_deleting);
                 let one = one.filter(|one| one.team == team || one.for_others.contains(&team));
@@ -136,7 +136,7 @@ async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
             });
             let expected: Vec<_> = expected.iter().map(|one| (one.id, one.workers.clone())).collect();
             assert_eq!(found.collect::<Vec<_>>(), expected, "{team}: {artifacts:?}, with {calls:?}");
-            told += expected.len();
+            returned += expected.len();
             left_out += artifacts.len() - expected.len();
         }
     }
@@ -145,15 +145,16 @@ async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
     let all: Vec<_> = known.iter().map(|one| one.id).collect();
     let many: Vec<_> = all.iter().copied().chain((0..FEW).map(|_| ArtifactId::new())).collect();
     let asked = [&all, &many, &Vec::new()];
-    let calls = asked.map(|artifacts| TEAMS.map(|team| locating.locate(team.to_owned(), artifacts.clone())));
+    let calls = asked.map(|artifacts| TEAMS.map(|team| locator.locate(team.to_owned(), artifacts.clone())));
     let answers = join_all(calls.into_iter().flatten()).await.into_iter();
     let counts: Vec<_> = answers.map(|answer| answer.expect("it is looked up").len()).collect();
     let usable = TEAMS.map(|team| {
-        let may = |one: &&Known| !one.is_deleting && (one.team == team || one.for_others.contains(&team));
+        let may =
+            |one: &&TestArtifact| !one.is_deleting && (one.team == team || one.for_others.contains(&team));
         known.iter().filter(may).count()
     });
     assert_eq!(counts, [usable, usable, [0, 0]].concat());
-    assert!(told > 100 && left_out > 100, "too little happened: {told}, {left_out}");
+    assert!(returned > 100 && left_out > 100, "too little happened: {returned}, {left_out}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

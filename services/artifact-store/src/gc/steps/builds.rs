@@ -13,10 +13,10 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, BuildStatus, build, job};
 use crate::db::ids;
 use crate::gc::steps::artifacts;
-use crate::gc::{Batch, NextLook, Settings, lock_due, look_next};
-use crate::marks::references::JudgedArtifact;
+use crate::gc::{Batch, NextCheck, Settings, lock_due, schedule_next};
+use crate::marks::references::ArtifactRow;
 
-pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let now = settings.now;
     // Smaller batches, because the artifacts of the builds take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
@@ -24,24 +24,24 @@ pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Resu
     if due.is_empty() {
         return Ok(Batch::default());
     }
-    let mut looks = Vec::new();
-    let (mut overdue, mut let_go) = (Vec::new(), Vec::new());
+    let mut checks = Vec::new();
+    let (mut overdue, mut released) = (Vec::new(), Vec::new());
     for row in &due {
         match (row.ended_at, row.kept_until.map(Timestamp)) {
             (None, _) => match row.term_ends_at.filter(|_| !row.bound).map(Timestamp) {
                 Some(ends_at) if ends_at <= now => overdue.push(row.build_id),
-                Some(ends_at) => looks.push((row.build_id, NextLook::At(ends_at))),
-                None => looks.push((row.build_id, NextLook::WhenTold)),
+                Some(ends_at) => checks.push((row.build_id, NextCheck::At(ends_at))),
+                None => checks.push((row.build_id, NextCheck::OnEvent)),
             },
-            (Some(_), None) => looks.push((row.build_id, NextLook::WhenTold)),
-            (Some(_), Some(until)) if until > now => looks.push((row.build_id, NextLook::At(until))),
-            (Some(_), Some(_)) => let_go.push(row),
+            (Some(_), None) => checks.push((row.build_id, NextCheck::OnEvent)),
+            (Some(_), Some(until)) if until > now => checks.push((row.build_id, NextCheck::At(until))),
+            (Some(_), Some(_)) => released.push(row),
         }
     }
     end(txn, &overdue, now).await?;
-    let mut batch = Batch { looked: true, ..Batch::default() };
-    looks.extend(release(txn, &let_go, settings, &mut batch).await?);
-    look_next::<build::Entity>(txn, settings, &looks).await?;
+    let mut batch = Batch { checked: true, ..Batch::default() };
+    checks.extend(release(txn, &released, settings, &mut batch).await?);
+    schedule_next::<build::Entity>(txn, settings, &checks).await?;
     Ok(batch)
 }
 
@@ -64,19 +64,19 @@ async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Res
 /// next checks of the builds. A build that still owns artifacts stays due.
 async fn release(
     txn: &DatabaseTransaction,
-    let_go: &[&build::Model],
+    released: &[&build::Model],
     settings: &Settings,
     batch: &mut Batch,
-) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
-    if let_go.is_empty() {
+) -> Result<Vec<(Uuid, NextCheck)>, DbErr> {
+    if released.is_empty() {
         return Ok(Vec::new());
     }
     let backend = txn.get_database_backend();
-    let builds = ids::value(backend, let_go.iter().map(|row| row.build_id));
+    let builds = ids::value(backend, released.iter().map(|row| row.build_id));
     let owned = lock_owned(txn, &builds, settings).await?;
     if !owned.is_empty() {
         disown(txn, &owned, settings).await?;
-        let live = |row: &&JudgedArtifact| row.state != ArtifactState::Deleting;
+        let live = |row: &&ArtifactRow| row.state != ArtifactState::Deleting;
         let live: Vec<_> = owned.iter().filter(live).copied().collect();
         artifacts::judge(txn, settings, &live, batch).await?;
     }
@@ -87,17 +87,17 @@ async fn release(
     let owning = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [builds])).await?;
     let owning: HashSet<Uuid> = owning.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
 
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut forgotten = Vec::new();
-    for row in let_go {
+    for row in released {
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
         if owning.contains(&row.build_id) {
             if owned.is_empty() {
                 // Other transactions have locked its artifacts.
-                looks.push((row.build_id, NextLook::Later));
+                checks.push((row.build_id, NextCheck::Later));
             }
         } else if forget_at > settings.now {
-            looks.push((row.build_id, NextLook::At(forget_at)));
+            checks.push((row.build_id, NextCheck::At(forget_at)));
         } else {
             forgotten.push(row.build_id);
         }
@@ -109,7 +109,7 @@ async fn release(
             .await?;
         job::Entity::delete_many().filter(ids::among(backend, "latest_build", forgotten)).exec(txn).await?;
     }
-    Ok(looks)
+    Ok(checks)
 }
 
 /// Locks artifacts of these builds, up to the batch size, and skips locked ones.
@@ -117,7 +117,7 @@ async fn lock_owned(
     txn: &DatabaseTransaction,
     builds: &Value,
     settings: &Settings,
-) -> Result<Vec<JudgedArtifact>, DbErr> {
+) -> Result<Vec<ArtifactRow>, DbErr> {
     let backend = txn.get_database_backend();
     let builds_query = ids::query(backend, 1);
     let owned = match backend {
@@ -130,18 +130,18 @@ async fn lock_owned(
     };
     let sql = format!(
         "SELECT {} FROM artifacts WHERE artifact_id IN ({owned}){}",
-        JudgedArtifact::COLUMNS,
+        ArtifactRow::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
     let values = [builds.clone(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
-    JudgedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
+    ArtifactRow::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
 /// Removes locked artifacts from all builds that have let go, which may include builds outside the
 /// batch.
 async fn disown(
     txn: &DatabaseTransaction,
-    artifacts: &[JudgedArtifact],
+    artifacts: &[ArtifactRow],
     settings: &Settings,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();

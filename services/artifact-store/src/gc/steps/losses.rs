@@ -61,7 +61,7 @@ pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings
         .exec(txn)
         .await?;
     // A transaction that removes a mark locks the row.
-    sweep_queue::show(txn, &mut volumes).await?;
+    sweep_queue::merge_marks(txn, &mut volumes).await?;
     volumes.retain(|row| row.state == State::Lost);
     let lost: Vec<_> =
         containers.iter().map(NewLoss::from).chain(volumes.iter().map(NewLoss::from)).collect();
@@ -73,7 +73,7 @@ pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings
         );
     }
     losses::append(txn, &lost, settings.now).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    Ok(Batch { checked: true, ..Batch::default() })
 }
 
 /// Deletes old losses, and records the last deleted revision.
@@ -95,5 +95,5 @@ pub(in crate::gc) async fn forget(txn: &DatabaseTransaction, settings: &Settings
         .exec(txn)
         .await?;
     loss::Entity::delete_many().filter(loss::Column::Revision.lte(last)).exec(txn).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    Ok(Batch { checked: true, ..Batch::default() })
 }

@@ -122,7 +122,7 @@ impl Cast {
 }
 
 /// Formats the result of a call as callers see it.
-fn told<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String) -> String {
+fn describe_result<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String) -> String {
     match answer {
         Ok(answer) => of(answer),
         Err(error) => {
@@ -133,7 +133,7 @@ fn told<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String
 }
 
 fn pinned(pinned: PinAnswer) -> String {
-    let ids = |located: Vec<crate::artifacts::Located>| {
+    let ids = |located: Vec<crate::artifacts::LocatedArtifact>| {
         located.into_iter().map(|located| located.artifact.artifact_id).collect::<Vec<_>>()
     };
     format!("{:?} {:?}", ids(pinned.artifacts), ids(pinned.task_caches))
@@ -172,10 +172,10 @@ async fn batched_calls_have_results_of_single_calls(databases: [TestDatabase; 2]
             let answers = join_all(uses.iter().map(|used| pins.pin(used.clone()))).await;
             for (used, answer) in uses.iter().zip(answers) {
                 let beside = alone.db.write(|txn| async move { pin(&txn, used, NOW).await }).await;
-                let answer = told(answer, pinned);
+                let answer = describe_result(answer, pinned);
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
-                assert_eq!(answer, told(beside, pinned), "{used:?}, with {uses:?}");
+                assert_eq!(answer, describe_result(beside, pinned), "{used:?}, with {uses:?}");
             }
         } else {
             let settlements: Vec<_> = holders
@@ -194,12 +194,12 @@ async fn batched_calls_have_results_of_single_calls(databases: [TestDatabase; 2]
             for (settlement, answer) in settlements.iter().zip(join_all(calls).await) {
                 let beside =
                     alone.db.write(|txn| async move { settle(&txn, settlement, NOW, ttl).await }).await;
-                let answer = told(answer, |missing| format!("{missing:?}"));
+                let answer = describe_result(answer, |missing| format!("{missing:?}"));
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
                 assert_eq!(
                     answer,
-                    told(beside, |missing| format!("{missing:?}")),
+                    describe_result(beside, |missing| format!("{missing:?}")),
                     "{settlement:?}, with {settlements:?}"
                 );
             }
