@@ -249,7 +249,7 @@ async fn build_without_job_keeps_for_default_time(database: TestDatabase) {
         made.push(artifact);
     }
     let [without_job, of_job, says_so] = made[..] else { panic!("three were made") };
-    assert!(!lives(&suite, of_job).await, "one of a job keeps nothing by itself");
+    assert!(!lives(&suite, of_job).await, "the default keep time of a job is zero");
     assert!(!lives(&suite, says_so).await, "it said that it keeps nothing");
     suite.clock.advance(KEEP - SECOND);
     assert!(lives(&suite, without_job).await, "it keeps for a second more");
@@ -309,7 +309,7 @@ async fn artifact_stays_until_last_build_lets_go(database: TestDatabase) {
     assert!(lives(&suite, artifact).await);
     assert_refused(own(artifact, builds[1], TEAM.to_owned()).await, Reason::OwnerEnded);
     disown(artifact, builds[2], TEAM.to_owned()).await.expect("let go");
-    assert!(!lives(&suite, artifact).await, "nobody owns it any more");
+    assert!(!lives(&suite, artifact).await, "it has no owner left");
     assert_refused(own(artifact, builds[2], TEAM.to_owned()).await, Reason::ArtifactNotFound);
     suite.stop().await;
 }

@@ -101,13 +101,13 @@ async fn unverified_replicas_are_reported_as_such(database: TestDatabase) {
     }
     let request = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![artifact.to_string()] };
     let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
-    let told: Vec<_> = located[0]
+    let notice: Vec<_> = located[0]
         .replicas
         .iter()
         .map(|replica| (replica.worker_id.clone(), replica.verification()))
         .collect();
     let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(said);
-    assert_eq!(told, expected.collect::<Vec<_>>());
+    assert_eq!(notice, expected.collect::<Vec<_>>());
     suite.stop().await;
 }
 
@@ -125,7 +125,7 @@ async fn one_of_concurrent_callers_makes_the_copy(database: TestDatabase) {
         let (maker, made) = answers
             .iter()
             .find(|(_, planned)| planned.outcome() == PlanOutcome::Yours)
-            .expect("somebody makes it");
+            .expect("one caller makes it");
         for (transfer, planned) in &answers {
             assert_eq!(planned.outcome() == PlanOutcome::Yours, transfer == maker);
             assert_eq!(planned.volume_handle, made.volume_handle);
@@ -150,15 +150,15 @@ async fn copy_is_made_again_after_claim_expires(database: TestDatabase) {
     suite.clock.advance(Duration::from_secs(50));
     assert_eq!(ask().await.outcome(), PlanOutcome::BeingMade);
     suite.clock.advance(Duration::from_secs(10));
-    let anew = ask().await;
-    assert_eq!(anew.outcome(), PlanOutcome::Yours);
-    assert_ne!(anew.volume_handle, old, "a handle is never used twice");
+    let again = ask().await;
+    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_ne!(again.volume_handle, old, "a handle is never used twice");
 
     assert_refused(progress(&suite, first).await, Reason::ClaimLost);
     assert_refused(here.complete(&old, digest(1)).await, Reason::ClaimLost);
     suite.abandon(first).await.expect("the late one says so");
     here.swept(&[], &[&old]).await;
-    here.complete(&anew.volume_handle, digest(1)).await.expect("complete");
+    here.complete(&again.volume_handle, digest(1)).await.expect("complete");
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 2);
 
     // No caller asks again, and the collector marks the copy.
@@ -206,8 +206,8 @@ async fn unconfirmed_replica_is_not_copied_again(database: TestDatabase) {
     let asked = plan(&suite, artifact, here.worker, TransferId::new()).await;
     assert_refused(asked, Reason::Unavailable);
     reborn.report(&[], &[]).await.expect("reported");
-    let anew = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
-    assert_eq!(anew.outcome(), PlanOutcome::Yours);
-    assert_ne!(anew.volume_handle, made);
+    let again = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
+    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_ne!(again.volume_handle, made);
     suite.stop().await;
 }

@@ -150,7 +150,7 @@ async fn touched_container_outlives_its_attempt(database: TestDatabase) {
     for _ in 0..3 {
         suite.clock.advance(Duration::from_secs(299));
         touch(&suite, &gateway, attempt).await.expect("noted");
-        assert_eq!(suite.collect(DryRun::Off).await, [], "somebody uses it");
+        assert_eq!(suite.collect(DryRun::Off).await, [], "it is in use");
     }
     let touched = container(&suite, &planned.container_handle).await.expect("there").touched_at;
     assert_eq!(touched, Some(rpc::timestamp(suite.clock.now())));
@@ -254,7 +254,7 @@ async fn last_replica_of_kept_artifact_is_not_dropped(database: TestDatabase) {
     // An artifact without references is garbage anyway.
     let (unkept, replica) = suite.upload(&there, None, 2).await.expect("uploaded");
     suite.clock.advance(Duration::from_secs(13 * 3600));
-    drop_replica(&suite, dropping(unkept, there.worker)).await.expect("nobody needs it");
+    drop_replica(&suite, dropping(unkept, there.worker)).await.expect("it is not needed");
     there.swept(&[], &[&replica]).await;
     suite.stop().await;
 }

@@ -127,7 +127,7 @@ pub(crate) fn receipt(key: &[u8; 32], worker: WorkerId, token: &pb::ReportToken)
 
 pub(crate) fn config(url: &str) -> Config {
     Config {
-        // Fixed for the tests, whatever the default is.
+        // Fixed for the tests, independent of the default.
         claim_term: Duration::from_secs(60),
         gc_grace: Duration::ZERO,
         default_keep: Duration::ZERO,

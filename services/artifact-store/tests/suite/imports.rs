@@ -42,10 +42,12 @@ impl Gateway {
     async fn prepare_import(
         &self,
         suite: &Suite,
-        brought: pb::WorkerProvided,
+        provided: pb::WorkerProvided,
     ) -> Answer<pb::PrepareImportResponse> {
-        let request =
-            pb::PrepareImportRequest { session_credential: self.credential.clone(), provided: Some(brought) };
+        let request = pb::PrepareImportRequest {
+            session_credential: self.credential.clone(),
+            provided: Some(provided),
+        };
         Ok(suite.inventory().prepare_import(request).await?.into_inner())
     }
 
@@ -70,8 +72,13 @@ impl Gateway {
     }
 
     /// Imports an item completely. Returns the artifact and its replica.
-    async fn import(&self, suite: &Suite, brought: pb::WorkerProvided, content: u64) -> (ArtifactId, String) {
-        let begun = self.prepare_import(suite, brought).await.expect("prepared");
+    async fn import(
+        &self,
+        suite: &Suite,
+        provided: pb::WorkerProvided,
+        content: u64,
+    ) -> (ArtifactId, String) {
+        let begun = self.prepare_import(suite, provided).await.expect("prepared");
         assert!(begun.term.is_some(), "it is to be imported: {begun:?}");
         let sealed = self.complete_import(suite, &begun.volume_handle, digest(content)).await;
         assert_eq!(sealed.expect("complete"), begun.artifact_id);
@@ -440,7 +447,7 @@ async fn imports_are_deleted_with_forgotten_worker(database: TestDatabase) {
     let (image, _) = gateway.import(&suite, git("1"), 1).await;
     let (of_certs, _) = gateway.import(&suite, certs("/certs"), 2).await;
     let (kept, _) = other.import(&suite, git("1"), 1).await;
-    suite.forget(gateway.worker, false).await.expect("what it brought along is nobody's last replica");
+    suite.forget(gateway.worker, false).await.expect("an import is no last replica of a kept artifact");
     assert_eq!(suite.base_types().await.len(), 1);
     assert_eq!(suite.base_types().await[0].artifact_id, kept.to_string());
     assert_eq!(suite.certs().await, []);

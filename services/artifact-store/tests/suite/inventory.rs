@@ -115,7 +115,7 @@ async fn new_incarnation_ends_containers_and_unconfirms_volumes(database: TestDa
     }
     assert_refused(new.complete(&in_flight, digest(3)).await, Reason::ClaimLost);
     new.swept(&[&planned.container_handle], &[&in_flight]).await;
-    assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None, "nobody knows whether it is there");
+    assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None, "the replica is unconfirmed");
     assert_eq!(suite.get(kept).await.expect("it is there").replicas.len(), 1, "but it may be");
 
     // A token of the old incarnation judges nothing of the new one.

@@ -246,7 +246,7 @@ async fn artifact_lifetime_is_unaffected_by_equal_bytes(database: TestDatabase) 
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(build, workload, None).await.expect("put");
     suite.pin(workload, &[], Some(build)).await.expect("bound");
-    let (of_nobody, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let (unowned, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
     let (of_build, _) = suite.upload(&gateway, Some(build), 2).await.expect("uploaded");
     let (gone, _) = suite.upload(&gateway, Some(build), 3).await.expect("uploaded");
@@ -256,13 +256,13 @@ async fn artifact_lifetime_is_unaffected_by_equal_bytes(database: TestDatabase) 
     let hour = Duration::from_secs(3600);
     suite.clock.advance(11 * hour);
     suite.collect(DryRun::Off).await;
-    for kept in [of_nobody, of_build] {
+    for kept in [unowned, of_build] {
         assert_eq!(suite.get(kept).await.expect("kept").state(), ArtifactState::Sealed);
     }
     assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
     suite.clock.advance(2 * hour);
     suite.collect(DryRun::Off).await;
-    for gone in [of_nobody, of_build] {
+    for gone in [unowned, of_build] {
         assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
     }
     suite.stop().await;
@@ -276,7 +276,7 @@ async fn artifact_on_excluded_workers_is_not_adopted(database: TestDatabase) {
     suite.put_build(build, WorkloadId::new(), None).await.expect("put");
     let adopted = suite.adopt_without(digest(1), Some(build), &[one.worker]).await.expect("asked");
     assert_eq!(adopted, None);
-    assert_eq!(suite.get(older).await.expect("it is there").kept_by.len(), 1, "nobody, yet");
+    assert_eq!(suite.get(older).await.expect("it is there").kept_by.len(), 1, "no owner yet");
     assert!(suite.adopt_without(digest(1), None, &[two.worker]).await.expect("asked").is_some());
 
     let (newer, handle) = suite.upload(&two, None, 1).await.expect("uploaded");
@@ -391,21 +391,21 @@ async fn unbound_build_ends_by_its_term(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (bound, unbound) = (BuildId::new(), BuildId::new());
-    let (workload, nobody) = (WorkloadId::new(), WorkloadId::new());
+    let (workload, other) = (WorkloadId::new(), WorkloadId::new());
     let keep = Some(Duration::from_secs(60));
     suite.put_build(bound, workload, keep).await.expect("put");
-    suite.put_build(unbound, nobody, keep).await.expect("put");
+    suite.put_build(unbound, other, keep).await.expect("put");
     let (kept, _) = suite.upload(&gateway, Some(bound), 1).await.expect("uploaded");
     let (let_go, _) = suite.upload(&gateway, Some(unbound), 2).await.expect("uploaded");
     suite.pin(workload, &[], Some(bound)).await.expect("bound");
 
     suite.clock.advance(Duration::from_secs(9 * 60));
-    suite.put_build(unbound, nobody, keep).await.expect("renewed");
+    suite.put_build(unbound, other, keep).await.expect("renewed");
     suite.clock.advance(Duration::from_secs(9 * 60));
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(Duration::from_secs(60));
     assert_eq!(suite.collect(DryRun::Off).await, [], "its end keeps for a minute");
-    assert_refused(suite.put_build(unbound, nobody, keep).await, Reason::BuildEnded);
+    assert_refused(suite.put_build(unbound, other, keep).await, Reason::BuildEnded);
     assert_refused(suite.create(ArtifactId::new(), Some(unbound)).await, Reason::OwnerEnded);
     suite.clock.advance(Duration::from_secs(60));
     let went = suite.collect(DryRun::Off).await;

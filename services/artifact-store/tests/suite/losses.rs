@@ -48,7 +48,7 @@ impl Watcher {
 }
 
 /// Waits for the grace period, and lets the store record losses.
-async fn notice(suite: &Suite) {
+async fn record_losses(suite: &Suite) {
     suite.clock.advance(GRACE);
     suite.collect(DryRun::Off).await;
 }
@@ -129,13 +129,13 @@ async fn loss_is_reported_once_with_its_dependents(database: TestDatabase) {
 
     // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let next = watcher.next().await;
     assert_eq!((next.revision, next.volume_handle.as_str(), next.replicas.len()), (3, other.as_str(), 0));
     // A lost replica that was found is reported again when it is lost again.
     gateway.report(std::slice::from_ref(&replica), &[]).await.expect("reported");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     assert_eq!(watcher.next().await.volume_handle, replica);
     suite.stop().await;
 }
@@ -154,7 +154,7 @@ async fn item_found_within_grace_is_no_loss(database: TestDatabase) {
     suite.clock.advance(GRACE - Duration::from_secs(1));
     gateway.report(std::slice::from_ref(&found), &[]).await.expect("reported");
     assert_eq!(volume(&found).await.lost_at, None);
-    notice(&suite).await;
+    record_losses(&suite).await;
     let mut watcher = Watcher::after(&suite, 0).await;
     assert_eq!(watcher.next().await.volume_handle, lost);
     // The grace period restarts.
@@ -164,9 +164,9 @@ async fn item_found_within_grace_is_no_loss(database: TestDatabase) {
     gateway.report(&[found, lost], &[]).await.expect("reported");
     let (_, third) = suite.upload(&gateway, None, 3).await.expect("uploaded");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
-    let told = [watcher.next().await, watcher.next().await, watcher.next().await];
-    assert_eq!(told.map(|told| told.revision), [2, 3, 4], "each of the three, once, and none before");
+    record_losses(&suite).await;
+    let loss = [watcher.next().await, watcher.next().await, watcher.next().await];
+    assert_eq!(loss.map(|loss| loss.revision), [2, 3, 4], "each of the three, once, and none before");
     assert_eq!(Watcher::after(&suite, 3).await.next().await.volume_handle, third);
     suite.stop().await;
 }
@@ -201,7 +201,7 @@ async fn loss_of_garbage_is_reported_after_restore(database: TestDatabase) {
         assert_eq!(volume.state(), InventoryState::Destroying, "{volume:?}");
     }
     assert_eq!(unnoticed(&suite).await, 2);
-    notice(&suite).await;
+    record_losses(&suite).await;
     assert_eq!(unnoticed(&suite).await, 0);
 
     let request = pb::UndeleteRequest {
@@ -215,12 +215,12 @@ async fn loss_of_garbage_is_reported_after_restore(database: TestDatabase) {
         suite.collect(DryRun::Off).await;
     }
     let mut watcher = Watcher::after(&suite, 0).await;
-    let told = watcher.next().await;
-    assert_eq!((told.revision, &told.volume_handle), (1, &lost), "nobody was told of garbage");
+    let loss = watcher.next().await;
+    assert_eq!((loss.revision, &loss.volume_handle), (1, &lost), "losses of garbage are not reported");
     assert_eq!(unnoticed(&suite).await, 0);
     // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let next = watcher.next().await;
     assert_eq!((next.revision, next.volume_handle), (2, left));
     suite.stop().await;
@@ -233,7 +233,7 @@ async fn watcher_resumes_or_is_rejected_as_compacted(database: TestDatabase) {
         suite.upload(&gateway, None, content).await.expect("uploaded");
     }
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let mut watcher = Watcher::after(&suite, 1).await;
     assert_eq!([watcher.next().await.revision, watcher.next().await.revision], [2, 3]);
     assert_refused(Watcher::after(&suite, 4).await.message().await, Reason::Compacted);
@@ -246,10 +246,10 @@ async fn watcher_resumes_or_is_rejected_as_compacted(database: TestDatabase) {
     }
     let (_, lost) = suite.upload(&gateway, None, 9).await.expect("uploaded");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     for revision in [0, 3] {
-        let told = Watcher::after(&suite, revision).await.next().await;
-        assert_eq!((told.revision, &told.volume_handle), (4, &lost));
+        let loss = Watcher::after(&suite, revision).await.next().await;
+        assert_eq!((loss.revision, &loss.volume_handle), (4, &lost));
     }
     assert_eq!(watcher.next().await.revision, 4);
     suite.stop().await;
@@ -262,7 +262,7 @@ async fn lost_replica_is_read_from_another_worker(database: TestDatabase) {
     let (artifact, lost) = suite.upload(&here, None, 1).await.expect("uploaded");
     let left = copy(&suite, &there, artifact, 1).await;
     here.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
 
     let (workload, attempt, transfer) = (WorkloadId::new(), AttemptId::new(), TransferId::new());
     let located = suite.pin(workload, &[artifact], None).await.expect("there is a replica");
@@ -296,7 +296,7 @@ async fn artifacts_at_risk_with_workers_are_listed(database: TestDatabase) {
     let second = copy(&suite, &two, on_both, 2).await;
     let (on_two, of_two) = suite.upload(&two, None, 3).await.expect("uploaded");
     suite.upload(&one, Some(build), 4).await.expect("uploaded");
-    suite.delete_build(build).await.expect("deleted: nobody keeps it any more");
+    suite.delete_build(build).await.expect("deleted: it is not kept any more");
     suite.create(ArtifactId::new(), None).await.expect("open, and without a replica");
     let ids = [on_one, on_both, on_two].map(|id| id.to_string());
     let [on_one, on_both, on_two] = ids.each_ref().map(String::as_str);
@@ -334,7 +334,7 @@ async fn worker_with_last_replica_is_not_forgotten(database: TestDatabase) {
     let build = BuildId::new();
     suite.put_build(build, WorkloadId::new(), None).await.expect("a build");
     suite.upload(&gone, Some(build), 1).await.expect("uploaded");
-    suite.delete_build(build).await.expect("deleted: nobody keeps it any more");
+    suite.delete_build(build).await.expect("deleted: it is not kept any more");
     let (artifact, replica) = suite.upload(&gone, None, 2).await.expect("uploaded");
     let before = suite.volumes().await;
     let refused = forget(&suite, gone.worker, false).await.expect_err("it is kept");
@@ -380,10 +380,10 @@ async fn forgetting_worker_reports_losses_and_deletes_rows(database: TestDatabas
         pb::ForgetWorkerResponse::default()
     );
     let mut watcher = Watcher::after(&suite, 0).await;
-    let told = [watcher.next().await, watcher.next().await, watcher.next().await];
-    assert_eq!(told[0].container_handle, planned.container_handle);
-    assert_eq!(told[1].artifact_id, artifact.to_string());
-    assert_eq!([&told[1].volume_handle, &told[2].volume_handle], [&replica, &child]);
+    let loss = [watcher.next().await, watcher.next().await, watcher.next().await];
+    assert_eq!(loss[0].container_handle, planned.container_handle);
+    assert_eq!(loss[1].artifact_id, artifact.to_string());
+    assert_eq!([&loss[1].volume_handle, &loss[2].volume_handle], [&replica, &child]);
 
     // The worker returns. Its old volumes are unknown, and a report of the earlier time has no
     // effect.

@@ -126,7 +126,7 @@ async fn reused_artifact_does_not_accumulate_owners(database: TestDatabase) {
         assert_eq!(suite.collect(DryRun::Off).await, []);
     }
     for (build, workload) in ended {
-        suite.put_build(build, workload, None).await.expect("nobody remembers it");
+        suite.put_build(build, workload, None).await.expect("it is forgotten");
     }
     let found = suite.get(artifact).await.expect("it is there");
     assert_eq!(found.kept_by, [format!("build {going_on}")]);
@@ -293,7 +293,7 @@ async fn batch_changes_owner_all_or_none(database: TestDatabase) {
         artifacts.batch_remove_owner(remove(&ids[1..])).await.expect("disowned");
     }
     let collected = suite.collect(DryRun::Off).await;
-    assert_eq!(collected.len(), ids.len() - 1, "what nobody owns any more, and no other");
+    assert_eq!(collected.len(), ids.len() - 1, "only artifacts without owners");
     assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, [format!("build {build}")]);
     suite.stop().await;
 }

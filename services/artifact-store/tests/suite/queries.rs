@@ -182,7 +182,7 @@ async fn ended_items_are_forgotten_after_a_day(database: TestDatabase) {
     gateway.swept(&[&planned.container_handle], &[]).await;
     gateway.report(&handles(&suite).await, &[]).await.expect("reported");
     suite.collect(DryRun::Off).await;
-    suite.pin(workload, &[], None).await.expect("nobody remembers it");
+    suite.pin(workload, &[], None).await.expect("it is forgotten");
     assert_refused(suite.put_build(build, workload, None).await, Reason::BuildEnded);
 
     suite.clock.advance(Duration::from_secs(25 * 3600));
@@ -191,7 +191,7 @@ async fn ended_items_are_forgotten_after_a_day(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.all_artifacts().await, []);
     suite.collect(DryRun::Off).await;
-    suite.put_build(build, workload, None).await.expect("nobody remembers it");
+    suite.put_build(build, workload, None).await.expect("it is forgotten");
     suite.stop().await;
 }
 

@@ -36,7 +36,7 @@ struct World {
 }
 
 /// An artifact that must stay: its replica, and its reference.
-struct Kept {
+struct KeptArtifact {
     artifact: ArtifactId,
     handle: String,
     build: Option<BuildId>,
@@ -70,7 +70,7 @@ impl World {
 
     /// Uploads artifacts. Of three, one stays in its build, one is pinned when its build ends, and
     /// one has no reference.
-    async fn upload(self: Arc<Self>) -> Vec<Kept> {
+    async fn upload(self: Arc<Self>) -> Vec<KeptArtifact> {
         let mut kept = Vec::new();
         for round in 0.. {
             if self.is_over() {
@@ -99,7 +99,7 @@ impl World {
             }
             if round % 3 < 2 {
                 let build = (round % 3 == 0).then_some(build);
-                kept.push(Kept { artifact, handle, build, pinned_by });
+                kept.push(KeptArtifact { artifact, handle, build, pinned_by });
             }
             self.uploaded.fetch_add(1, Ordering::Relaxed);
         }

@@ -229,8 +229,8 @@ async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
         pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false, only_check: false };
     suite.inventory().forget_worker(forget).await.expect("the store has the bytes");
     let watched = suite.inventory().watch_lost(pb::WatchLostRequest::default()).await.expect("watched");
-    let told = watched.into_inner().message().await.expect("no error").expect("a loss");
-    assert_eq!((told.artifact_id, told.in_store), (artifact.to_string(), true));
+    let notice = watched.into_inner().message().await.expect("no error").expect("a loss");
+    assert_eq!((notice.artifact_id, notice.in_store), (artifact.to_string(), true));
     suite.stop().await;
 }
 

@@ -3,8 +3,8 @@
 mod caches;
 mod disposal;
 mod imports;
+mod orphans;
 mod pins;
-mod set_aside;
 mod trees;
 
 use std::time::Duration;
@@ -161,7 +161,7 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(pins::pins(&world).await);
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(Call::new("Collector.Collect", [collect], [choice("dry_run")]));
-    calls.extend(set_aside::calls(&world).await);
+    calls.extend(orphans::calls(&world).await);
     calls.extend(imports::calls(&world).await);
     // Last, because some of these calls end items of the other calls.
     calls.extend(disposal::calls(&world).await);

@@ -324,7 +324,7 @@ async fn deleted_cache_gets_no_version(database: TestDatabase) {
     assert_eq!(user.settle(Some(2), None).await.expect("settled"), 1);
     suite.settle_down(&gateway).await;
     for artifact in [version, user.artifact()] {
-        assert_eq!(suite.state(artifact).await, ArtifactState::Deleting, "nobody is for it");
+        assert_eq!(suite.state(artifact).await, ArtifactState::Deleting, "it has no owner");
     }
     assert_eq!(main.has("/cache").await, None);
     suite.stop().await;

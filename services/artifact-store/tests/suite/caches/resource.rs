@@ -325,9 +325,9 @@ async fn cache_with_lost_bytes_is_made_again(database: TestDatabase) {
     assert_eq!(again, cache);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.state(artifact).await, ArtifactState::Deleting);
-    let anew = suite.uploaded(&here, 2).await;
-    main.put(claim, anew).await.expect("put");
-    assert_eq!(main.ready(1, None).await.map(|location| location.artifact_id), Some(anew.to_string()));
+    let again = suite.uploaded(&here, 2).await;
+    main.put(claim, again).await.expect("put");
+    assert_eq!(main.ready(1, None).await.map(|location| location.artifact_id), Some(again.to_string()));
     suite.stop().await;
 }
 

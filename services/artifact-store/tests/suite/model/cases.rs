@@ -4,14 +4,14 @@
 use testing::databases::TestDatabase;
 
 use super::operations::Artifact::{Output, Upload};
-use super::operations::Left::{Everything, Nothing};
+use super::operations::Delivery::{Cut, Once, Repeatedly};
 use super::operations::Make::{Later, Now};
 use super::operations::Operation::{self, *};
 use super::operations::Outputs::{NoOutput, With};
+use super::operations::Remains::{Everything, Nothing};
 use super::operations::Status::{Aborted, Failed, Succeeded};
 use super::operations::TREES;
 use super::operations::Trespass as T;
-use super::operations::Way::{Cut, Once, Repeatedly};
 use super::run;
 use crate::on_both_databases;
 
@@ -323,14 +323,14 @@ async fn orphans_of_a_backup_are_adopted_or_purged(database: TestDatabase) {
         Report { worker: 0, which: 0, way: Repeatedly },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 1, way: Repeatedly },
-        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 0, owner: Some(0), keep: 0 },
         Describe { worker: 0 },
-        AdoptAside { which: 0, owner: Some(0), keep: 0 },
-        AdoptAside { which: 0, owner: None, keep: 30 },
-        Together(vec![PurgeAside { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
+        AdoptOrphan { which: 0, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 0, owner: None, keep: 30 },
+        Together(vec![PurgeOrphan { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
         ForgetWorker { worker: 0, force: false },
         NewIncarnation { worker: 0, left: Everything },
-        AdoptAside { which: 0, owner: None, keep: 30 },
+        AdoptOrphan { which: 0, owner: None, keep: 30 },
         Accept { workload: 2, pins: vec![Upload(0), Upload(1)], build: None },
         ForgetWorker { worker: 0, force: true },
         // The contents of a forgotten worker are orphans in the next life.
@@ -338,7 +338,7 @@ async fn orphans_of_a_backup_are_adopted_or_purged(database: TestDatabase) {
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
         Describe { worker: 0 },
-        AdoptAside { which: 3, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 3, owner: Some(0), keep: 0 },
     ]);
     replay(database, &operations).await;
 }
@@ -371,9 +371,9 @@ async fn parent_is_purged_before_child_is_described(database: TestDatabase) {
         Report { worker: 0, which: u8::MAX, way: Once },
         // The oldest first: the replica, and then its child. The gateway cannot delete the replica
         // before the child.
-        PurgeAside { which: 0 },
+        PurgeOrphan { which: 0 },
         Sweep { worker: 0, destroy: false },
-        PurgeAside { which: 0 },
+        PurgeOrphan { which: 0 },
         Sweep { worker: 0, destroy: true },
         // It still exists, and is handed out again.
         BeginReport { worker: 0 },
@@ -590,7 +590,7 @@ async fn orphans_alone_prevent_forgetting_their_worker(database: TestDatabase) {
         BeginReport { worker: 0 },
         Report { worker: 0, which: 0, way: Once },
         ForgetWorker { worker: 0, force: false },
-        PurgeAside { which: 0 },
+        PurgeOrphan { which: 0 },
         ForgetWorker { worker: 0, force: false },
     ];
     replay(database, &operations).await;

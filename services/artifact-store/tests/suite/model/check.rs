@@ -17,7 +17,7 @@ pub(crate) struct View {
     pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
     pub(crate) containers: BTreeMap<Uuid, InventoryState>,
     /// Orphans.
-    pub(crate) aside: BTreeSet<Uuid>,
+    pub(crate) orphans: BTreeSet<Uuid>,
 }
 
 #[derive(Debug, Clone)]
@@ -40,7 +40,7 @@ pub(crate) struct SeenVolume {
 
 /// Observations that never revert.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Past {
+pub(crate) struct History {
     /// Volumes and containers that existed.
     known: BTreeSet<Uuid>,
     /// Volumes and containers that were marked.
@@ -57,19 +57,19 @@ fn is_marked(state: InventoryState) -> bool {
 }
 
 /// Checks the store's lists, and records permitted deletions in the model.
-pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+pub(crate) fn check(state: &mut State, history: &mut History, view: &View) -> Accepted {
     forgotten(state, view)?;
-    aside(state, past, view)?;
-    restored(state, past, view)?;
+    orphans(state, history, view)?;
+    restored(state, history, view)?;
     artifacts(state, view)?;
     owners(state, view)?;
     volumes(state, view)?;
     containers(state, view)?;
-    past.look(view)?;
+    history.look(view)?;
     note_sure(state, view);
     // Unknown items that do not exist and will not be created are irrelevant.
     let mut may_be = state.to_be_made();
-    may_be.extend(&view.aside);
+    may_be.extend(&view.orphans);
     state.volumes.retain(|id, it| it.on_disk || view.volumes.contains_key(id) || may_be.contains(id));
     state.containers.retain(|id, it| it.on_disk || view.containers.contains_key(id) || may_be.contains(id));
     Ok(())
@@ -85,16 +85,16 @@ fn forgotten(state: &mut State, view: &View) -> Accepted {
 }
 
 /// Checks that orphans stay orphans until a decision, and are unknown to the inventory.
-fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+fn orphans(state: &mut State, history: &mut History, view: &View) -> Accepted {
     let is_known = |id: &Uuid| view.volumes.contains_key(id) || view.containers.contains_key(id);
-    for id in &view.aside {
-        must!(!is_known(id), "{id} is set aside, and known");
+    for id in &view.orphans {
+        must!(!is_known(id), "{id} is an orphan, and known");
         let was_made = state.volumes.contains_key(id) || state.containers.contains_key(id);
-        must!(was_made, "{id} is set aside, and nobody made it");
+        must!(was_made, "{id} is an orphan, and was never made");
         // An adopted or purged orphan may appear again.
-        past.forgotten.remove(id);
+        history.forgotten.remove(id);
     }
-    state.look_aside(&view.aside, is_known)
+    state.update_orphans(&view.orphans, is_known)
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
@@ -129,7 +129,7 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
         let says_so = keeper.is_none() || !seen.kept_by.is_empty();
         must!(says_so, "{artifact:?} is kept by {keeper:?}, and by nothing as far as the store says");
         match record.sealed {
-            None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and nobody did"),
+            None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and was never sealed"),
             Some(content) => {
                 must!(seen.state == ArtifactState::Sealed, "{artifact:?} was sealed, and is open");
                 let same = seen.digest == digest_of(content).as_bytes() && seen.size_bytes == SIZE;
@@ -148,12 +148,12 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
     }
     let known: BTreeSet<_> = state.artifacts.keys().map(|artifact| artifact_id(*artifact)).collect();
     let unknown = view.artifacts.keys().find(|id| !known.contains(*id));
-    must!(unknown.is_none(), "artifact {unknown:?} is there, and nobody made it");
+    must!(unknown.is_none(), "artifact {unknown:?} is there, and was never made");
     Ok(())
 }
 
 /// Checks a restored artifact: its marked replicas stay marked, and the others are as before.
-fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+fn restored(state: &mut State, history: &mut History, view: &View) -> Accepted {
     let back = state.artifacts.iter_mut();
     let back = back.filter_map(|(artifact, record)| Some((*artifact, record.restored.take()?)));
     for (artifact, restored) in back.collect::<Vec<_>>() {
@@ -169,7 +169,7 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
         for (id, volume) in of_artifact {
             let goes_on = view.volumes.get(id).is_some_and(|seen| !is_marked(seen.state));
             let is_last_resort = sure.is_none() && !in_store;
-            let was_dropped = volume.dropped && past.marked.contains(id);
+            let was_dropped = volume.dropped && history.marked.contains(id);
             must!(
                 !(goes_on && was_dropped) || is_last_resort,
                 "{id} was dropped, and came back with {artifact:?}, of which {sure:?} or the store has the bytes"
@@ -179,7 +179,7 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
             // The transfer that made it is over.
             volume.claimed_until = volume.claimed_until.map(|_| i64::MIN);
             if goes_on {
-                past.marked.remove(id);
+                history.marked.remove(id);
                 there = true;
             }
         }
@@ -280,7 +280,7 @@ fn containers(state: &State, view: &View) -> Accepted {
     Ok(())
 }
 
-impl Past {
+impl History {
     fn look(&mut self, view: &View) -> Accepted {
         let volumes = view.volumes.iter().map(|(id, seen)| (*id, seen.state));
         let seen: BTreeMap<Uuid, _> =
@@ -327,7 +327,7 @@ pub(crate) fn settled(state: &State, view: &View) -> Accepted {
         |id: &ArtifactId, seen: &SeenArtifact| seen.state == ArtifactState::Deleting && parents.contains(id);
     let left = view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(id, seen));
     let left: Vec<_> = left.collect();
-    must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
+    must!(left.is_empty(), "these artifacts are left and not kept: {left:?}");
 
     must!(view.containers.is_empty(), "containers are left: {:?}", view.containers);
     let on_disk = state.volumes.iter().filter(|(id, volume)| volume.on_disk && !of_kept.contains(id));

@@ -8,8 +8,8 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, Trespass, User,
-    WORKERS, Way,
+    Artifact, CONTENTS, Delivery, Make, Operation, Outputs, Owner, REPLICAS, Remains, Status, TREES,
+    Trespass, User, WORKERS,
 };
 
 /// Numbers of resource caches, task caches and jobs.
@@ -120,9 +120,9 @@ impl Generator {
             18..40 => Operation::Sweep { worker, destroy: self.chance(85) },
             40..62 => {
                 let way = match self.random.random_range(0..10) {
-                    0 => Way::Cut,
-                    1..3 => Way::Repeatedly,
-                    _ => Way::Once,
+                    0 => Delivery::Cut,
+                    1..3 => Delivery::Repeatedly,
+                    _ => Delivery::Once,
                 };
                 // The newest token as a rule, as of a report without delay.
                 let which = if self.chance(70) { u8::MAX } else { self.below(4) };
@@ -139,7 +139,7 @@ impl Generator {
                 let first = [
                     Operation::NewIncarnation { worker, left },
                     Operation::BeginReport { worker },
-                    Operation::Report { worker, which: u8::MAX, way: Way::Once },
+                    Operation::Report { worker, which: u8::MAX, way: Delivery::Once },
                 ];
                 self.begin(first)
             }
@@ -460,7 +460,7 @@ impl Generator {
         }
         if self.chance(70) {
             script.push(Operation::BeginReport { worker });
-            script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+            script.push(Operation::Report { worker, which: u8::MAX, way: Delivery::Once });
         }
         script
     }
@@ -482,7 +482,7 @@ impl Generator {
         }
         script.push(Operation::NewLife { worker });
         script.push(Operation::BeginReport { worker });
-        script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        script.push(Operation::Report { worker, which: u8::MAX, way: Delivery::Once });
         if self.chance(80) {
             script.push(Operation::Describe { worker });
         }
@@ -491,9 +491,9 @@ impl Generator {
             script.push(match self.chance(60) {
                 true => {
                     let owner = self.some_build();
-                    Operation::AdoptAside { which, owner, keep: self.below(100).into() }
+                    Operation::AdoptOrphan { which, owner, keep: self.below(100).into() }
                 }
-                false => Operation::PurgeAside { which },
+                false => Operation::PurgeOrphan { which },
             });
         }
         script
@@ -686,11 +686,11 @@ impl Generator {
         }
     }
 
-    fn left(&mut self) -> Left {
+    fn left(&mut self) -> Remains {
         match self.random.random_range(0..10) {
-            0..6 => Left::Everything,
-            6..8 => Left::Half,
-            _ => Left::Nothing,
+            0..6 => Remains::Everything,
+            6..8 => Remains::Half,
+            _ => Remains::Nothing,
         }
     }
 

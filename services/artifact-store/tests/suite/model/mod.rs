@@ -52,9 +52,9 @@ use std::time::{Duration, Instant};
 use testing::databases::{self, TestDatabase};
 use testing::seeds::{self, setting};
 
-use self::check::Past;
+use self::check::History;
 use self::generator::Generator;
-use self::operations::{Operation, Outputs, Status, WORKERS, Way};
+use self::operations::{Delivery, Operation, Outputs, Status, WORKERS};
 use self::state::{Outcome, State, Violation};
 use self::world::{REMEMBER, World};
 
@@ -150,7 +150,7 @@ struct Run {
     /// Possible states, one for each order of concurrent operations that explains all answers.
     /// Never empty.
     states: Vec<State>,
-    past: Past,
+    history: History,
     /// Operations that were impossible because their subject was never created.
     skipped: Vec<String>,
 }
@@ -158,7 +158,7 @@ struct Run {
 impl Run {
     async fn start(database: TestDatabase) -> Self {
         let world = World::start(database).await;
-        Self { world, states: vec![State::new(WORKERS)], past: Past::default(), skipped: Vec::new() }
+        Self { world, states: vec![State::new(WORKERS)], history: History::default(), skipped: Vec::new() }
     }
 
     /// Returns the likeliest state.
@@ -210,23 +210,23 @@ impl Run {
                 refused.get_or_insert(violation);
             }
             for mut state in possible {
-                let mut past = self.past.clone();
-                match check::check(&mut state, &mut past, &view) {
+                let mut history = self.history.clone();
+                match check::check(&mut state, &mut history, &view) {
                     Ok(()) if explained.contains(&state) => {}
                     Ok(()) => {
                         explained.push(state);
                         // Equal for all states.
-                        shown = Some(past);
+                        shown = Some(history);
                     }
                     Err(violation) => _ = refused.get_or_insert(violation),
                 }
             }
         }
-        let Some(past) = shown else {
+        let Some(history) = shown else {
             return Err(refused.unwrap_or_else(|| Violation("there is no order".to_owned())));
         };
         explained.truncate(STATES);
-        (self.states, self.past) = (explained, past);
+        (self.states, self.history) = (explained, history);
         Ok(())
     }
 
@@ -309,11 +309,11 @@ impl Run {
                 self.step(&Operation::Make { worker }).await?;
                 self.step(&Operation::Sweep { worker, destroy: true }).await?;
                 self.step(&Operation::BeginReport { worker }).await?;
-                self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
+                self.step(&Operation::Report { worker, which: u8::MAX, way: Delivery::Once }).await?;
             }
             // Purges orphans that were not adopted.
-            while self.state().set_aside(0, false).is_some() {
-                self.step(&Operation::PurgeAside { which: 0 }).await?;
+            while self.state().any_orphan(0, false).is_some() {
+                self.step(&Operation::PurgeOrphan { which: 0 }).await?;
             }
             self.step(&Operation::Collect).await?;
             let view = self.world.view().await;

@@ -83,7 +83,7 @@ impl Outputs {
 
 /// What is left on a worker when a new incarnation begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Left {
+pub(crate) enum Remains {
     Everything,
     Half,
     Nothing,
@@ -91,7 +91,7 @@ pub(crate) enum Left {
 
 /// Delivery of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Delivery {
     Once,
     /// Delivered twice, the second time later.
     Repeatedly,
@@ -325,7 +325,7 @@ pub(crate) enum Operation {
     Report {
         worker: u8,
         which: u8,
-        way: Way,
+        way: Delivery,
     },
     /// A gateway receives handed-out items, and may delete them.
     Sweep {
@@ -347,7 +347,7 @@ pub(crate) enum Operation {
     /// The machine restarts: its containers are gone, and perhaps its volumes.
     NewIncarnation {
         worker: u8,
-        left: Left,
+        left: Remains,
     },
     /// Forgets a worker. With `force` even if it has a last replica.
     ForgetWorker {
@@ -370,13 +370,13 @@ pub(crate) enum Operation {
         worker: u8,
     },
     /// Adopts an orphaned volume. Without an owner its artifact is kept for some seconds.
-    AdoptAside {
+    AdoptOrphan {
         which: u8,
         owner: Option<u16>,
         keep: u32,
     },
     /// Purges an orphan.
-    PurgeAside {
+    PurgeOrphan {
         which: u8,
     },
     /// Another team tries to access an item.
@@ -450,7 +450,7 @@ impl Operation {
         let in_turn = matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. } | Self::Trespass(_));
         (self.may_be_repeated() && !in_turn)
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
-            || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
+            || matches!(self, Self::Describe { .. } | Self::AdoptOrphan { .. } | Self::PurgeOrphan { .. })
     }
 }
 

@@ -10,10 +10,10 @@
 //! unreferenced artifact that may be collected, both answers are permitted.
 
 mod accept;
-mod aside;
 mod base;
 mod caches;
 mod disposal;
+mod orphans;
 mod owners;
 mod trespass;
 mod workers;
@@ -26,10 +26,10 @@ use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
-use self::aside::Aside;
-pub(crate) use self::aside::{Decision, Described, stray_id};
 pub(crate) use self::caches::task_cache_ttl;
 use self::caches::{ResourceCache, TaskCache};
+use self::orphans::Orphans;
+pub(crate) use self::orphans::{Decision, OrphanDescription, stray_id};
 use super::check::SIZE;
 use super::operations::{Artifact, Owner, Status, TREES};
 use crate::digest;
@@ -93,7 +93,7 @@ pub(crate) enum Outcome {
     /// A resource cache, and its state for the caller.
     Asked {
         cache: Uuid,
-        found: Found,
+        found: CacheOutcome,
     },
     /// A task cache, and its version.
     Task {
@@ -118,12 +118,12 @@ pub(crate) enum Outcome {
     /// Result of a report, with its contents.
     Reported {
         response: pb::ReportResponse,
-        standing: Standing,
+        validity: ReportValidity,
         listed: Vec<Uuid>,
     },
     NotReported {
         refusal: Refusal,
-        standing: Standing,
+        validity: ReportValidity,
     },
     /// Result of marking these items.
     Disposed {
@@ -148,7 +148,7 @@ pub(crate) enum Outcome {
 
 /// State of a requested resource cache for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum CacheOutcome {
     Ready(ArtifactId),
     Yours,
     BeingMade(Uuid),
@@ -156,7 +156,7 @@ pub(crate) enum Found {
 
 /// Validity of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum ReportValidity {
     Good,
     /// A newer session has registered.
     OfFormerSession,
@@ -340,7 +340,7 @@ pub(crate) struct State {
     workers: Vec<Worker>,
     /// Contents of forgotten workers that were not checked yet.
     pub(crate) forgotten: BTreeSet<Uuid>,
-    aside: Aside,
+    orphans: Orphans,
     /// Base resource types and certificates of workers.
     base: BTreeMap<(u8, Option<u8>), Artifact>,
     /// Number of ended store lives.
@@ -417,7 +417,7 @@ impl State {
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
             forgotten: BTreeSet::new(),
-            aside: Aside::default(),
+            orphans: Orphans::default(),
             base: BTreeMap::new(),
             life: 0,
         }

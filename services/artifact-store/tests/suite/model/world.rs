@@ -4,10 +4,10 @@
 //! await. A caller without an answer asks the other replicas until one answers, like all real
 //! callers.
 
-mod aside;
 mod caches;
 mod disposal;
 mod gateways;
+mod orphans;
 mod owners;
 mod shown;
 mod trespass;
@@ -376,14 +376,14 @@ impl World {
                 *self.marks[usize::from(worker)].lock().await = Marks::default();
                 Outcome::Done
             }
-            O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
-            O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::NewSession { worker } => self.start_session(worker, 0, 1).await,
+            O::NewIncarnation { worker, .. } => self.start_session(worker, 1, 0).await,
             O::Trespass(tried) => Box::pin(self.trespass(state, tried)).await,
             O::Stray { .. }
             | O::NewLife { .. }
             | O::Describe { .. }
-            | O::AdoptAside { .. }
-            | O::PurgeAside { .. } => Box::pin(self.perform_aside(state, operation)).await,
+            | O::AdoptOrphan { .. }
+            | O::PurgeOrphan { .. } => Box::pin(self.perform_on_orphans(state, operation)).await,
             O::ForgetWorker { worker, force } => self.forget_worker(worker, force).await,
             O::Former { worker } => self.former(worker).await,
             O::Advance { seconds } => {

@@ -4,14 +4,14 @@ use super::*;
 
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let (suite, here) = (world.suite, &world.here);
-    let brought = |resource_type: &str| pb::WorkerProvided {
+    let provided = |resource_type: &str| pb::WorkerProvided {
         resource_type: resource_type.to_owned(),
         version: "1".to_owned(),
         path: format!("/opt/{resource_type}"),
     };
     let prepare = |resource_type: &str| pb::PrepareImportRequest {
         session_credential: here.credential.clone(),
-        provided: Some(brought(resource_type)),
+        provided: Some(provided(resource_type)),
     };
     let mut begun = Vec::new();
     for resource_type in ["git", "s3", "time"] {
@@ -42,7 +42,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
             [prepare("registry-image")],
             [
                 credential("session_credential", suite, here),
-                vec![cleared("provided", "brought")],
+                vec![cleared("provided", "provided")],
                 invalid(
                     "provided.resource_type",
                     "overlong",

@@ -121,8 +121,8 @@ impl State {
             }
             O::NewLife { .. } => self.new_life(outcome),
             O::Describe { worker } => self.describe(worker, outcome),
-            O::AdoptAside { owner, keep, .. } => self.adopt_aside(owner, keep.into(), outcome),
-            O::PurgeAside { .. } => self.purge_aside(outcome),
+            O::AdoptOrphan { owner, keep, .. } => self.adopt_orphan(owner, keep.into(), outcome),
+            O::PurgeOrphan { .. } => self.purge_orphan(outcome),
             O::Former { .. } => {
                 let Outcome::Former(answers) = outcome else { return Ok(()) };
                 let stale = |refusal: &Refusal| {
@@ -249,7 +249,7 @@ impl State {
                 let has = known.is_some_and(|volume| volume.complete.is_some() && volume.complete == sealed);
                 must!(has, "no volume was completed under this handle");
             }
-            pb::PlanOutcome::BeingMade => must!(known.is_some(), "nobody makes it"),
+            pb::PlanOutcome::BeingMade => must!(known.is_some(), "no transfer makes it"),
             _ => {
                 let fresh = Volume {
                     worker,

@@ -7,7 +7,8 @@ use rpc::Reason;
 use uuid::Uuid;
 
 use super::{
-    Accepted, CLAIM_TERM, Found, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id, must,
+    Accepted, CLAIM_TERM, CacheOutcome, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id,
+    must,
 };
 use crate::model::operations::{Artifact, Owner, User};
 
@@ -145,16 +146,16 @@ impl State {
         );
         let now = self.now;
         let mut cache = match (found, known) {
-            (Found::Ready(artifact), Some(known)) => {
+            (CacheOutcome::Ready(artifact), Some(known)) => {
                 self.that_is(*artifact, known.artifact)?;
                 ResourceCache { last_used: now, ..known }
             }
-            (Found::BeingMade(other), Some(known)) => {
+            (CacheOutcome::BeingMade(other), Some(known)) => {
                 let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
-                must!(!bytes && claim_id(known.claim).uuid() == *other, "nobody makes it so: {known:?}");
+                must!(!bytes && claim_id(known.claim).uuid() == *other, "no claim makes it: {known:?}");
                 known
             }
-            (Found::Yours, known) => {
+            (CacheOutcome::Yours, known) => {
                 let fresh = ResourceCache {
                     id: *id,
                     claim,
@@ -168,7 +169,7 @@ impl State {
                     Some(known) => {
                         let other =
                             known.claim != claim && known.artifact.is_none() && now < known.claimed_until;
-                        must!(!other, "somebody else makes it: {known:?}");
+                        must!(!other, "another claim makes it: {known:?}");
                         let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
                         must!(!bytes, "it has its bytes: {known:?}");
                         ResourceCache { last_used: known.last_used, users: known.users, ..fresh }
@@ -176,7 +177,7 @@ impl State {
                 }
             }
             (found, None) => {
-                return Err(Violation(format!("it is {found:?}, and nobody asked for it before")));
+                return Err(Violation(format!("it is {found:?}, and it was never requested before")));
             }
         };
         if let Some(user) = user {
@@ -334,7 +335,7 @@ impl State {
         if let Outcome::Refused(refusal) = outcome {
             let may = (refusal.is(Reason::CacheInUse) && cache.users.iter().any(may_be_used))
                 || (refusal.is(Reason::CacheNotFound) && !self.is_there(cache));
-            must!(may, "nobody uses it: {cache:?}");
+            must!(may, "no user uses it: {cache:?}");
             return Ok(());
         }
         // A cache with a lost claim may have been deleted. A caller that repeats its call takes
@@ -404,7 +405,7 @@ impl State {
         let of_parent = parent.and_then(|parent| self.volumes.get(&parent)?.artifact);
         let is_missing = |artifact: &&Artifact| artifact_id(**artifact).to_string() == missing;
         let from = of_parent.or_else(|| self.artifacts.keys().find(is_missing).copied());
-        must!(from.is_some() || (parent.is_none() && missing.is_empty()), "nobody made what it starts with");
+        must!(from.is_some() || (parent.is_none() && missing.is_empty()), "its version was never made");
         if let Some(known) = self.volumes.get(&volume) {
             // A version that was missing may be gone by now.
             let same = from == known.from || (known.created && from.is_none());

@@ -10,8 +10,8 @@ use tonic::Streaming;
 use uuid::Uuid;
 
 use super::{Speaker, World, done};
-use crate::model::operations::Way;
-use crate::model::state::{Outcome, Standing, State, attempt_id, worker_id, workload_id};
+use crate::model::operations::Delivery;
+use crate::model::state::{Outcome, ReportValidity, State, attempt_id, worker_id, workload_id};
 use crate::{Callers, PATIENCE};
 
 /// Items that a gateway was told to delete.
@@ -25,13 +25,13 @@ pub(super) struct Marks {
 /// Begun reports of a worker.
 #[derive(Default)]
 pub(super) struct Reports {
-    begun: Vec<Begun>,
+    begun: Vec<BegunReport>,
     /// Highest token that was judged.
     judged: u64,
 }
 
 #[derive(Clone)]
-pub(super) struct Begun {
+pub(super) struct BegunReport {
     token: pb::ReportToken,
     volumes: Vec<String>,
     containers: Vec<String>,
@@ -63,20 +63,20 @@ impl World {
             Err(refusal) => return Outcome::Refused(refusal),
         };
         let (volumes, containers) = state.holdings(worker);
-        reports.begun.push(Begun { token, volumes, containers, speaker });
+        reports.begun.push(BegunReport { token, volumes, containers, speaker });
         if reports.begun.len() > REPORTS {
             reports.begun.remove(0);
         }
         Outcome::Done
     }
 
-    pub(super) async fn report(&self, worker: u8, which: u8, way: Way) -> Outcome {
+    pub(super) async fn report(&self, worker: u8, which: u8, way: Delivery) -> Outcome {
         let mut reports = self.reports[usize::from(worker)].lock().await;
         let Some(last) = reports.begun.len().checked_sub(1) else { return Outcome::Skipped };
         let which = usize::from(which).min(last);
         let begun = match way {
-            Way::Once => reports.begun.remove(which),
-            Way::Repeatedly | Way::Cut => reports.begun[which].clone(),
+            Delivery::Once => reports.begun.remove(which),
+            Delivery::Repeatedly | Delivery::Cut => reports.begun[which].clone(),
         };
         let now = self.speaker(worker);
         let is_former = (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session);
@@ -87,20 +87,20 @@ impl World {
             return Outcome::Refused(refusal);
         }
         let forgets = self.forgets(worker);
-        let standing = if begun.token.sequence < forgets.before {
-            Standing::OfForgotten
+        let validity = if begun.token.sequence < forgets.before {
+            ReportValidity::OfForgotten
         } else if is_former {
-            Standing::OfFormerSession
+            ReportValidity::OfFormerSession
         } else if begun.token.store_life != *self.life.lock().unwrap_or_else(PoisonError::into_inner)
             || begun.token.sequence < reports.judged
         {
-            Standing::Overtaken
+            ReportValidity::Overtaken
         } else {
-            Standing::Good
+            ReportValidity::Good
         };
         let begun = &begun;
         let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
-        let count = (way != Way::Cut).then_some(count);
+        let count = (way != Delivery::Cut).then_some(count);
         let life = &now.gateway.life;
         let report = |callers: Callers| async move {
             let mut gateway = begun.speaker.gateway.by_way_of(&callers);
@@ -109,7 +109,7 @@ impl World {
         };
         let answer = self.ask(report).await;
         let is_doubtful = forgets.begun != forgets.ended || self.forgets(worker).begun != forgets.begun;
-        let standing = if is_doubtful { Standing::Doubtful } else { standing };
+        let validity = if is_doubtful { ReportValidity::Doubtful } else { validity };
         match answer {
             Ok(response) => {
                 reports.judged = reports.judged.max(begun.token.sequence);
@@ -117,9 +117,9 @@ impl World {
                 speakers[usize::from(worker)].gateway.life = None;
                 let listed = begun.volumes.iter().chain(&begun.containers);
                 let listed = listed.map(|text| text.parse().expect("a handle")).collect();
-                Outcome::Reported { response, standing, listed }
+                Outcome::Reported { response, validity, listed }
             }
-            Err(refusal) => Outcome::NotReported { refusal, standing },
+            Err(refusal) => Outcome::NotReported { refusal, validity },
         }
     }
 
@@ -175,7 +175,7 @@ impl World {
         // The youngest first. The parent of a restored child is not handed out, and neither are its
         // own parents.
         volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
-        let (_, mut needed) = self.aside().await;
+        let (_, mut needed) = self.orphans().await;
         for volume in volumes {
             if volume.state() == Sweeping
                 || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
@@ -193,7 +193,7 @@ impl World {
         marked
     }
 
-    pub(super) async fn speak_anew(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
+    pub(super) async fn start_session(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
         let callers = self.callers(0);
         let gateway = {
             let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -259,11 +259,13 @@ impl World {
             return Outcome::Refused(refusal);
         }
         let former = &former;
-        let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
+        let unknown = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
         let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
-        let prepared = self
-            .ask(|callers| async move { former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await });
-        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(nobody.1).await });
+        let prepared =
+            self.ask(
+                |callers| async move { former.by_way_of(&callers).prepare(unknown.0, unknown.1, &[]).await },
+            );
+        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(unknown.1).await });
         let answers = [begun.await.err(), prepared.await.err(), made.await.err()];
         Outcome::Former(answers.into())
     }

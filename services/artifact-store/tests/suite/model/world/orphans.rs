@@ -13,7 +13,7 @@ use super::{World, done};
 use crate::harness::receipt;
 use crate::model::check::SIZE;
 use crate::model::operations::Operation;
-use crate::model::state::{Described, Outcome, State, artifact_id, build_id, digest_of};
+use crate::model::state::{OrphanDescription, Outcome, State, artifact_id, build_id, digest_of};
 use crate::{Callers, TEAM};
 
 /// Higher than the sequence of any report.
@@ -21,14 +21,14 @@ const LATER: u64 = i64::MAX.unsigned_abs();
 
 impl World {
     /// Applies one operation on orphans.
-    pub(super) async fn perform_aside(&self, state: &State, operation: &Operation) -> Outcome {
+    pub(super) async fn perform_on_orphans(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
             O::Stray { .. } => Outcome::Done,
             O::NewLife { worker } => self.begin_life(worker).await,
             O::Describe { worker } => self.describe(state, worker).await,
-            O::AdoptAside { which, owner, keep } => {
-                let Some(about) = state.set_aside(which, true) else { return Outcome::Skipped };
+            O::AdoptOrphan { which, owner, keep } => {
+                let Some(about) = state.any_orphan(which, true) else { return Outcome::Skipped };
                 let kept_by = || match owner {
                     Some(build) => pb::adopt_request::KeptBy::BuildId(build_id(build).to_string()),
                     None => pb::adopt_request::KeptBy::Keep(rpc::duration(Duration::from_secs(keep.into()))),
@@ -45,8 +45,8 @@ impl World {
                 };
                 Outcome::Decided { about, answer: self.ask(adopt).await }
             }
-            O::PurgeAside { which } => {
-                let Some(about) = state.set_aside(which, false) else { return Outcome::Skipped };
+            O::PurgeOrphan { which } => {
+                let Some(about) = state.any_orphan(which, false) else { return Outcome::Skipped };
                 let request =
                     || pb::PurgeRequest { handles: vec![about.to_string()], worker_id: String::new() };
                 let purge = |callers: Callers| async move {
@@ -87,7 +87,7 @@ impl World {
     }
 
     async fn describe(&self, state: &State, worker: u8) -> Outcome {
-        let describe = |it: Described| {
+        let describe = |it: OrphanDescription| {
             let (artifact, content) = it.replica.unzip();
             pb::VolumeDescription {
                 volume_handle: it.volume.to_string(),
@@ -115,7 +115,7 @@ impl World {
     }
 
     /// Returns the orphans, and their parents.
-    pub(super) async fn aside(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
+    pub(super) async fn orphans(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
         let page = |token: String| {
             self.ask(move |callers| {
                 let request = pb::ListOrphansRequest {

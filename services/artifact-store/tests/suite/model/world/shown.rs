@@ -13,9 +13,9 @@ const LASTING: [&str; 5] = ["store", "workers", "seaql_migrations", "migration_d
 
 impl World {
     pub(crate) async fn view(&self) -> View {
-        let (artifacts, volumes, containers, (aside, _)) =
-            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""), self.aside());
-        let mut view = View { aside, ..View::default() };
+        let (artifacts, volumes, containers, (orphans, _)) =
+            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""), self.orphans());
+        let mut view = View { orphans, ..View::default() };
         for artifact in artifacts {
             let id: ArtifactId = artifact.artifact_id.parse().expect("an id");
             let replicas = artifact.replicas.iter();
