@@ -3,8 +3,7 @@
 //!
 //! A build ends when its workload is settled ([`crate::pins::settle`]), or when its caller says so.
 //! Until that workload is bound to the build, the build also ends when its term expires
-//! ([`crate::gc`]).
-//! [`crate::policy::retention`] says when an ended build lets go.
+//! ([`crate::gc`]). [`crate::policy::retention`] says when an ended build lets go.
 //!
 //! Invariants:
 //!
@@ -15,8 +14,8 @@
 //!   from settling the workload meanwhile ([`is_settled`]).
 //!
 //! The *latest build of a job* is the one with the highest number that was ever reported, in any
-//! order. A transaction that puts or ends a build of a job
-//! locks the job's row before any build, so that two builds never both count as the latest.
+//! order. A transaction that puts or ends a build of a job locks the job's row before any build.
+//! Two builds therefore never both count as the latest.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -97,7 +96,7 @@ pub(crate) async fn put_build(
         None => None,
     };
     if !settled {
-        build::Entity::insert(fresh(new, now))
+        build::Entity::insert(new_row(new, now))
             .on_conflict_do_nothing_on([build::Column::BuildId])
             .exec_without_returning(txn)
             .await?;
@@ -167,7 +166,7 @@ async fn is_settled(
     Ok(holder.is_some_and(|holder| holder.settled_at.is_some()))
 }
 
-fn fresh(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
+fn new_row(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
     let (job, number) = new.job.clone().unzip();
     build::ActiveModel {
         build_id: Set(new.id.uuid()),

@@ -10,8 +10,7 @@
 //! explain     why an artifact, cache, volume or container is kept or was deleted
 //! inventory   contents of workers: reports, orphans, imports, losses, and deletions by gateways
 //! pins        pins of workloads, and settling of workloads
-//! caches      owners beside builds: resource caches, task caches, base resource types,
-//! certificates
+//! caches      owners beside builds: resource caches, task caches, base resource types, certificates
 //! artifacts   artifacts and their replicas, and restoring of deleted artifacts
 //! builds      owners that keep artifacts until some time after their end
 //! holders     rows of workloads, and their locks

@@ -3,9 +3,8 @@
 //! A read of the metrics counts the rows, for at most a hundredth of the time.
 //!
 //! Each statement counts one slice of rows, because on SQLite a long read delays all other readers.
-//! If rows change meanwhile, the sum matches no single instant.
-//! A count continues after its caller has left. A read between two counts gets the result of the
-//! last count, with its time.
+//! If rows change meanwhile, the sum matches no single instant. A count continues after its caller
+//! has left. A read between two counts gets the result of the last count, with its time.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -2,14 +2,12 @@
 //!
 //! For each worker, the scheduler issues two rising numbers and signs them into a session
 //! credential. The incarnation is one life of the worker's contents. The session is the time for
-//! which one gateway speaks for the worker.
-//! [`record`] stores the highest numbers that have been presented. [`fence`] locks them for the
-//! length of a transaction.
+//! which one gateway speaks for the worker. [`record`] stores the highest numbers that have been
+//! presented. [`fence`] locks them for the length of a transaction.
 //!
 //! Invariant: a gateway of a lower incarnation or session changes nothing. Every change of the
-//! inventory runs behind [`fence`].
-//! Its shared lock on the worker's row prevents a higher session from being recorded before the
-//! change is committed.
+//! inventory runs behind [`fence`]. Its shared lock on the worker's row prevents a higher session
+//! from being recorded before the change is committed.
 //!
 //! Effects of a higher number, in the transaction that records it:
 //!
@@ -35,9 +33,9 @@ use crate::marks::sweep_queue;
 /// A call of a gateway was rejected, or its session could not be checked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionError {
-    #[error("a newer incarnation of worker {} has registered", .0.worker)]
+    #[error("a newer incarnation of worker {} is recorded", .0.worker)]
     StaleIncarnation(SessionClaims),
-    #[error("a newer session of worker {} has registered", .0.worker)]
+    #[error("a newer session of worker {} is recorded", .0.worker)]
     StaleSession(SessionClaims),
     /// The database has lower numbers than were recorded: it lost a write. Recording the session
     /// again repairs it.

@@ -16,7 +16,7 @@ use crate::artifacts::inline::{self, NewTree};
 use crate::artifacts::restore::{self, KeptBy};
 use crate::artifacts::{self, NewArtifact};
 use crate::builds;
-use crate::explain::{self, Question};
+use crate::explain::{self, ExplainContext};
 use crate::marks::references::Keepers;
 
 /// Default time for which a restored artifact is kept without an owner.
@@ -255,7 +255,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let request = request.into_inner();
         let team = &rpc::parse_team("team", request.team)?;
         let id: Uuid = rpc::parse_id("id", &request.id)?;
-        let question = Question {
+        let context = ExplainContext {
             team,
             now: self.store.now(),
             policy: self.policy(),
@@ -263,7 +263,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
             resource_cache_ttl: self.store.config.resource_cache_ttl,
         };
 
-        let explained = explain::explain(self.store.db.read(), &question, id)
+        let explained = explain::explain(self.store.db.read(), &context, id)
             .await
             .map_err(|error| errors::database("explain an id", &error))?;
 

@@ -12,8 +12,9 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::inventory_messages::{
-    MAX_AT_RISK, MAX_VOLUMES, answer, listed_container, listed_volume, lost, next_message, parse_handles,
-    parse_receipt, parse_state, parse_token, parse_unreachable, parse_volumes, receive_holdings, text, texts,
+    MAX_AT_RISK, MAX_VOLUMES, listed_container, listed_volume, loss_message, next_message, parse_handles,
+    parse_receipt, parse_state, parse_token, parse_unreachable, parse_volumes, receive_holdings,
+    sweep_message, text, texts,
 };
 use crate::api::{Handlers, SERVICE, errors, orphans, parse_why};
 use crate::artifacts;
@@ -311,7 +312,7 @@ impl pb::inventory_server::Inventory for Handlers {
             }
         });
 
-        let answers = ReceiverStream::new(stream).map(|sweep| Ok(answer(&sweep?)));
+        let answers = ReceiverStream::new(stream).map(|sweep| Ok(sweep_message(&sweep?)));
         Ok(Response::new(Box::pin(answers)))
     }
 
@@ -431,7 +432,7 @@ impl pb::inventory_server::Inventory for Handlers {
             }
         });
 
-        let answers = ReceiverStream::new(stream).map(|notice| Ok(lost(notice?)));
+        let answers = ReceiverStream::new(stream).map(|notice| Ok(loss_message(notice?)));
         Ok(Response::new(Box::pin(answers)))
     }
 

@@ -179,7 +179,7 @@ pub(super) fn state(state: State) -> pb::InventoryState {
     }
 }
 
-pub(super) fn answer(sweep: &Sweep) -> pb::WatchDestroyingResponse {
+pub(super) fn sweep_message(sweep: &Sweep) -> pb::WatchDestroyingResponse {
     pb::WatchDestroyingResponse {
         container_handles: texts(&sweep.containers),
         volume_handles: texts(&sweep.volumes),
@@ -215,7 +215,7 @@ fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
     lost_at.filter(|_| state == State::Lost).map(Timestamp)
 }
 
-pub(super) fn lost(notice: LossNotice) -> pb::WatchLostResponse {
+pub(super) fn loss_message(notice: LossNotice) -> pb::WatchLostResponse {
     pb::WatchLostResponse {
         revision: notice.revision,
         worker_id: notice.worker.to_string(),

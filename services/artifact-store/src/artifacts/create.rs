@@ -48,7 +48,7 @@ pub(crate) async fn create(
     now: Timestamp,
 ) -> Result<(), CreateError> {
     if let Some(row) = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await? {
-        return repeated(new, &row, is_owned(txn, new).await?);
+        return check_repeat(new, &row, is_owned(txn, new).await?);
     }
     if let Some(build) = new.owner {
         builds::lock_live(txn, build, &new.team).await?;
@@ -62,7 +62,7 @@ pub(crate) async fn create(
         // Another transaction created it meanwhile.
         let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
         return match row {
-            Some(row) => repeated(new, &row, is_owned(txn, new).await?),
+            Some(row) => check_repeat(new, &row, is_owned(txn, new).await?),
             None => Err(CreateError::Exists(new.id)),
         };
     }
@@ -111,7 +111,7 @@ pub(crate) async fn create_all(
     };
     for row in &known {
         if let Some(new) = by_id.get(&row.artifact_id) {
-            repeated(new, row, owned.contains(&row.artifact_id))?;
+            check_repeat(new, row, owned.contains(&row.artifact_id))?;
         }
     }
     if let Some(build) = first.owner {
@@ -145,7 +145,7 @@ async fn is_owned(txn: &DatabaseTransaction, new: &NewArtifact) -> Result<bool, 
 
 /// Checks that a repeated call has the same properties as the first one. `is_owned`: whether the
 /// named build owns the artifact.
-fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
+fn check_repeat(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
     let owned = match new.owner {
         None => !row.had_owner,
         Some(_) => is_owned,

@@ -3,13 +3,13 @@
 //! ```text
 //! open ──bytes are final──▶ sealed
 //!   └───────marked─────────▶ deleting ◀──marked── sealed
-//!                               └──volumes forgotten, tombstone over──▶ (gone)
+//!                               └──volumes forgotten, tombstone expired──▶ (gone)
 //! ```
 //!
 //! The output of a settled workload is sealed from its creation, and so is an artifact of a small
-//! tree ([`crate::artifacts::inline`]).
-//! The commit of an upload seals its artifact ([`crate::artifacts::replicas`]). A gateway seals the
-//! artifact of an import ([`crate::inventory::imports`]).
+//! tree ([`crate::artifacts::inline`]). The commit of an upload seals its artifact
+//! ([`crate::artifacts::replicas`]). A gateway seals the artifact of an import
+//! ([`crate::inventory::imports`]).
 //!
 //! Invariant: the digest and size of a sealed artifact never change. Every UPDATE that seals is
 //! guarded by `state = 'open'`.
@@ -184,7 +184,9 @@ pub(crate) async fn usable(
     narrowed: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
 ) -> Result<Vec<artifact::Model>, DbErr> {
     let found = async |ids: &[ArtifactId], allowed: Condition| {
-        narrowed(artifact::Entity::find().filter(these(conn, ids)).filter(allowed)).all(conn).await
+        narrowed(artifact::Entity::find().filter(with_ids_condition(conn, ids)).filter(allowed))
+            .all(conn)
+            .await
     };
     let mut rows = found(ids, own(team)).await?;
     let known: HashSet<_> = rows.iter().map(|row| row.artifact_id).collect();
@@ -203,13 +205,14 @@ pub(crate) async fn lock_usable(
     ids: &[ArtifactId],
     locked: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
 ) -> Result<Vec<artifact::Model>, DbErr> {
-    let its_own = artifact::Entity::find().filter(these(txn, ids)).filter(own(team)).count(txn).await?;
+    let its_own =
+        artifact::Entity::find().filter(with_ids_condition(txn, ids)).filter(own(team)).count(txn).await?;
     let distinct = ids.iter().collect::<HashSet<_>>().len();
     let allowed = if its_own == distinct as u64 { own(team) } else { usable_by(team) };
-    locked(artifact::Entity::find().filter(these(txn, ids)).filter(allowed)).all(txn).await
+    locked(artifact::Entity::find().filter(with_ids_condition(txn, ids)).filter(allowed)).all(txn).await
 }
 
-fn these(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
+fn with_ids_condition(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
     ids::among(conn.get_database_backend(), "artifact_id", ids.iter().map(|id| id.uuid()))
 }
 

@@ -3,12 +3,12 @@
 //! ```text
 //! (plan) ──▶ creating, claimed ──complete──▶ created, complete ──sealed──▶ a replica
 //!                │    ▲ progress
-//!                └──claim ran out, abandoned──▶ destroying
+//!                └──claim expired, abandoned──▶ destroying
 //! ```
 //!
 //! A transfer holds a claim on its volume and must renew it. A volume whose claim has expired is
-//! garbage.
-//! A transfer fills an open artifact (an upload), or copies a sealed artifact to another worker.
+//! garbage. A transfer fills an open artifact (an upload), or copies a sealed artifact to another
+//! worker.
 //!
 //! Invariants:
 //!
@@ -421,7 +421,7 @@ pub(crate) async fn abandon(
         // changed.
         Some((ArtifactState::Deleting | ArtifactState::Open, _)) | None => return Ok(Vec::new()),
     }
-    if !others_need(txn, id, planned.handle).await? {
+    if !is_needed_by_others(txn, id, planned.handle).await? {
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
@@ -437,7 +437,7 @@ pub(crate) async fn abandon(
 }
 
 /// Returns whether a workload pins an open artifact, or another transfer fills it.
-async fn others_need(txn: &DatabaseTransaction, id: Uuid, beside: Uuid) -> Result<bool, DbErr> {
+async fn is_needed_by_others(txn: &DatabaseTransaction, id: Uuid, beside: Uuid) -> Result<bool, DbErr> {
     let pin = pin::Entity::find().filter(pin::Column::ArtifactId.eq(id)).one(txn).await?;
     let other = volume::Entity::find()
         .filter(volume::Column::ArtifactId.eq(id))

@@ -1,20 +1,17 @@
 //! Caches: owners beside builds, which keep artifacts that are likely to be needed again.
 //!
 //! ```text
-//! resource cache:  (requested) ──claimed──▶ being made ──put──▶ ready ──deleted, or TTL without
-//! use──▶ (gone)
+//! resource cache:  (requested) ──claimed──▶ being made ──put──▶ ready ──deleted, unused──▶ (gone)
 //!                                  │    ▲ another claim             │
 //!                                  └────┴────────bytes lost─────────┘
-//! task cache:      (requested) ──▶ empty ──published──▶ with its latest version ──deleted, or TTL
-//! without use──▶ (gone)
+//! task cache:      (requested) ──▶ empty ──published──▶ with version ──deleted, unused──▶ (gone)
 //! ```
 //!
 //! The row of a cache names the artifact that it owns. A transaction that changes it locks the row,
-//! and then the new and the previous artifact in the order of their ids ([`hand_over`]).
-//! Therefore the collector either sees the new owner, or has marked the artifact before. The
-//! transaction also schedules a check of the previous artifact.
-//! An output that a workload makes for a cache is owned from the moment in which it is sealed
-//! ([`outputs`]).
+//! and then the new and the previous artifact in the order of their ids ([`hand_over`]). Therefore
+//! the collector either sees the new owner, or has marked the artifact before. The transaction also
+//! schedules a check of the previous artifact. An output that a workload makes for a cache is owned
+//! from the moment in which it is sealed ([`outputs`]).
 //!
 //! Invariants:
 //!

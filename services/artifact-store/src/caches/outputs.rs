@@ -71,12 +71,12 @@ pub(crate) async fn give(
         }
     }
     task_caches::end_uses(txn, maker, &used, now).await?;
-    had_owner(txn, given).await?;
+    record_owner(txn, given).await?;
     release_artifacts(txn, before, now).await?;
     Ok(missing)
 }
 
-async fn had_owner(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), DbErr> {
+async fn record_owner(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), DbErr> {
     if artifacts.is_empty() {
         return Ok(());
     }

@@ -13,9 +13,8 @@ pub(crate) enum State {
 }
 
 impl State {
-    /// Marked for a reason of its own, whether or not it was handed out. A replica that is
-    /// deleted with its artifact is marked in the sweep queue instead
-    /// ([`crate::marks::sweep_queue`]).
+    /// Marked for a reason of its own, whether or not it was handed out. A replica that is deleted
+    /// with its artifact is marked in the sweep queue instead ([`crate::marks::sweep_queue`]).
     pub(crate) const GARBAGE: [Self; 2] = [Self::Destroying, Self::Sweeping];
     /// Present on the worker, as far as the store knows.
     pub(crate) const PRESENT: [Self; 2] = [Self::Created, Self::Unconfirmed];

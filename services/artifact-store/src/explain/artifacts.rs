@@ -14,14 +14,15 @@ use crate::db::entity::{
 };
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Keepers, Question, Stage, Thing, caches, child, holders, keep_periods, related,
+    ExplainContext, Explanation, ItemKind, Keeper, Keepers, Stage, caches, child, holders, keep_periods,
+    related,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, KeeperKind};
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: artifact::Model,
 ) -> Result<Explanation, DbErr> {
     let state = match row.state {
@@ -35,14 +36,14 @@ pub(super) async fn artifact(
             .filter(volume::Column::Purpose.eq(Purpose::Replica))
     };
     let lost = replicas().filter(volume::Column::State.eq(State::Lost));
-    let lost = related(conn, "lost replicas", Thing::Volume, lost, volume::Column::Handle).await?;
+    let lost = related(conn, "lost replicas", ItemKind::Volume, lost, volume::Column::Handle).await?;
     let left = replicas().filter(volume::Column::State.ne(State::Lost));
-    let left = related(conn, "replicas", Thing::Volume, left, volume::Column::Handle).await?;
+    let left = related(conn, "replicas", ItemKind::Volume, left, volume::Column::Handle).await?;
     let mut explanation = Explanation {
         size_bytes: size(row.size_bytes),
         created_at: Some(Timestamp(row.created_at)),
         in_store: row.in_store,
-        ..Explanation::of(Thing::Artifact, row.artifact_id, state)
+        ..Explanation::of(ItemKind::Artifact, row.artifact_id, state)
     };
     explanation.relate(left);
     explanation.relate(lost);
@@ -50,7 +51,7 @@ pub(super) async fn artifact(
         let restorable = restore::restorable(&row).one(conn).await?;
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
-        explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
+        explanation.remembered_until = explanation.marked_at.map(|at| at + context.tombstone);
         explanation.why = row.marked_why.unwrap_or_default();
     } else {
         explanation.bytes_lost = row.state == ArtifactState::Sealed
@@ -59,11 +60,10 @@ pub(super) async fn artifact(
         if explanation.bytes_lost {
             explanation.lost_at = lost_at(conn, row.artifact_id).await?;
         }
-        explanation.kept_by = keepers(conn, question, &row).await?;
+        explanation.kept_by = keepers(conn, context, &row).await?;
         let without_references = references::without_references(&(&row).into());
-        explanation.set_deletion_time(question.now, |at| {
-            garbage::artifact(&without_references, at, &question.policy)
-        });
+        explanation
+            .set_deletion_time(context.now, |at| garbage::artifact(&without_references, at, &context.policy));
     }
     explanation.label = row.label;
     Ok(explanation)
@@ -94,13 +94,13 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
 /// there are none, or they belong to another team.
 pub(super) async fn orphan(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
     let held = orphan::Entity::find().filter(orphan::Column::ArtifactId.eq(id)).filter(
-        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(question.team)),
+        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(context.team)),
     );
-    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), orphan::Column::Handle).await?;
+    let volumes = related(conn, "volumes", ItemKind::Volume, held.clone(), orphan::Column::Handle).await?;
     if volumes.total == 0 {
         return Ok(None);
     }
@@ -109,7 +109,7 @@ pub(super) async fn orphan(
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
-        ..Explanation::of(Thing::Artifact, id, Stage::Orphaned)
+        ..Explanation::of(ItemKind::Artifact, id, Stage::Orphaned)
     };
     explanation.relate(volumes);
     Ok(Some(explanation))
@@ -118,26 +118,26 @@ pub(super) async fn orphan(
 /// Returns when an artifact will be deleted. `None` if something keeps it indefinitely.
 pub(super) async fn deletion_time(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = keep_periods::of_artifact(conn, question, row.artifact_id).await?;
+    let holds = keep_periods::of_artifact(conn, context, row.artifact_id).await?;
     let without_references = references::without_references(&row.into());
     let last =
-        (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
+        (!holds.endless).then(|| holds.until.map_or(context.now, |until| Ord::max(until, context.now)));
     let fate = last.and_then(|last| {
-        garbage::fate(last, |at| garbage::artifact(&without_references, at, &question.policy))
+        garbage::predict_mark(last, |at| garbage::artifact(&without_references, at, &context.policy))
     });
     Ok(fate.map(|(at, _)| at))
 }
 
 async fn keepers(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
-    let (id, now) = (row.artifact_id, question.now);
-    let held = keep_periods::of_artifact(conn, question, id).await?;
+    let (id, now) = (row.artifact_id, context.now);
+    let held = keep_periods::of_artifact(conn, context, id).await?;
     let builds = held.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
@@ -164,27 +164,27 @@ async fn keepers(
         let (thing, text) = match keeper.kind {
             KeeperKind::Build(id) => {
                 let which = builds.get(&id.uuid()).map(holders::which_build).unwrap_or_default();
-                (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
+                (Some((ItemKind::Build, id.uuid())), format!("build {id}{which}"))
             }
             KeeperKind::Pin(id) => {
                 let text = format!("workload or lease {id}, which pins it until it is settled");
-                (Some((Thing::Workload, id.uuid())), text)
+                (Some((ItemKind::Workload, id.uuid())), text)
             }
-            KeeperKind::Volume(id) => (Some((Thing::Volume, id.uuid())), child(id.uuid(), keeper.until)),
+            KeeperKind::Volume(id) => (Some((ItemKind::Volume, id.uuid())), child(id.uuid(), keeper.until)),
             KeeperKind::Transfer(id) => {
                 let text = format!("transfer {id}, which fills it and renews its claim");
-                (Some((Thing::Transfer, id.uuid())), text)
+                (Some((ItemKind::Transfer, id.uuid())), text)
             }
-            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.kind.to_string()),
+            KeeperKind::Import(id) => (Some((ItemKind::Volume, id.uuid())), keeper.kind.to_string()),
             KeeperKind::ResourceCache(id) => {
-                (Some((Thing::ResourceCache, id.uuid())), keeper.kind.to_string())
+                (Some((ItemKind::ResourceCache, id.uuid())), keeper.kind.to_string())
             }
-            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.kind.to_string()),
+            KeeperKind::TaskCache(id) => (Some((ItemKind::TaskCache, id.uuid())), keeper.kind.to_string()),
             KeeperKind::BaseResourceType(id) => {
                 let which = types.get(&id).map(caches::which_type).unwrap_or_default();
-                (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
+                (Some((ItemKind::BaseResourceType, id)), format!("base resource type {id}{which}"))
             }
-            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.kind.to_string()),
+            KeeperKind::ResourceCerts(id) => (Some((ItemKind::Worker, id.uuid())), keeper.kind.to_string()),
             KeeperKind::Unowned | KeeperKind::Reprieve => (None, keeper.kind.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
@@ -192,7 +192,7 @@ async fn keepers(
     let mut keepers = Keepers::default();
     keepers.add_all(first, &held);
     if let Some(keeper) =
-        garbage::unowned_keeper(&references::without_references(&row.into()), now, &question.policy)
+        garbage::unowned_keeper(&references::without_references(&row.into()), now, &context.policy)
     {
         keepers.add(Keeper { thing: None, text: keeper.kind.to_string(), until: keeper.until });
     }

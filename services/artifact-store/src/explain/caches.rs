@@ -7,7 +7,7 @@ use sea_orm::{ColumnTrait, ConnectionTrait, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
 use crate::db::entity::{ALL_TEAMS, base_resource_type, build, resource_cache, task_cache};
-use crate::explain::{Explanation, Keeper, MAX, Question, Stage, Thing, holders};
+use crate::explain::{ExplainContext, Explanation, ItemKind, Keeper, MAX, Stage, holders};
 use crate::marks::cache_uses;
 use crate::marks::references;
 use crate::policy::garbage::KeeperKind;
@@ -16,34 +16,34 @@ use crate::policy::retention::{CacheEndReason, ReleaseTime};
 /// Explains a resource cache that is available to the team.
 pub(super) async fn resource_cache(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &resource_cache::Model,
 ) -> Result<Option<Explanation>, DbErr> {
-    if row.scope != question.team && row.scope != ALL_TEAMS {
+    if row.scope != context.team && row.scope != ALL_TEAMS {
         return Ok(None);
     }
     let state = if row.claimed_until.is_some() { Stage::BeingMade } else { Stage::Ready };
     let mut explanation = Explanation {
         label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
-        ..Explanation::of(Thing::ResourceCache, row.cache_id, state)
+        ..Explanation::of(ItemKind::ResourceCache, row.cache_id, state)
     };
-    explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
-    let mut uses = cache_uses::uses(conn, &[row.cache_id], question.now).await?;
+    explanation.relate_one("owns", ItemKind::Artifact, row.artifact_id);
+    let mut uses = cache_uses::uses(conn, &[row.cache_id], context.now).await?;
     let uses = uses.remove(&row.cache_id).unwrap_or_default();
-    match (row.claimed_until.is_some(), row.facts(uses).release_time(question.resource_cache_ttl)) {
+    match (row.claimed_until.is_some(), row.facts(uses).release_time(context.resource_cache_ttl)) {
         (_, ReleaseTime::NotYet) => {
-            users(conn, question, row.cache_id, &mut explanation).await?;
-            explanation.goes_at = row.deletion_time(&uses, question.resource_cache_ttl);
+            users(conn, context, row.cache_id, &mut explanation).await?;
+            explanation.goes_at = row.deletion_time(&uses, context.resource_cache_ttl);
             if explanation.goes_at.is_some() {
                 explanation.why = CacheEndReason::Unused.to_string();
             }
         }
         (true, ReleaseTime::At(at)) => {
-            explanation.set_end(question.now, at, "the claim of its maker", CacheEndReason::NotMade);
+            explanation.set_end(context.now, at, "the claim of its maker", CacheEndReason::NotMade);
         }
         (false, ReleaseTime::At(at)) => {
-            explanation.set_end(question.now, at, "its last use", CacheEndReason::Unused);
+            explanation.set_end(context.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -52,17 +52,17 @@ pub(super) async fn resource_cache(
 /// Adds the users of a cache.
 async fn users(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     cache: Uuid,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
-    let users = cache_uses::users(conn, cache, question.now, MAX).await?;
-    name_users(conn, question, users, explanation).await
+    let users = cache_uses::users(conn, cache, context.now, MAX).await?;
+    name_users(conn, context, users, explanation).await
 }
 
 async fn name_users(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     users: references::Keepers,
     explanation: &mut Explanation,
 ) -> Result<(), DbErr> {
@@ -76,11 +76,11 @@ async fn name_users(
         let (thing, text) = match user.kind {
             KeeperKind::Build(id) => {
                 // A build of another team, which uses a shared cache, is named without details.
-                let row = builds.get(&id.uuid()).filter(|row| row.team == question.team);
+                let row = builds.get(&id.uuid()).filter(|row| row.team == context.team);
                 let which = row.map(holders::which_build).unwrap_or_default();
-                ((Thing::Build, id.uuid()), format!("build {id}{which}, which uses it"))
+                ((ItemKind::Build, id.uuid()), format!("build {id}{which}, which uses it"))
             }
-            KeeperKind::Pin(id) => ((Thing::Workload, id.uuid()), format!("workload {id}, which uses it")),
+            KeeperKind::Pin(id) => ((ItemKind::Workload, id.uuid()), format!("workload {id}, which uses it")),
             _ => continue,
         };
         explanation.kept_by.add(Keeper { thing: Some(thing), text, until: user.until });
@@ -92,24 +92,24 @@ async fn name_users(
 /// Explains a task cache of the team.
 pub(super) async fn task_cache(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &task_cache::Model,
 ) -> Result<Option<Explanation>, DbErr> {
-    if row.team != question.team {
+    if row.team != context.team {
         return Ok(None);
     }
     let state = if row.artifact_id.is_some() { Stage::Published } else { Stage::Empty };
     let mut explanation = Explanation {
         label: row.name(),
         created_at: Some(Timestamp(row.created_at)),
-        ..Explanation::of(Thing::TaskCache, row.cache_id, state)
+        ..Explanation::of(ItemKind::TaskCache, row.cache_id, state)
     };
-    explanation.relate_one("owns", Thing::Artifact, row.artifact_id);
+    explanation.relate_one("owns", ItemKind::Artifact, row.artifact_id);
     let users = cache_uses::users_of_task_cache(conn, row.cache_id, MAX).await?;
     match row.release_time(users.total > 0) {
-        ReleaseTime::NotYet => name_users(conn, question, users, &mut explanation).await?,
+        ReleaseTime::NotYet => name_users(conn, context, users, &mut explanation).await?,
         ReleaseTime::At(at) => {
-            explanation.set_end(question.now, at, "its last use", CacheEndReason::Unused);
+            explanation.set_end(context.now, at, "its last use", CacheEndReason::Unused);
         }
     }
     Ok(Some(explanation))
@@ -130,10 +130,10 @@ fn name(row: &base_resource_type::Model) -> String {
 pub(super) fn base_resource_type(row: &base_resource_type::Model) -> Explanation {
     let mut explanation = Explanation {
         label: name(row),
-        ..Explanation::of(Thing::BaseResourceType, row.base_type_id, Stage::InPlace)
+        ..Explanation::of(ItemKind::BaseResourceType, row.base_type_id, Stage::InPlace)
     };
-    explanation.relate_one("owns", Thing::Artifact, Some(row.artifact_id));
-    explanation.relate_one("worker", Thing::Worker, row.worker_id);
+    explanation.relate_one("owns", ItemKind::Artifact, Some(row.artifact_id));
+    explanation.relate_one("worker", ItemKind::Worker, row.worker_id);
     let text = "its worker or cluster, until another version replaces it".to_owned();
     explanation.kept_by.add(Keeper { thing: None, text, until: None });
     explanation

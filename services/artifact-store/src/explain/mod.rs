@@ -28,14 +28,14 @@ use crate::db::entity::{
 };
 use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
-use keep_periods::Holds;
+use keep_periods::KeepPeriod;
 
 /// Maximum number of items in a list.
 const MAX: u64 = 50;
 
 /// Kind of an item that has an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Thing {
+pub(crate) enum ItemKind {
     Artifact,
     Volume,
     Container,
@@ -81,7 +81,7 @@ pub(crate) enum Stage {
 /// An item with its state, references and reasons.
 #[derive(Debug, Clone)]
 pub(crate) struct Explanation {
-    pub(crate) thing: Thing,
+    pub(crate) thing: ItemKind,
     pub(crate) id: Uuid,
     pub(crate) state: Stage,
     pub(crate) label: String,
@@ -108,7 +108,7 @@ pub(crate) struct Explanation {
 }
 
 impl Explanation {
-    fn of(thing: Thing, id: Uuid, state: Stage) -> Self {
+    fn of(thing: ItemKind, id: Uuid, state: Stage) -> Self {
         Self {
             thing,
             id,
@@ -140,7 +140,7 @@ impl Explanation {
     }
 
     /// Adds a relation to one item, if there is one.
-    fn relate_one(&mut self, relation: &'static str, thing: Thing, id: Option<Uuid>) {
+    fn relate_one(&mut self, relation: &'static str, thing: ItemKind, id: Option<Uuid>) {
         if let Some(id) = id {
             self.relate(Relation { relation, thing, ids: vec![id], total: 1 });
         }
@@ -149,7 +149,7 @@ impl Explanation {
     /// Sets the time of the deletion if all references have scheduled ends. `judge` judges the item
     /// without references.
     fn set_deletion_time(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
-        if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::fate(last, judge)) {
+        if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::predict_mark(last, judge)) {
             self.goes_at = Some(at);
             self.why = why.to_string();
         }
@@ -176,7 +176,7 @@ impl Keepers {
     }
 
     /// Adds the first references of a list, and the total and ends of the whole list.
-    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &Holds) {
+    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &KeepPeriod) {
         self.total += holds.total;
         self.endless |= holds.endless;
         self.until = Ord::max(self.until, holds.until);
@@ -193,7 +193,7 @@ impl Keepers {
 #[derive(Debug, Clone)]
 pub(crate) struct Keeper {
     /// The referring item. `None` for a rule.
-    pub(crate) thing: Option<(Thing, Uuid)>,
+    pub(crate) thing: Option<(ItemKind, Uuid)>,
     pub(crate) text: String,
     /// Scheduled end. `None` if it depends on an event.
     pub(crate) until: Option<Timestamp>,
@@ -203,14 +203,14 @@ pub(crate) struct Keeper {
 #[derive(Debug, Clone)]
 pub(crate) struct Relation {
     pub(crate) relation: &'static str,
-    pub(crate) thing: Thing,
+    pub(crate) thing: ItemKind,
     pub(crate) ids: Vec<Uuid>,
     pub(crate) total: u64,
 }
 
 /// Context of an explanation: the calling team, the time, and the settings.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Question<'a> {
+pub(crate) struct ExplainContext<'a> {
     pub(crate) team: &'a str,
     pub(crate) now: Timestamp,
     pub(crate) policy: Policy,
@@ -221,29 +221,29 @@ pub(crate) struct Question<'a> {
 /// Explains the item with this id. `None` if it is unknown to the team or forgotten.
 pub(crate) async fn explain(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
-    let of_team = |team: &str| team == question.team || team == ALL_TEAMS;
+    let of_team = |team: &str| team == context.team || team == ALL_TEAMS;
     if let Some(row) = artifact::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
-            artifacts::artifact(conn, question, row).await.map(Some)
+            artifacts::artifact(conn, context, row).await.map(Some)
         } else {
             Ok(None)
         };
     }
     if let Some(row) = inventory::volume(conn, VolumeHandle::from_uuid(id)).await? {
-        return volumes::volume(conn, question, row).await;
+        return volumes::volume(conn, context, row).await;
     }
     if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {
-        return volumes::container(conn, question, row).await;
+        return volumes::container(conn, context, row).await;
     }
     if let Some(row) = orphan::Entity::find_by_id(id).one(conn).await? {
         return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::orphan(&row)));
     }
     if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
-            holders::build(conn, question, &row).await.map(Some)
+            holders::build(conn, context, &row).await.map(Some)
         } else {
             Ok(None)
         };
@@ -252,13 +252,13 @@ pub(crate) async fn explain(
         return if of_team(&row.team) { holders::workload(conn, &row).await.map(Some) } else { Ok(None) };
     }
     if let Some(row) = attempt::Entity::find_by_id(id).one(conn).await? {
-        return holders::attempt(conn, question, &row).await;
+        return holders::attempt(conn, context, &row).await;
     }
     if let Some(row) = resource_cache::Entity::find_by_id(id).one(conn).await? {
-        return caches::resource_cache(conn, question, &row).await;
+        return caches::resource_cache(conn, context, &row).await;
     }
     if let Some(row) = task_cache::Entity::find_by_id(id).one(conn).await? {
-        return caches::task_cache(conn, question, &row).await;
+        return caches::task_cache(conn, context, &row).await;
     }
     if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
         return Ok(Some(caches::base_resource_type(&row)));
@@ -268,31 +268,31 @@ pub(crate) async fn explain(
         .filter(volume::Column::TransferId.eq(id))
         .filter(Expr::cust("given_up = FALSE"));
     if let Some(row) = transfer.one(conn).await? {
-        return holders::transfer(conn, question, &row).await;
+        return holders::transfer(conn, context, &row).await;
     }
     if let Some(row) = worker::Entity::find_by_id(id).one(conn).await? {
         return holders::worker(conn, &row).await.map(Some);
     }
     if let Some(row) = deletion::Entity::find_by_id(id).one(conn).await? {
-        return Ok(row.team.as_deref().is_none_or(of_team).then(|| logged(question, row)));
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| from_log_entry(context, row)));
     }
-    artifacts::orphan(conn, question, id).await
+    artifacts::orphan(conn, context, id).await
 }
 
 /// Explains an item by its entry in the deletion log.
-fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
+fn from_log_entry(context: &ExplainContext<'_>, row: deletion::Model) -> Explanation {
     let thing = match row.kind {
-        DeletionKind::Volume => Thing::Volume,
-        DeletionKind::Container => Thing::Container,
-        DeletionKind::ResourceCache => Thing::ResourceCache,
-        DeletionKind::TaskCache => Thing::TaskCache,
+        DeletionKind::Volume => ItemKind::Volume,
+        DeletionKind::Container => ItemKind::Container,
+        DeletionKind::ResourceCache => ItemKind::ResourceCache,
+        DeletionKind::TaskCache => ItemKind::TaskCache,
     };
     Explanation {
         marked_at: row.marked_at.map(Timestamp),
         gone_at: Some(Timestamp(row.gone_at)),
         why: row.marked_why.unwrap_or_default(),
         label: row.label,
-        remembered_until: Some(Timestamp(row.gone_at) + question.tombstone),
+        remembered_until: Some(Timestamp(row.gone_at) + context.tombstone),
         ..Explanation::of(thing, row.id, Stage::Gone)
     }
 }
@@ -301,7 +301,7 @@ fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
 /// that still exist must belong to the team.
 async fn is_of_team(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     artifacts: [Option<Uuid>; 2],
     holder: Option<Uuid>,
 ) -> Result<bool, DbErr> {
@@ -313,14 +313,14 @@ async fn is_of_team(
     if let Some(holder) = holder {
         teams.extend(holder::Entity::find_by_id(holder).one(conn).await?.map(|row| row.team));
     }
-    Ok(teams.iter().all(|team| team == question.team || team == ALL_TEAMS))
+    Ok(teams.iter().all(|team| team == context.team || team == ALL_TEAMS))
 }
 
 /// Returns the first items of a query, and their number.
 async fn related<E>(
     conn: &impl ConnectionTrait,
     relation: &'static str,
-    thing: Thing,
+    thing: ItemKind,
     query: Select<E>,
     column: E::Column,
 ) -> Result<Relation, DbErr>

@@ -31,7 +31,7 @@ impl BatchSize {
     }
 
     /// Adapts the batch size after a batch that took `took`. It at most doubles.
-    pub(super) fn took(&mut self, took: Duration) {
+    pub(super) fn adapt(&mut self, took: Duration) {
         let fits = self.aim.as_secs_f64() / took.as_secs_f64().max(1e-6);
         let rows = self.rows as f64 * fits.clamp(0.1, 2.0);
         self.rows = (rows as u64).clamp(self.fewest, MAX);
@@ -48,16 +48,16 @@ mod tests {
         let mut batches = Vec::new();
         for micros_a_row in [10, 100, 4] {
             for _ in 0..10 {
-                pace.took(Duration::from_micros(pace.rows * micros_a_row));
+                pace.adapt(Duration::from_micros(pace.rows * micros_a_row));
             }
             batches.push(pace.rows);
         }
         assert_eq!(batches, [4000, 400, 10_000]);
         // A single slow batch reduces the size to at most a tenth.
-        pace.took(Duration::from_secs(10));
+        pace.adapt(Duration::from_secs(10));
         assert_eq!(pace.rows, 1000);
         for _ in 0..10 {
-            pace.took(Duration::from_secs(10));
+            pace.adapt(Duration::from_secs(10));
         }
         assert_eq!(pace.rows, 200);
     }

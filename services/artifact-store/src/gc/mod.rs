@@ -7,8 +7,7 @@
 //! transaction:
 //!
 //! ```text
-//! builds     ends builds whose terms have expired; removes and judges artifacts of builds that let
-//! go
+//! builds     ends overdue builds; removes and judges artifacts of builds that let go
 //! caches     deletes unused and unfinished caches, whose artifacts become due
 //! attempts   marks containers and volumes of ended attempts
 //! claims     marks volumes of transfers whose claims have expired
@@ -28,11 +27,10 @@
 //! rows do not overlap.
 //!
 //! Invariant: an item without references is checked eventually. The transaction that judges a row
-//! also sets its next check.
-//! If a row is kept until an event ([`NextCheck::OnEvent`]), it has no next check, and the
-//! transaction of that event sets one ([`crate::marks::schedule`]). If it is kept by something that
-//! may end without an event, it is checked again after a fixed time. An extra check costs only
-//! time.
+//! also sets its next check. If a row is kept until an event ([`NextCheck::OnEvent`]), it has no
+//! next check, and the transaction of that event sets one ([`crate::marks::schedule`]). If it is
+//! kept by something that may end without an event, it is checked again after a fixed time. An
+//! extra check costs only time.
 
 mod batch_size;
 pub(crate) mod dry_run;
@@ -172,7 +170,8 @@ async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<
     Ok(())
 }
 
-/// Marks current garbage, and wakes the sweep streams. If the store stops, it ends after the current batch.
+/// Marks current garbage, and wakes the sweep streams. If the store stops, it ends after the
+/// current batch.
 pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<CollectedItem>, DbErr> {
     run_round(store, stopping, &mut store.now()).await
 }
@@ -200,7 +199,7 @@ async fn run_round(
                 true => <[_; 2]>::from(tokio::join!(slice(), slice())).into(),
                 false => vec![slice().await],
             };
-            pace.took(begun.elapsed());
+            pace.adapt(begun.elapsed());
             // There is more than one batch. PostgreSQL executes one while the other reads.
             side_by_side = !store.db.is_sqlite() && step.has_slices_apart();
             let (mut checked, mut failed) = (false, None);

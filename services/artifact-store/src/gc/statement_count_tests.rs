@@ -131,9 +131,12 @@ async fn add_worker(db: &Database) -> WorkerId {
     id
 }
 
-/// Adds `count` rows of each kind of garbage: artifacts of ended and overdue builds, of caches and
-/// without owners, deleted artifacts, volumes of attempts and transfers, and workloads, log entries
-/// and losses that can be forgotten.
+/// Adds `count` rows of each kind of garbage:
+///
+/// - artifacts of ended and overdue builds, of caches, and without owners
+/// - deleted artifacts
+/// - volumes of attempts and transfers
+/// - workloads, log entries and losses that can be forgotten
 async fn fill(db: &Database, count: usize) {
     db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("minted");
     let worker = add_worker(db).await;

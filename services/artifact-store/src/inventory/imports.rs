@@ -1,16 +1,16 @@
 //! Imports of worker-provided images and certificates as artifacts.
 //!
 //! ```text
-//! (prepare) ──▶ open, a volume claimed ──complete──▶ sealed, owned by the worker's base type or
-//! certs
+//! (prepare) ──▶ open, a volume claimed ──complete──▶ sealed, owned by the worker
 //!                    │       ▲ another volume                 │
-//!                    └───────┘ claim expired, failed,         └──▶ (prepare) another artifact: version or path changed,
-//!                              another session                       the replica was lost, another owner replaced it
+//!                    └───────┘ claim expired, failed,         └──▶ (prepare) another artifact:
+//!                              another session                       version or path changed,
+//!                                                                    replica lost, owner replaced
+//! ```
 //!
-//! An imported artifact belongs to every team ([`ALL_TEAMS`]), so that no call of a team fills,
-//! owns or seals it.
-//! Only [`complete`] seals it. No commit is needed, because the worker had the bytes before and is
-//! their only source. The store trusts the gateway's session.
+//! An imported artifact belongs to no team ([`ALL_TEAMS`]), so that no call of a team fills, owns
+//! or seals it. Only [`complete`] seals it. No commit is needed, because the worker had the bytes
+//! before and is their only source. The store trusts the gateway's session.
 //!
 //! Invariants:
 //!
@@ -213,7 +213,7 @@ async fn replica(
     }
 }
 
-/// Creates an open artifact that belongs to every team and has no owner.
+/// Creates an open artifact that belongs to no team and has no owner.
 async fn new_artifact(txn: &DatabaseTransaction, now: Timestamp) -> Result<ArtifactId, DbErr> {
     let id = ArtifactId::new();
     let row = artifacts::unowned(id, ALL_TEAMS, now);

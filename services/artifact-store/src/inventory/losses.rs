@@ -2,8 +2,7 @@
 //!
 //! A report that lacks a volume or container makes it lost ([`crate::inventory::report`]). After a
 //! grace period without it, the collector records the loss, once. So does the call that forgets a
-//! worker ([`crate::inventory::worker_removal`]).
-//! [`append`] gives the loss a revision.
+//! worker ([`crate::inventory::worker_removal`]). [`append`] gives the loss a revision.
 //!
 //! The store calls no other service. Callers watch the feed. A lost replica is copied from another
 //! worker when it is needed.

@@ -133,12 +133,12 @@ pub(crate) async fn complete_volume(
     if seen.is_import() && !seen.complete {
         return Err(CompleteError::Import(handle));
     }
-    let (wanted, refusal) = match seen.purpose {
+    let (is_expected, refusal) = match seen.purpose {
         Purpose::Input | Purpose::Scratch => return Err(CompleteError::Input(handle)),
         Purpose::Output => {
-            (attempt_wants(txn, &seen, claims.worker).await?, CompleteError::AttemptEnded(handle))
+            (is_attempt_active(txn, &seen, claims.worker).await?, CompleteError::AttemptEnded(handle))
         }
-        Purpose::Replica => (artifact_wants(txn, &seen, bytes).await?, CompleteError::ClaimLost(handle)),
+        Purpose::Replica => (artifact_accepts(txn, &seen, bytes).await?, CompleteError::ClaimLost(handle)),
     };
     let Some(row) = of_worker().lock_exclusive().one(txn).await? else {
         return Err(CompleteError::NotFound(handle));
@@ -153,7 +153,7 @@ pub(crate) async fn complete_volume(
         return if same { Ok(artifact) } else { Err(CompleteError::OtherBytes(handle)) };
     }
     let claim_held = row.purpose == Purpose::Output || row.claimed_until.is_some_and(|until| until > now.0);
-    if !wanted || !claim_held {
+    if !is_expected || !claim_held {
         return Err(refusal);
     }
     volume::Entity::update_many()
@@ -170,7 +170,7 @@ pub(crate) async fn complete_volume(
 }
 
 /// Returns whether the attempt of an output is active, and locks it in shared mode.
-async fn attempt_wants(
+async fn is_attempt_active(
     txn: &DatabaseTransaction,
     row: &volume::Model,
     worker: WorkerId,
@@ -180,7 +180,7 @@ async fn attempt_wants(
 }
 
 /// Returns whether an artifact accepts these bytes, and locks it in shared mode.
-async fn artifact_wants(
+async fn artifact_accepts(
     txn: &DatabaseTransaction,
     row: &volume::Model,
     bytes: &Bytes,

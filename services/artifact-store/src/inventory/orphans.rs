@@ -7,9 +7,9 @@
 //! ```
 //!
 //! An unknown handle is normally garbage, because its row would have been written first. That holds
-//! while the worker's volumes are of this database's store life ([`crate::store_life`]).
-//! If they are of another life or none, the first judged report makes all unknown items orphans.
-//! From then on, the worker's volumes are of this life, and unknown handles are garbage again.
+//! while the worker's volumes are of this database's store life ([`crate::store_life`]). If they
+//! are of another life or none, the first judged report makes all unknown items orphans. From then
+//! on, the worker's volumes are of this life, and unknown handles are garbage again.
 //!
 //! Invariants: a handle is either here or in a table of the inventory, because one transaction
 //! moves it. An orphan is not garbage. A volume with an orphan child is not handed out

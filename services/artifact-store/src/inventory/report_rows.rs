@@ -2,8 +2,8 @@
 //!
 //! [`crate::inventory::report`] calls it.
 //!
-//! Invariant: a row is judged only by a report with a token higher than its `judged_after`, in a
-//! transaction that has locked the worker's row and found the report's token there.
+//! Invariant: a report judges a row only if its token is higher than the row's `judged_after`. The
+//! transaction has locked the worker's row, and has found the report's token there.
 
 use std::collections::{HashMap, HashSet};
 
@@ -59,8 +59,8 @@ enum Change {
     Lose,
     /// It was marked and is gone.
     Forget,
-    /// It was handed out for deletion and still exists: it was created later, or could not
-    /// be deleted.
+    /// It was handed out for deletion and still exists: it was created later, or could not be
+    /// deleted.
     HandOutAgain,
 }
 

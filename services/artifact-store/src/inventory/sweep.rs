@@ -1,12 +1,10 @@
 //! The sweep: streams of deletions for gateways.
 //!
 //! Each gateway's stream ([`watch`]) hands out marked items and sends them. Handing out makes a row
-//! `sweeping`, which is final.
-//! A stream sends each sweeping item of its worker once: first the items that earlier streams
-//! handed out, then new ones. If a stream broke before its message arrived, the next stream sends
-//! it again.
-//! An item that a report still names ([`crate::inventory::report`]) is sent again by the same
-//! stream.
+//! `sweeping`, which is final. A stream sends each sweeping item of its worker once: first the
+//! items that earlier streams handed out, then new ones. If a stream broke before its message
+//! arrived, the next stream sends it again. An item that a report still names
+//! ([`crate::inventory::report`]) is sent again by the same stream.
 //!
 //! An item that is handed out gets a newly minted number in `judged_after` ([`sessions::advance`]),
 //! so that numbers rise whichever stream hands out. A stream remembers the last number that it has
@@ -138,8 +136,7 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
     Ok(())
 }
 
-/// Records that marked volumes of a worker are handed out, and copies their marks into
-/// their rows.
+/// Records that marked volumes of a worker are handed out, and copies their marks into their rows.
 async fn record_handed_out_volumes(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -227,8 +224,7 @@ const HANDED_OUT_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL
     WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
     ORDER BY judged_after, handle";
 
-/// Returns all rows of `query` after `last`, as handles with their parents, and advances
-/// `last`.
+/// Returns all rows of `query` after `last`, as handles with their parents, and advances `last`.
 async fn read_after(
     conn: &impl ConnectionTrait,
     worker: WorkerId,

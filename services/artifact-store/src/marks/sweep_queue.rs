@@ -15,8 +15,8 @@
 //!   Its own row changes when it is handed out, so that the mark does not write the row's page.
 //!
 //! A transaction that adds a reference to a replica has locked the artifact and finds there that it
-//! is deleted. Readers of volumes merge the marks into the rows ([`merge_marks`]), or exclude marked rows
-//! ([`unmarked`]).
+//! is deleted. Readers of volumes merge the marks into the rows ([`merge_marks`]), or exclude
+//! marked rows ([`unmarked`]).
 //!
 //! Invariant: a mark of the second kind exists only while the artifact is deleted. A transaction
 //! that adds or removes such a mark has locked the artifact.
@@ -102,8 +102,7 @@ pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -
     txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await.map(drop)
 }
 
-/// Records that volumes of a worker are handed out under this number. A repeat has a
-/// new number.
+/// Records that volumes of a worker are handed out under this number. A repeat has a new number.
 pub(crate) async fn record_handed_out(
     txn: &DatabaseTransaction,
     worker: WorkerId,

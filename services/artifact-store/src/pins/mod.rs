@@ -5,8 +5,7 @@
 //!
 //! ```text
 //! holder:   (unknown) ──pin, prepare──▶ active ──settle──▶ settled ──a day later──▶ (gone)
-//! attempt:  (unknown) ──prepare──▶ active ──settle, end attempt──▶ ended ──with its holder──▶
-//! (gone)
+//! attempt:  (unknown) ──prepare──▶ active ──settle, end attempt──▶ ended ──with holder──▶ (gone)
 //! ```
 //!
 //! Every change of a holder locks its row first, so that pinning, preparing and settling of one

@@ -5,10 +5,9 @@
 //!
 //! An artifact is garbage when no workload pins it, no transfer or attempt reads or fills it, and
 //! every owner has let go ([`crate::policy::retention`]). An artifact that never had an owner is
-//! garbage after a fixed time.
-//! A volume is garbage with its artifact or its attempt, children before parents.
-//! A container is garbage after a grace period, which begins at the end of its attempt or at its
-//! last interactive use.
+//! garbage after a fixed time. A volume is garbage with its artifact or its attempt, children
+//! before parents. A container is garbage after a grace period, which begins at the end of its
+//! attempt or at its last interactive use.
 //!
 //! [`crate::gc`] gathers the facts while it holds the locks of the judged rows. A verdict to keep
 //! says when to check again.
@@ -189,10 +188,10 @@ impl fmt::Display for KeeperKind {
             Self::BaseResourceType(id) => write!(f, "base resource type {id}"),
             Self::ResourceCerts(worker) => write!(f, "resource certs of worker {worker}"),
             Self::Volume(volume) => write!(f, "volume {volume}, which is made from it"),
-            Self::Transfer(transfer) => write!(f, "transfer {transfer}, which goes on"),
+            Self::Transfer(transfer) => write!(f, "transfer {transfer}, which is active"),
             Self::Import(volume) => write!(f, "volume {volume}, into which it is imported"),
-            Self::Unowned => f.write_str("no owner: it goes when it is old"),
-            Self::Reprieve => f.write_str("no owner: it is kept for a while"),
+            Self::Unowned => f.write_str("no owner: deleted when it is old"),
+            Self::Reprieve => f.write_str("no owner: kept for a limited time"),
         }
     }
 }
@@ -266,7 +265,10 @@ pub(crate) fn volume(facts: &VolumeFacts, now: Timestamp, policy: &Policy) -> Ve
 
 /// Returns when and why an item is marked that is kept until `last`. `None` if that depends on an
 /// event.
-pub(crate) fn fate(last: Timestamp, judge: impl Fn(Timestamp) -> Verdict) -> Option<(Timestamp, MarkReason)> {
+pub(crate) fn predict_mark(
+    last: Timestamp,
+    judge: impl Fn(Timestamp) -> Verdict,
+) -> Option<(Timestamp, MarkReason)> {
     let mut at = last;
     loop {
         match judge(at) {

@@ -1,8 +1,7 @@
 //! The store life: the identity of one database, which a restored backup replaces.
 //!
 //! A new database gets a life. A restored copy has the life of its original until its operator
-//! calls [`restored`].
-//! If the operator does not, a worker's receipt may prove the restore
+//! calls [`restored`]. If the operator does not, a worker's receipt may prove the restore
 //! ([`crate::inventory::report::begin`]).
 //!
 //! A handle of another life may be unknown to this database without being garbage.

@@ -1,12 +1,12 @@
 //! Receipts: proofs that the artifact store has judged a report.
 //!
 //! A gateway receives a receipt with each answer to a report, and presents it when it begins the
-//! next one ([`crate::inventory::report::begin`]).
-//! A receipt for a report that is not recorded proves that the database was restored from a backup.
+//! next one ([`crate::inventory::report::begin`]). A receipt for a report that is not recorded
+//! proves that the database was restored from a backup.
 //!
 //! Invariant: only the store makes receipts. A receipt is a keyed BLAKE3 hash of the report's
-//! worker, store life and sequence number.
-//! The key is created with the database and leaves it only in backups.
+//! worker, store life and sequence number. The key is created with the database and leaves it only
+//! in backups.
 
 use domain::worker::Receipt;
 use domain::{StoreLife, WorkerId};

@@ -184,7 +184,7 @@ async fn build_stays_ended_after_caller_ends_it(database: TestDatabase) {
     let build = BuildId::new();
     put(&suite, of_job(build, "job", 7, BuildStatus::Unspecified)).await.expect("put");
     put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("ended");
-    put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("said once more");
+    put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("repeated");
     for other in [BuildStatus::Unspecified, BuildStatus::Succeeded] {
         assert_refused(put(&suite, of_job(build, "job", 7, other)).await, Reason::BuildEnded);
     }
@@ -250,7 +250,7 @@ async fn build_without_job_keeps_for_default_time(database: TestDatabase) {
     }
     let [without_job, of_job, says_so] = made[..] else { panic!("three were made") };
     assert!(!lives(&suite, of_job).await, "the default keep time of a job is zero");
-    assert!(!lives(&suite, says_so).await, "it said that it keeps nothing");
+    assert!(!lives(&suite, says_so).await, "its keep time is zero");
     suite.clock.advance(KEEP - SECOND);
     assert!(lives(&suite, without_job).await, "it keeps for a second more");
     suite.clock.advance(SECOND);
@@ -303,7 +303,7 @@ async fn artifact_stays_until_last_build_lets_go(database: TestDatabase) {
     assert_eq!(suite.get(artifact).await.expect("it is there").kept_by.len(), 3);
 
     disown(artifact, builds[0], TEAM.to_owned()).await.expect("let go");
-    disown(artifact, builds[0], TEAM.to_owned()).await.expect("said once more");
+    disown(artifact, builds[0], TEAM.to_owned()).await.expect("repeated");
     assert!(lives(&suite, artifact).await);
     put(&suite, of_job(builds[1], "job", 2, BuildStatus::Succeeded)).await.expect("ended");
     assert!(lives(&suite, artifact).await);

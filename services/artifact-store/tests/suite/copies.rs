@@ -12,7 +12,7 @@ use crate::{Answer, Suite, TEAM, assert_refused, digest, input, on_both_database
 
 on_both_databases! {
     copied_artifact_is_found_on_its_worker,
-    unverified_replicas_are_reported_as_such,
+    locate_reports_verification_of_replicas,
     one_of_concurrent_callers_makes_the_copy,
     copy_is_made_again_after_claim_expires,
     abandoned_copy_leaves_nothing_and_keeps_artifact,
@@ -85,29 +85,29 @@ async fn copied_artifact_is_found_on_its_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn unverified_replicas_are_reported_as_such(database: TestDatabase) {
+async fn locate_reports_verification_of_replicas(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateways = [(); 3].map(|()| WorkerId::new()).map(|worker| suite.silent_gateway(worker, 1, 1));
-    let said = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
+    let verifications = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
     let artifact = ArtifactId::new();
     suite.create(artifact, None).await.expect("created");
-    for (index, (gateway, said)) in gateways.iter().zip(said).enumerate() {
+    for (index, (gateway, verifications)) in gateways.iter().zip(verifications).enumerate() {
         gateway.report(&[], &[]).await.expect("reported");
         let planned = plan(&suite, artifact, gateway.worker, TransferId::new()).await.expect("planned");
-        gateway.complete_as(&planned.volume_handle, digest(1), said).await.expect("complete");
+        gateway.complete_as(&planned.volume_handle, digest(1), verifications).await.expect("complete");
         if index == 0 {
             suite.seal(artifact, digest(1)).await.expect("sealed");
         }
     }
     let request = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![artifact.to_string()] };
     let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
-    let notice: Vec<_> = located[0]
+    let listed: Vec<_> = located[0]
         .replicas
         .iter()
         .map(|replica| (replica.worker_id.clone(), replica.verification()))
         .collect();
-    let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(said);
-    assert_eq!(notice, expected.collect::<Vec<_>>());
+    let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(verifications);
+    assert_eq!(listed, expected.collect::<Vec<_>>());
     suite.stop().await;
 }
 

@@ -377,7 +377,11 @@ impl Callers {
         };
         assert_eq!(went.truncated, would_go.truncated);
         if !went.truncated {
-            assert_eq!(sorted(&went.collected), sorted(&would_go.collected), "a dry run says what goes");
+            assert_eq!(
+                sorted(&went.collected),
+                sorted(&would_go.collected),
+                "a dry run lists what a collection marks"
+            );
         }
         went.collected
     }
@@ -583,7 +587,7 @@ impl Gateway {
         while !missing.is_empty() {
             let message = tokio::time::timeout(PATIENCE, stream.message()).await;
             let message = message.unwrap_or_else(|_| panic!("not handed out: {missing:?}"));
-            let sweep = message.expect("no error").expect("the stream goes on");
+            let sweep = message.expect("no error").expect("the stream is open");
             for handle in sweep.container_handles.iter().chain(&sweep.volume_handles) {
                 missing.remove(handle.as_str());
             }

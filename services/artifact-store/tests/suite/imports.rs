@@ -364,7 +364,7 @@ async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDataba
     assert_refused(gateway.fail_import(&suite, &first_volume, "never").await, Reason::InvalidField);
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     for _ in 0..2 {
-        gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("told");
+        gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("recorded");
     }
     let listed = suite.listed().await;
     assert_eq!((listed.state(), &*listed.failed_why), (ImportState::Failed, "no such path"));
@@ -384,7 +384,7 @@ async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDataba
 
     // The failure of another version is not shown.
     let begun = gateway.prepare_import(&suite, git("3")).await.expect("prepared");
-    gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("told");
+    gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("recorded");
     gateway.prepare_import(&suite, git("4")).await.expect("prepared");
     assert_eq!(suite.listed().await.state(), ImportState::Importing);
     suite.stop().await;
@@ -509,7 +509,7 @@ async fn explanation_of_import_names_its_keeper(database: TestDatabase) {
             .any(|by| by.contains("imported"))
     );
     let of_volume = explain(&begun.volume_handle).await;
-    assert!(of_volume.kept_by.iter().any(|by| by.text.contains("imported")), "{of_volume:?}");
+    assert!(of_volume.kept_by.iter().any(|by| by.text.contains("imports it")), "{of_volume:?}");
 
     gateway.complete_import(&suite, &begun.volume_handle, digest(1)).await.expect("complete");
     let explained = explain(&begun.artifact_id).await;

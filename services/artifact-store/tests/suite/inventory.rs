@@ -232,7 +232,7 @@ async fn mark_is_streamed_at_once(database: TestDatabase) {
         suite.settle(workload, None, &[], None).await.expect("settled");
         suite.collect(DryRun::Off).await;
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let sweep = message.expect("no error").expect("the stream goes on");
+        let sweep = message.expect("no error").expect("the stream is open");
         assert_eq!(sweep.container_handles, [planned.container_handle]);
     }
     suite.stop().await;
@@ -249,7 +249,7 @@ async fn reported_item_is_streamed_again_after_hand_out(database: TestDatabase) 
     suite.collect(DryRun::Off).await;
     for _ in 0..3 {
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let sweep = message.expect("no error").expect("the stream goes on");
+        let sweep = message.expect("no error").expect("the stream is open");
         assert_eq!(sweep.container_handles, std::slice::from_ref(&planned.container_handle));
         // The container was created late: a gateway may be told to delete an item that it is about
         // to create.

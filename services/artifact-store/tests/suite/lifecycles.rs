@@ -376,7 +376,7 @@ async fn store_downtime_expires_no_terms(database: TestDatabase) {
     let request = || pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
     suite.clock.advance(Duration::from_secs(59));
     assert_eq!(suite.collect(DryRun::Off).await, []);
-    suite.replicas().progress(request()).await.expect("it goes on");
+    suite.replicas().progress(request()).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
     assert_eq!(suite.collect(DryRun::Off).await.len(), 1, "its second term is over");
 

@@ -43,7 +43,7 @@ impl Watcher {
     }
 
     async fn next(&mut self) -> pb::WatchLostResponse {
-        self.message().await.expect("no error").expect("the stream goes on")
+        self.message().await.expect("no error").expect("the stream is open")
     }
 }
 

@@ -145,7 +145,7 @@ async fn restored(database: TestDatabase, tell: bool) -> Restored {
     suite.stop().await;
 
     if tell {
-        let life = artifact_store::restored(&backup.url.as_str().into()).await.expect("told");
+        let life = artifact_store::restored(&backup.url.as_str().into()).await.expect("restored");
         assert_ne!(life.to_string(), last.store_life);
     }
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);

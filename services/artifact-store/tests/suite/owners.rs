@@ -87,7 +87,7 @@ async fn deleted_build_lets_go_at_once(database: TestDatabase) {
     gateway.prepared(attempt).await.expect("recorded");
     gateway.complete(&planned.volumes[0].volume_handle, digest(3)).await.expect("complete");
     suite.settle(workload, Some(attempt), &[(out, digest(3))], Some(build)).await.expect("settled");
-    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
     assert_eq!(suite.get(shared).await.expect("it is there").kept_by, [format!("build {other}")]);
@@ -172,7 +172,7 @@ async fn artifact_with_very_many_owners_is_collected(database: TestDatabase) {
         assert_eq!(found.kept_by.last(), Some(&format!("and {} more", half - 50)));
         assert_eq!(suite.collect(DryRun::Off).await, []);
     }
-    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
@@ -184,7 +184,7 @@ async fn holder_is_listed_while_it_keeps_something(database: TestDatabase) {
     suite.put_build(build, builds, None).await.expect("put");
     suite.pin(builds, &[], Some(build)).await.expect("bound");
     gateway.prepare(makes, attempt, &[]).await.expect("prepared");
-    suite.pin(nothing, &[], None).await.expect("heard of");
+    suite.pin(nothing, &[], None).await.expect("pinned");
 
     let listed = async || {
         let page = suite.pins().list_pins(pb::ListPinsRequest::default()).await.expect("listed");
@@ -254,7 +254,7 @@ async fn batch_is_created_all_or_none(database: TestDatabase) {
     suite.delete_build(build).await.expect("deleted");
     let collected = suite.collect(DryRun::Off).await;
     assert_eq!(collected.len(), ids.len());
-    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
@@ -278,7 +278,7 @@ async fn batch_changes_owner_all_or_none(database: TestDatabase) {
 
     let refused = artifacts.batch_add_owner(add(&[ids[0], ArtifactId::new()])).await;
     assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactNotFound);
-    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     for _ in 0..2 {
         artifacts.batch_add_owner(add(&ids)).await.expect("owned");
     }

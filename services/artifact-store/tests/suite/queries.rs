@@ -45,7 +45,7 @@ async fn lists_are_paged_newest_first(database: TestDatabase) {
     }
     let ids: Vec<_> = listed.iter().map(|artifact| artifact.artifact_id.clone()).collect();
     assert_eq!(ids, uploaded.iter().map(|(id, _)| id.to_string()).collect::<Vec<_>>());
-    assert_eq!(listed[0].kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(listed[0].kept_by, ["no owner: deleted when it is old"]);
     assert_eq!(listed[0].replicas[0].volume_handle, uploaded[0].1);
 
     let mut listed = Vec::new();

@@ -351,7 +351,7 @@ async fn each_stream_sends_every_item_once(database: TestDatabase) {
 /// Returns the next message of a stream.
 async fn containers_of(stream: &mut Streaming<WatchDestroyingResponse>) -> Vec<String> {
     let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-    message.expect("no error").expect("the stream goes on").container_handles
+    message.expect("no error").expect("the stream is open").container_handles
 }
 
 async fn report_accepts_hundred_thousand_handles(database: TestDatabase) {

@@ -159,7 +159,7 @@ impl World {
     async fn risen(&self, count: &AtomicUsize, more: usize) {
         let (before, deadline) = (count.load(Ordering::Relaxed), Instant::now() + PATIENCE * 4);
         while count.load(Ordering::Relaxed) < before + more {
-            assert!(Instant::now() < deadline, "nothing goes on");
+            assert!(Instant::now() < deadline, "no progress");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }

@@ -148,7 +148,7 @@ async fn outputs_never_go_to_build_of_another_team(database: TestDatabase) {
         suite.settle(workload, Some(attempt), &[(out, digest(1))], Some(build)).await.expect("settled");
     }
     let settled = suite.get(out).await.expect("it is there");
-    assert_eq!(settled.kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(settled.kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
@@ -166,7 +166,7 @@ async fn attempt_ends_only_for_its_workload(database: TestDatabase) {
         assert_refused(suite.end_attempt(WorkloadId::new(), attempt).await, Reason::InvalidField);
     }
     Tables::assert_unchanged(&before, &tables.rows().await, "the end of another's attempt");
-    gateway.prepared(attempt).await.expect("it goes on");
+    gateway.prepared(attempt).await.expect("it is active");
     suite.end_attempt(workload, attempt).await.expect("ended");
     assert_refused(gateway.prepared(attempt).await, Reason::AttemptEnded);
     suite.stop().await;

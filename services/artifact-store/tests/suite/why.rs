@@ -153,7 +153,7 @@ async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     );
     assert_eq!(explained.kept_by_total, 4);
     assert_eq!((explained.goes(), explained.why.as_str()), (None, ""), "not before something happens");
-    assert!(explained.kept_by[0].text.ends_with("which goes on"), "{:?}", explained.kept_by[0]);
+    assert!(explained.kept_by[0].text.ends_with("which is open"), "{:?}", explained.kept_by[0]);
 
     // When only the build is left, the artifact is deleted at the predicted time.
     suite.settle(user, None, &[], None).await.expect("settled");
@@ -366,7 +366,7 @@ async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
         (Thing::ResourceCache, pb::ExplainedState::BeingMade, "git v1")
     );
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", suite.after(MINUTE))]);
-    assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker goes on");
+    assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker renews");
 
     let put = pb::PutResourceCacheRequest {
         team: TEAM.to_owned(),
@@ -503,7 +503,7 @@ async fn deleted_artifact_is_restored_while_bytes_exist(database: TestDatabase) 
         let back = suite.undelete(artifact, None).await.expect("it is back");
         assert_eq!((back.state(), back.replicas.len()), (ArtifactState::Sealed, 1));
         assert_eq!((back.marked_at, back.marked_why.as_str()), (None, ""));
-        assert_eq!(back.kept_by, ["no owner: it is kept for a while"]);
+        assert_eq!(back.kept_by, ["no owner: kept for a limited time"]);
     }
     assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
     assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
@@ -643,7 +643,7 @@ async fn watcher_receives_collected_items(database: TestDatabase) {
     let mut seen = Vec::new();
     while seen.len() < 2 {
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let message = message.expect("no error").expect("the stream goes on");
+        let message = message.expect("no error").expect("the stream is open");
         assert_eq!(message.missed, 0);
         seen.extend(message.collected);
     }

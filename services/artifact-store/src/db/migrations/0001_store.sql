@@ -7,9 +7,8 @@
 -- collection reads only rows that are due, however many rows there are.
 --
 -- An update of unindexed columns changes a row in place if its page has room (PostgreSQL: a
--- heap-only tuple), and writes no index.
--- Therefore no index of `artifacts` or `volumes` contains a column that a mark changes, or has a
--- condition on such a column.
+-- heap-only tuple), and writes no index. Therefore no index of `artifacts` or `volumes` contains a
+-- column that a mark changes, or has a condition on such a column.
 
 -- Identity and counters of this database. One row.
 CREATE TABLE store (
@@ -32,9 +31,9 @@ CREATE TABLE store (
 CREATE TABLE workers (
     -- Id of the worker, from the scheduler.
     worker_id UUID PRIMARY KEY,
-    -- Highest incarnation that registered.
+    -- Highest recorded incarnation.
     incarnation BIGINT NOT NULL,
-    -- Highest session of that incarnation that registered. Lower ones are rejected.
+    -- Highest recorded session of that incarnation. Lower ones are rejected.
     session BIGINT NOT NULL,
     -- Counter of reports, incarnations, and deletions handed to gateways. The token of a report is
     -- the value at its beginning. Only rises.
@@ -277,8 +276,8 @@ CREATE TABLE resource_certs (
 CREATE INDEX resource_certs_by_artifact ON resource_certs (artifact_id);
 
 -- Images and certificates that workers provide, from the last message of their gateways, and the
--- artifact that each becomes.
--- After the import, the base resource type or the certificates of the worker own that artifact.
+-- artifact that each becomes. After the import, the base resource type or the certificates of the
+-- worker own that artifact.
 CREATE TABLE imports (
     -- Worker that provides it.
     worker_id UUID NOT NULL,
@@ -353,13 +352,17 @@ CREATE TABLE volumes (
     handle UUID PRIMARY KEY,
     -- Worker that holds it.
     worker_id UUID NOT NULL REFERENCES workers (worker_id),
-    -- creating: may not exist yet. created: exists. unconfirmed: a new incarnation began and no
-    -- report has named it yet.
-    -- lost: missing from a report. destroying: garbage. sweeping: garbage, and handed out to the worker's gateway.
+    -- - creating: may not exist yet.
+    -- - created: exists.
+    -- - unconfirmed: a new incarnation began, and no report has named it yet.
+    -- - lost: missing from a report.
+    -- - destroying: garbage.
+    -- - sweeping: garbage, and handed out to the worker's gateway.
     state TEXT NOT NULL CHECK (state IN ('creating', 'created', 'unconfirmed', 'lost', 'destroying', 'sweeping')),
-    -- replica: holds or will hold an artifact's bytes. input: input of an attempt. output: output
-    -- of an attempt, a replica once settled.
-    -- scratch: temporary space of an attempt, garbage after its end.
+    -- - replica: holds or will hold an artifact's bytes.
+    -- - input: input of an attempt.
+    -- - output: output of an attempt, a replica once settled.
+    -- - scratch: temporary space of an attempt, garbage after its end.
     purpose TEXT NOT NULL CHECK (purpose IN ('replica', 'input', 'output', 'scratch')),
     -- Name within its attempt.
     name TEXT,
@@ -392,16 +395,16 @@ CREATE TABLE volumes (
     -- When the row was created.
     created_at BIGINT NOT NULL,
     -- Only a report with a higher token judges the volume. The value is the worker's sequence when
-    -- the row was created or marked, or the token of a report that named the volume after it was handed out.
-    -- For a sweeping volume, it is the number that was minted when it was last handed out.
+    -- the row was created or marked, or the token of a report that named the volume after it was
+    -- handed out. For a sweeping volume, it is the number that was minted when it was last handed
+    -- out.
     judged_after BIGINT NOT NULL,
     -- Reason of the mark, for people.
     marked_why TEXT,
     -- When it was marked. NULL: not marked.
     marked_at BIGINT,
     -- State before the mark. A replica returns to it when its artifact is restored. `unconfirmed`
-    -- instead of `created` after a new incarnation
-    -- of its worker began. NULL: not marked.
+    -- instead of `created` after a new incarnation of its worker began. NULL: not marked.
     marked_from TEXT,
     -- Since when reports do not name it. NULL: not lost.
     lost_at BIGINT,
@@ -410,8 +413,8 @@ CREATE TABLE volumes (
     -- When it was adopted as a former orphan. NULL: it was not an orphan.
     adopted_at BIGINT,
     -- Whether it is garbage that another volume may replace: as the volume of this name in its
-    -- attempt, of its transfer, or as the copy of its artifact.
-    -- FALSE for garbage of an ended attempt or transfer, which blocks nothing.
+    -- attempt, of its transfer, or as the copy of its artifact. FALSE for garbage of an ended
+    -- attempt or transfer, which blocks nothing.
     given_up BOOLEAN NOT NULL DEFAULT FALSE
 );
 CREATE INDEX volumes_by_worker ON volumes (worker_id, handle);
@@ -438,10 +441,11 @@ CREATE TABLE sweep_queue (
     worker_id UUID NOT NULL,
     -- The volume.
     handle UUID NOT NULL,
-    -- The volume's `judged_after` after it was handed out, so that a stream can continue where
-    -- it was. NULL: not handed out.
+    -- The volume's `judged_after` after it was handed out, so that a stream can continue where it
+    -- was. NULL: not handed out.
     number BIGINT,
-    -- When the volume was marked, if it is a complete replica whose artifact is deleted. Its own row shows the mark only after it was handed out, so that the mark does not write the row's
+    -- When the volume was marked, if it is a complete replica whose artifact is deleted. Its own
+    -- row shows the mark only after it was handed out, so that the mark does not write the row's
     -- page. NULL: the volume's own row has the time of the mark.
     marked_at BIGINT,
     PRIMARY KEY (worker_id, handle)
@@ -509,8 +513,8 @@ CREATE TABLE losses (
 CREATE INDEX losses_by_age ON losses (noticed_at);
 
 -- Orphans: volumes and containers on workers without a row, because this store was restored from a
--- backup. An operator adopts or purges them.
--- A row is deleted when its orphan is adopted or purged, or missing from a report.
+-- backup. An operator adopts or purges them. A row is deleted when its orphan is adopted or purged,
+-- or missing from a report.
 CREATE TABLE orphans (
     -- Name on the worker, minted by this store in an earlier life. Sorts by age.
     handle UUID PRIMARY KEY,

@@ -716,7 +716,7 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
     let answer = suite.pins().list_pins(pins.clone()).await.expect("a page");
     tokens.push(answer.into_inner().next_page_token);
     tokens.extend(caches::first_pages(suite).await);
-    assert!(tokens.iter().all(|token| !token.is_empty()), "each goes on: {tokens:?}");
+    assert!(tokens.iter().all(|token| !token.is_empty()), "each list has several pages: {tokens:?}");
 
     let page = |own: usize| {
         let mut bad: Vec<_> = [1001, u32::MAX]
@@ -768,6 +768,6 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
 async fn token_of_volumes(suite: &Suite) -> String {
     let volumes = pb::ListVolumesRequest { page_size: 1, ..Default::default() };
     let page = suite.inventory().list_volumes(volumes).await.expect("a page").into_inner();
-    assert_ne!(page.next_page_token, "", "it goes on");
+    assert_ne!(page.next_page_token, "", "the list has several pages");
     page.next_page_token
 }

@@ -97,7 +97,7 @@ async fn maker_loses_claim_when_not_renewed(database: TestDatabase) {
     assert!(yours(first).await);
     assert!(yours(first).await, "asked again");
     suite.clock.advance(Duration::from_secs(40));
-    main.renew(first).await.expect("it goes on");
+    main.renew(first).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(59));
     assert!(!yours(second).await, "the first goes on");
 
@@ -107,7 +107,7 @@ async fn maker_loses_claim_when_not_renewed(database: TestDatabase) {
     assert!(yours(second).await, "it is handed on");
     assert_refused(main.renew(first).await, Reason::ClaimLost);
     assert_refused(main.put(first, artifact).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(artifact).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(artifact).await, ["no owner: deleted when it is old"]);
     for _ in 0..2 {
         main.put(second, artifact).await.expect("put");
         main.renew(second).await.expect("nothing to renew any more");
@@ -140,7 +140,7 @@ async fn store_downtime_does_not_expire_claims(database: TestDatabase) {
     assert!(matches!(asked().await, Outcome::BeingMade(_)), "the first has a full term");
     suite.clock.advance(Duration::from_secs(59));
     suite.collect(DryRun::Off).await;
-    main.renew(first).await.expect("it goes on");
+    main.renew(first).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
     assert!(matches!(asked().await, Outcome::Yours(_)));
     suite.stop().await;
@@ -168,7 +168,7 @@ async fn claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     assert_refused(other.put(of_other, one).await, Reason::ArtifactNotFound);
     main.put(claim, one).await.expect("put");
     assert_refused(main.put(claim, two).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(two).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(two).await, ["no owner: deleted when it is old"]);
 
     for (team, key_digest, claim_id) in [
         ("", key(3), claim.to_string()),

@@ -196,7 +196,7 @@ async fn owner_of_another_team_gets_no_output(database: TestDatabase) {
     let made = Made::on(&gateway, &[1]).await;
     let owners = [OutputOwner::Build(build), OutputOwner::TaskCache(task), OutputOwner::ResourceCache(claim)];
     assert_eq!(made.settle(&suite, None, &[&owners]).await.expect("settled").len(), 3);
-    assert_eq!(suite.kept_by(made.artifact()).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(made.artifact()).await, ["no owner: deleted when it is old"]);
     assert_eq!(other.latest("/cache").await, None);
     assert_eq!(other.located(&[&task.to_string()]).await, []);
     other.renew(claim).await.expect("it is still theirs to make");

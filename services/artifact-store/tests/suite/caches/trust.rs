@@ -130,7 +130,7 @@ async fn copy_of_shared_cache_continues_while_renewed(database: TestDatabase) {
     };
     let given_up = TransferId::new();
     let first = plan(given_up).await;
-    progress(given_up, OTHER).await.expect("it goes on");
+    progress(given_up, OTHER).await.expect("it is active");
     let abandon = pb::AbandonUploadRequest { transfer_id: given_up.to_string(), team: OTHER.to_owned() };
     suite.replicas().abandon_upload(abandon).await.expect("abandoned");
     assert_refused(progress(given_up, OTHER).await, Reason::ClaimLost);
@@ -144,7 +144,7 @@ async fn copy_of_shared_cache_continues_while_renewed(database: TestDatabase) {
     for _ in 0..5 {
         suite.clock.advance(Duration::from_secs(15));
         suite.collect(DryRun::Off).await;
-        progress(transfer, OTHER).await.expect("it goes on");
+        progress(transfer, OTHER).await.expect("it is active");
     }
     elsewhere.complete(&second.volume_handle, digest(1)).await.expect("complete");
     assert_eq!(main.ready(1, None).await.expect("ready").replicas.len(), 2);

@@ -20,8 +20,8 @@
 //! In the end, only owned items are left. Without owners, nothing is left.
 //!
 //! Two replicas of the store serve one database, and are killed at any time. A batch is correct if
-//! the model accepts its answers in some order.
-//! Later answers may exclude orders, so that the test tracks all possible states.
+//! the model accepts its answers in some order. Later answers may exclude orders, so that the test
+//! tracks all possible states.
 //!
 //! Environment variables:
 //!
@@ -445,7 +445,7 @@ mod sqlite {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    #[ignore = "goes on for hours: make soak"]
+    #[ignore = "runs for hours: make soak"]
     async fn soak() {
         soak_on(Kind::Sqlite).await;
     }
@@ -460,7 +460,7 @@ mod postgres {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    #[ignore = "goes on for hours: make soak"]
+    #[ignore = "runs for hours: make soak"]
     async fn soak() {
         soak_on(Kind::Postgres).await;
     }

@@ -158,7 +158,7 @@ pub(crate) enum CacheOutcome {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReportValidity {
     Good,
-    /// A newer session has registered.
+    /// A newer session is recorded.
     OfFormerSession,
     /// A newer report was judged.
     Overtaken,

@@ -293,7 +293,7 @@ impl State {
                 must!(!volume.revoked, "it is garbage");
                 volume.claimed_until = Some(now + CLAIM_TERM);
             }
-            _ => must!(!(kept && has_claim && !volume.revoked), "its claim goes on"),
+            _ => must!(!(kept && has_claim && !volume.revoked), "its claim is valid"),
         }
         Ok(())
     }
@@ -374,7 +374,7 @@ impl State {
         match outcome {
             Outcome::Refused(refusal) => {
                 let may = refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build));
-                must!(may, "its owner goes on");
+                must!(may, "its owner is open");
                 Ok(())
             }
             Outcome::Adopted { artifact: Some(adopted), again } => {
@@ -579,7 +579,7 @@ impl State {
         let revoked = !self.containers.values().any(|it| it.attempt == attempt && !it.revoked);
         if let Outcome::Refused(refusal) = outcome {
             let may = refusal.is(Reason::AttemptEnded) && (!self.goes_on(attempt) || revoked);
-            must!(may, "it goes on");
+            must!(may, "it is active");
             return Ok(());
         }
         must!(self.goes_on(attempt) && !revoked, "it has ended");

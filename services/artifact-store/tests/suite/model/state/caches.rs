@@ -99,7 +99,7 @@ impl State {
         };
         if let Outcome::Refused(refusal) = outcome {
             let ended = refusal.is(Reason::OwnerEnded) || refusal.is(Reason::HolderSettled);
-            must!(!(ended && goes_on), "its user goes on");
+            must!(!(ended && goes_on), "its user has not ended");
             return Ok(ended);
         }
         must!(may_go_on, "its user has ended");
@@ -251,7 +251,7 @@ impl State {
             let is_missing = missing.contains(owner);
             match *owner {
                 Owner::ForBuild(build) if is_missing => {
-                    must!(!self.is_live(build), "build {build} goes on");
+                    must!(!self.is_live(build), "build {build} is open");
                 }
                 Owner::ForBuild(build) => {
                     must!(self.may_be_live(build), "build {build} has ended");

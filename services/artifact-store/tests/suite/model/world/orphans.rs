@@ -76,7 +76,7 @@ impl World {
         let begun = self.ask(prove).await;
         if let Ok(token) = &begun {
             if token.store_life == before {
-                return refused("it remembers more than the store, whose life goes on".to_owned());
+                return refused("it remembers more than the store, whose life has not ended".to_owned());
             }
             self.life.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&token.store_life);
             for speaker in self.speakers.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
