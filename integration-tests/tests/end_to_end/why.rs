@@ -179,7 +179,7 @@ fn what_was_deleted_comes_back_with_its_bytes() {
         (&"sealed".into(), &Value::Null),
         "{explained}"
     );
-    assert_eq!(explained["kept_by"][0]["text"], "no owner: it is kept for a while");
+    assert_eq!(explained["kept_by"][0]["text"], "no owner: kept for a limited time");
     cluster.succeed(["download", &made, "back"]);
     assert_eq!(fs::read_to_string(cluster.path("back/made")).expect("a file"), "content");
     assert_eq!(cluster.succeed(["run", "-i", &used, "--", "cat", "in/made"]), b"content");

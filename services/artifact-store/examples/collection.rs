@@ -1,17 +1,28 @@
-//! Fills a store's database with artifacts, each with a replica, and measures the store on it. For `make bench`.
+//! Benchmark of collections on a database with many artifacts. For `make bench`.
 //!
-//! `collection URL ARTIFACTS` prints one line of JSON. Several lots of one in a hundred become garbage, one after the other, when the builds end that
-//! own them; before each PostgreSQL makes a checkpoint, so that each pass writes whole pages. What is measured, in milliseconds:
+//! `collection URL ARTIFACTS` fills the database with artifacts, each with a replica, measures the
+//! store, and prints one line of JSON.
 //!
-//! - `row_by_row_ms`: a lot of marks as CI systems do it: a scan for orphans in a table with nothing else in it, then for each a guarded UPDATE and a
-//!   commit of its own. `same_row_by_row_ms`: the same of a lot of our artifacts and their volumes, in our tables.
-//! - `alone_ms`: a pass that marks a lot of artifacts and as many volumes, by builds of ten that were made together. `beside_ms`: the same while a caller makes
-//!   artifacts as fast as it can. `scattered_ms`: of a lot that is spread evenly, so that each row is on a page of its own. `attempts_ms`: a pass that
-//!   marks a lot of volumes of attempts that ended.
-//! - `floor_ms`: four bare statements that write the same to a lot, in one transaction: what no pass can be faster than in these tables.
-//! - `started_ms`: the first pass of a store that was just started, with nothing to do; `idle_ms`: those after it; `waiting_ms`: the same, while all
-//!   that was marked waits for gateways.
-//!   `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after.
+//! Several lots of one percent of the artifacts become garbage, one after the other, when their
+//! builds end. PostgreSQL makes a checkpoint before each, so that each pass writes whole pages. The
+//! measurements, in milliseconds:
+//!
+//! - `row_by_row_ms`: a lot of marks as CI systems do it: a scan for orphans in a table with
+//!   nothing else in it, then for each a guarded UPDATE and a commit of its own.
+//! - `same_row_by_row_ms`: the same marks for a lot of artifacts and their volumes, in the store's
+//!   tables.
+//! - `alone_ms`: a pass that marks a lot of artifacts and as many volumes, of builds with ten
+//!   artifacts that were made together.
+//! - `beside_ms`: the same pass while a caller creates artifacts as fast as it can.
+//! - `scattered_ms`: a pass over a lot that is spread evenly, so that each row is on a page of its
+//!   own.
+//! - `attempts_ms`: a pass that marks a lot of volumes of ended attempts.
+//! - `floor_ms`: four bare statements that write the same to a lot, in one transaction, as a lower
+//!   bound for a pass.
+//! - `started_ms`: the first pass of a store that was just started, with nothing to do.
+//! - `idle_ms`: the passes after it.
+//! - `waiting_ms`: the same, while all marked items wait for gateways.
+//! - `create_…`, `locate_…`, `…_per_second`: other calls, before, beside and after the passes.
 
 use std::io::Write;
 use std::sync::Arc;
@@ -29,13 +40,13 @@ use uuid::Uuid;
 
 type Result<T> = std::result::Result<T, anyhow::Error>;
 
-/// One in as many is in a lot.
+/// One in this many artifacts is in a lot.
 const GARBAGE_IN: u64 = 100;
-/// As many artifacts of a build were made together.
+/// Number of artifacts of a build that were made together.
 const TOGETHER: u64 = 10;
 const BUILDS: u64 = 1000;
 const WORKERS: u64 = 100;
-/// How many callers call at once.
+/// Number of concurrent callers.
 const CALLERS: usize = 16;
 
 #[tokio::main]
@@ -63,12 +74,12 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// Artifacts that become garbage together, of builds with numbers of their own.
+/// Artifacts that become garbage together, with their own builds.
 #[derive(Debug, Clone, Copy)]
 enum Lot {
-    /// Every so many, of builds that own others like it.
+    /// Evenly spread, in builds that own similar artifacts.
     Scattered,
-    /// A tenth as many builds, each of which owns some that were made together.
+    /// Of a tenth as many builds, each with artifacts that were made together.
     Alone,
     Beside,
     ByRow,
@@ -78,16 +89,17 @@ enum Lot {
 impl Lot {
     const ALL: [Self; 5] = [Self::Scattered, Self::Alone, Self::Beside, Self::ByRow, Self::Floor];
 
-    /// The kind of the ids of its builds.
+    /// Returns the kind of the ids of its builds.
     fn kind(self) -> u32 {
         0x10 + self as u32
     }
 
-    /// Whether the artifact with the number `i` is of it, and the number of its build, as expressions.
+    /// Returns expressions for whether the artifact with the number `i` is in the lot, and for the
+    /// number of its build.
     fn of_number(self) -> (String, String) {
         let block = format!("((i - 1) / {TOGETHER})");
         match self {
-            // Between the blocks of the others.
+            // Between the blocks of the other lots.
             Self::Scattered => {
                 (format!("i % {GARBAGE_IN} = 95"), format!("1 + (i / {GARBAGE_IN}) % {BUILDS}"))
             }
@@ -98,10 +110,10 @@ impl Lot {
     }
 }
 
-/// How many marks one answer of the store names.
+/// Maximum number of marks in one answer of the store.
 const MOST_NAMED: usize = 10_000;
 
-/// An id, as an expression over a number.
+/// Returns an id as an expression over a number.
 fn id(backend: DbBackend, kind: u32, number: &str) -> String {
     match backend {
         DbBackend::Sqlite => format!("unhex(printf('{kind:08x}%024x', {number}))"),
@@ -120,7 +132,7 @@ const ATTEMPT: u32 = 4;
 const SCRATCH: u32 = 5;
 const LIVE: u32 = 8;
 
-/// What is measured.
+/// The database under test.
 struct Database {
     connection: DatabaseConnection,
     artifacts: u64,
@@ -208,7 +220,7 @@ impl Database {
                 of(SCRATCH, "i"),
                 of(ATTEMPT, &format!("1 + (i - 1) / {TOGETHER}")),
             ),
-            // What is marked row by row, beside it: the orphans are those without an owner.
+            // Marks row by row in a separate table: the orphans are the rows without an owner.
             format!(
                 "CREATE TABLE by_row (handle {uuid} PRIMARY KEY, state TEXT NOT NULL, parent {uuid}, owner {uuid})",
                 uuid = if backend == DbBackend::Sqlite { "BLOB" } else { "UUID" }
@@ -231,7 +243,7 @@ impl Database {
         self.settle_down().await
     }
 
-    /// Every page is on the disk.
+    /// Writes every page to the disk.
     async fn settle_down(&self) -> Result<()> {
         let sql = match self.backend() {
             DbBackend::Postgres => "CHECKPOINT",
@@ -240,7 +252,7 @@ impl Database {
         self.execute(sql).await
     }
 
-    /// A lot becomes garbage: its builds end.
+    /// Makes a lot garbage by ending its builds.
     async fn end(&self, lot: Lot) -> Result<()> {
         let (first, last) =
             (id(self.backend(), lot.kind(), "0"), id(self.backend(), lot.kind(), "1000000000"));
@@ -252,13 +264,14 @@ impl Database {
         self.settle_down().await
     }
 
-    /// All attempts end.
+    /// Ends all attempts.
     async fn end_attempts(&self) -> Result<()> {
         self.execute("UPDATE attempts SET ended_at = 1, look_at = 1").await?;
         self.settle_down().await
     }
 
-    /// As many marks, each a statement and a transaction of its own, in a table that has nothing else. In milliseconds.
+    /// Marks as many rows of a separate table, each with a statement and a transaction of its own.
+    /// Returns milliseconds.
     async fn row_by_row(&self) -> Result<f64> {
         self.settle_down().await?;
         let begin = Instant::now();
@@ -270,7 +283,8 @@ impl Database {
         Ok(millis(begin.elapsed()))
     }
 
-    /// A lot of artifacts and their volumes, each marked by a statement and a transaction of its own. In milliseconds.
+    /// Marks a lot of artifacts and their volumes, each with a statement and a transaction of its
+    /// own. Returns milliseconds.
     async fn same_row_by_row(&self) -> Result<f64> {
         self.settle_down().await?;
         let begin = Instant::now();
@@ -290,7 +304,7 @@ impl Database {
         Ok(millis(begin.elapsed()))
     }
 
-    /// Runs each of `statements`, by itself, for each `handle` that `query` answers.
+    /// Runs each of `statements` separately for each `handle` that `query` yields.
     async fn for_each(&self, query: &str, statements: &[&str]) -> Result<()> {
         let backend = self.backend();
         for row in self.connection.query_all_raw(Statement::from_string(backend, query)).await? {
@@ -303,7 +317,7 @@ impl Database {
         Ok(())
     }
 
-    /// What must be written at least to mark a lot and its volumes, in as few statements as can be. In milliseconds.
+    /// Marks a lot and its volumes with as few statements as possible. Returns milliseconds.
     async fn floor(&self) -> Result<f64> {
         let backend = self.backend();
         let (is_of_it, _) = Lot::Floor.of_number();
@@ -313,7 +327,7 @@ impl Database {
             id(backend, ARTIFACT, "i"),
             id(backend, VOLUME, "i"),
         );
-        // Without statistics PostgreSQL looks by an index for each.
+        // Without statistics, PostgreSQL uses an index for each row.
         for statement in
             [lot.as_str(), "CREATE UNIQUE INDEX floor_lot_by_artifact ON floor_lot (artifact_id)"]
         {
@@ -348,14 +362,14 @@ fn millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// The value below which `part` of `figures` are, in milliseconds.
+/// Returns the quantile `part` of `figures`, in milliseconds.
 fn quantile(figures: &mut [Duration], part: f64) -> f64 {
     figures.sort_unstable();
     let at = (figures.len() as f64 * part) as usize;
     figures.get(Ord::min(at, figures.len().saturating_sub(1))).map_or(0.0, |figure| millis(*figure))
 }
 
-/// A store that collects when it is asked to.
+/// A store that collects only on request.
 struct Store {
     caller: Caller,
     stop: oneshot::Sender<()>,
@@ -376,7 +390,8 @@ impl Store {
         Ok(Self { caller: Caller(rpc::client::peer(&endpoint, Outgoing::default())?), stop, served })
     }
 
-    /// How many artifacts in a second `call` does something to, for which 16 callers call it, `calls` times each, with `each` of `ids` in a call.
+    /// Returns the number of artifacts per second that `call` processes, with 16 callers, `calls`
+    /// calls of each, and `each` of `ids` in a call.
     async fn rate<F>(
         &self,
         ids: &Arc<[Uuid]>,
@@ -404,7 +419,7 @@ impl Store {
         Ok((CALLERS * calls * each) as f64 / begin.elapsed().as_secs_f64())
     }
 
-    /// Passes that find nothing to mark.
+    /// Runs passes that find nothing to mark.
     async fn idle(&self) -> Result<Vec<Duration>> {
         let mut took = Vec::new();
         for _ in 0..20 {
@@ -419,12 +434,12 @@ impl Store {
     }
 }
 
-/// Who calls it.
+/// A client of the store.
 #[derive(Clone)]
 struct Caller(Peer);
 
 impl Caller {
-    /// A pass. Answers how long it took and how much was marked.
+    /// Runs a pass. Returns its duration, and the number of marked items.
     async fn collect(&self) -> Result<(Duration, usize)> {
         let mut client = pb::collector_client::CollectorClient::new(self.0.clone());
         let begin = Instant::now();
@@ -474,7 +489,7 @@ impl Caller {
         Ok(())
     }
 
-    /// Takes it from them again.
+    /// Removes the owner again.
     async fn remove_owner(&self, ids: &[Uuid]) -> Result<()> {
         let mut client = pb::artifacts_client::ArtifactsClient::new(self.0.clone());
         let (team, build_id) = ("main".to_owned(), id_of(LIVE, 2).to_string());
@@ -505,7 +520,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
         anyhow::ensure!(marked == most, "{marked} things were marked instead of {most}");
         Result::<_>::Ok(millis(took))
     };
-    // The first finds a store that was just started, with connections that have planned nothing.
+    // The first pass uses a newly started store, whose connections have planned nothing.
     let started = pass(0).await?;
     let mut idle = store.idle().await?;
     database.end(Lot::Alone).await?;
@@ -522,7 +537,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
     for _ in 0..200 {
         quiet.push(store.caller.create().await?);
     }
-    // One caller after the other, as fast as they are answered, while the pass runs.
+    // One call after the other, as fast as they are answered, while the pass runs.
     database.end(Lot::Beside).await?;
     let mut beside = Vec::new();
     let marking = store.caller.collect();
@@ -533,7 +548,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
             created = store.caller.create() => beside.push(created?),
         }
     };
-    // Whatever was marked is there still: no gateway sweeps here.
+    // All marked items still exist, because no gateway sweeps here.
     let mut waiting = store.idle().await?;
     let mut locate = Vec::new();
     for n in 0..2000 {
@@ -557,7 +572,7 @@ async fn measure(store: &Store, database: &Database) -> Result<String> {
     ))
 }
 
-/// Creates and changes of owners in a second, one in a call and many.
+/// Measures creations and changes of owners per second, with one and with many artifacts in a call.
 async fn rates(store: &Store) -> Result<String> {
     const CALLS: usize = 200;
     const BATCHES: usize = 10;

@@ -1,4 +1,5 @@
-//! Measures reports of what workers hold, against a store in a process of its own, and prints one line of JSON. For `make bench`.
+//! Benchmark of reports of gateways, against a store in a separate process. Prints one line of
+//! JSON. For `make bench`.
 //!
 //! ```text
 //! reports DATABASE_URL [--handles 100000] [--runs 5] [--workers 1000] [--each 1000] [--seconds 60] [--rounds 3] [--postgres PID]
@@ -6,13 +7,16 @@
 //!
 //! The database must be empty. Two things are measured:
 //!
-//! - One worker that holds `--handles` volumes, in seconds from `BeginReport` to the answer: reports that change nothing (`unchanged_s`,
-//!   `--runs` of them), the first one of a new incarnation, which confirms each volume (`confirmed_s`; `incarnation_s` is the `BeginReport`
-//!   before it, which makes them unconfirmed), and one after everything was marked and destroyed (`forgotten_s`). `rss_idle_kib` and
-//!   `rss_peak_kib` are of the store's process, before and after them.
-//! - `--workers` workers that hold `--each` volumes and report each once in `--seconds`, evenly spread, `--rounds` times: `reports` and `failed` count them,
-//!   `latency_*_s` is how long each took, `store_cores` and, with the pid of a local postmaster, `database_cores` is the share of a core
-//!   that they took.
+//! - One worker that holds `--handles` volumes, in seconds from `BeginReport` to the answer:
+//!   `unchanged_s` for `--runs` reports that change nothing, `confirmed_s` for the first report of
+//!   a new incarnation, which confirms each volume, `incarnation_s` for the `BeginReport` before
+//!   it, which makes them unconfirmed, and `forgotten_s` for a report after everything was marked
+//!   and deleted. `rss_idle_kib` and `rss_peak_kib` are of the store's process, before and after
+//!   the reports.
+//! - `--workers` workers that hold `--each` volumes and report once in `--seconds`, evenly spread,
+//!   `--rounds` times. `reports` and `failed` count the reports. `latency_*_s` is the duration of a
+//!   report. `store_cores` and, with the pid of a local postmaster, `database_cores` are the used
+//!   shares of a core.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -32,10 +36,10 @@ use sea_orm::{ConnectionTrait, DatabaseConnection, DbBackend};
 use tokio::task::JoinSet;
 use uuid::Uuid;
 
-/// What signs credentials, and what the store believes.
+/// Seed of the key that signs credentials, and that the store trusts.
 const SEED: [u8; 32] = [7; 32];
 
-/// Handles in one message.
+/// Number of handles in one message.
 const BATCH: usize = 5_000;
 
 #[derive(Debug, Parser)]
@@ -55,7 +59,7 @@ struct Arguments {
     rounds: usize,
     #[arg(long)]
     postgres: Option<u32>,
-    /// Be the store, until standard input ends
+    /// Serve the store until standard input ends
     #[arg(long, hide = true)]
     serve: bool,
 }
@@ -82,7 +86,7 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
     artifact_store::serve(config, listener, async { drop(ended.await) }).await
 }
 
-/// A store in a process of its own.
+/// A store in a separate process.
 struct Store {
     process: Child,
     endpoint: String,
@@ -101,7 +105,7 @@ impl Store {
         Ok(Self { process, endpoint: endpoint.trim().to_owned() })
     }
 
-    /// A line of its status, in KiB.
+    /// Returns a line of the process's status, in KiB.
     fn memory(&self, name: &str) -> anyhow::Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.process.id()))?;
         let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
@@ -116,21 +120,23 @@ impl Drop for Store {
     }
 }
 
-/// Seconds of processor time that a process took, and, with `also_children`, those that it started.
+/// Returns the processor time of a process in seconds, and with `also_children` that of its
+/// children.
 fn cpu(pid: u32, also_children: bool) -> anyhow::Result<f64> {
     let mut ticks = of_stat(pid, if also_children { 4 } else { 2 }).context("the process is gone")?.1;
     for entry in fs::read_dir("/proc")?.flatten().filter(|_| also_children) {
         let of_child = entry.file_name().to_str().and_then(|name| of_stat(name.parse().ok()?, 2));
         ticks += of_child.filter(|(parent, _)| *parent == pid).map_or(0.0, |(_, ticks)| ticks);
     }
-    // Linux counts for its users in hundredths of a second.
+    // Linux counts in hundredths of a second for user space.
     Ok(ticks / 100.0)
 }
 
-/// The parent of a process, and the sum of the first `times` of its own times, in user and system mode, and those of ended children.
+/// Returns the parent of a process, and the sum of the first `times` of its user and system times,
+/// and those of ended children.
 fn of_stat(pid: u32, times: usize) -> Option<(u32, f64)> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // Behind its name, which may have anything in it.
+    // After its name, which may contain any character.
     let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let ticks = fields.get(11..11 + times)?.iter().filter_map(|field| field.parse::<f64>().ok()).sum();
     Some((fields.get(1)?.parse().ok()?, ticks))
@@ -140,7 +146,7 @@ fn of_stat(pid: u32, times: usize) -> Option<(u32, f64)> {
 #[derive(Clone)]
 struct Gateway {
     worker: WorkerId,
-    /// Its volumes are `first`, `first + 1`, …
+    /// The volumes have the numbers `first`, `first + 1`, …
     first: usize,
     holds: usize,
     credential: String,
@@ -172,7 +178,7 @@ impl Gateway {
         answer.token.context("no token")
     }
 
-    /// Says that it holds the first `held` of its volumes.
+    /// Reports the first `held` of its volumes.
     async fn report(&self, held: usize) -> anyhow::Result<pb::ReportResponse> {
         let token = self.begin().await?;
         let worker_life = token.store_life.clone();
@@ -192,7 +198,7 @@ impl Gateway {
         Ok(pb::ReportResponse { receipt: Default::default(), ..answer })
     }
 
-    /// Writes the rows of what it holds.
+    /// Inserts the rows of its volumes.
     async fn fill(&self, database: &DatabaseConnection) -> anyhow::Result<()> {
         self.begin().await?;
         let (first, last, worker) = (self.first, self.first + self.holds - 1, self.worker);
@@ -233,7 +239,7 @@ async fn timed<T>(call: impl Future<Output = anyhow::Result<T>>) -> anyhow::Resu
 
 #[tokio::main]
 async fn measure(arguments: Arguments) -> anyhow::Result<()> {
-    // Before anybody opens it: SQLite has no database until then.
+    // Migrated before it is opened, because SQLite has no database until then.
     artifact_store::migrate(&arguments.database_url.as_str().into()).await?;
     let store = Store::start(&arguments.database_url)?;
     let database = sea_orm::Database::connect(&arguments.database_url).await?;
@@ -326,7 +332,7 @@ async fn many_workers(
     ))
 }
 
-/// What was filled is as it would be after a while.
+/// Brings a filled database into the state that it has after a while.
 async fn settle_down(database: &DatabaseConnection) -> anyhow::Result<()> {
     let sql = match database.get_database_backend() {
         DbBackend::Postgres => "VACUUM ANALYZE volumes",

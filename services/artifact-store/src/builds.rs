@@ -1,14 +1,21 @@
-//! Builds: owners of what was made and used for them. What else owns artifacts: [`crate::caches`].
+//! Builds: owners that keep artifacts until some time after their end. [`crate::caches`] has the
+//! other owners.
 //!
-//! A build ends when the workload it was made for is settled ([`crate::pins::settle`]), or when its caller says so; until that workload was
-//! bound to it, also when its term passes ([`crate::gc`]). When it lets go then is a rule of its own ([`crate::policy::retention`]).
+//! A build ends when its workload is settled ([`crate::pins::settle`]), or when its caller says so.
+//! Until that workload is bound to the build, the build also ends when its term expires
+//! ([`crate::gc`]). [`crate::policy::retention`] says when an ended build lets go.
 //!
-//! Invariants: a build that ended stays ended. What it said of its end counts once, and it never keeps longer than it said; every UPDATE that
-//! ends one is guarded by `ended_at IS NULL`. A transaction that makes it own something has locked it first ([`lock_live`]). None goes on whose workload is
-//! settled: a transaction that makes one keeps others from settling that meanwhile ([`is_settled`]).
+//! Invariants:
 //!
-//! *Latest of its job* is the build with the highest number that was ever reported, in any order. A transaction that puts a build of a job
-//! or ends one holds the job's row, and locks it before any build: so that two of them never both count as the latest.
+//! - An ended build stays ended, and its first end counts. It never keeps artifacts longer than
+//!   that end allows. Every UPDATE that ends a build is guarded by `ended_at IS NULL`.
+//! - A transaction that makes a build own something has locked the build first ([`lock_live`]).
+//! - No build is open whose workload is settled. A transaction that creates a build prevents others
+//!   from settling the workload meanwhile ([`is_settled`]).
+//!
+//! The *latest build of a job* is the one with the highest number that was ever reported, in any
+//! order. A transaction that puts or ends a build of a job locks the job's row before any build.
+//! Two builds therefore never both count as the latest.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -25,27 +32,27 @@ use crate::db::entity::{BuildStatus, artifact, build, holder, job, owner};
 use crate::db::ids;
 use crate::db::units::micros;
 
-/// A build cannot own anything: the team has no such build, or it has ended.
+/// A build cannot own anything, because it has ended or is unknown to the team.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnerEnded {
     #[error("build {0} is unknown to this team or has ended")]
     Ended(BuildId),
-    #[error("database failed while looking for a build")]
+    #[error("database failed while reading a build")]
     Database(#[from] DbErr),
 }
 
-/// What a build shall be.
+/// Properties of a build that a caller puts.
 #[derive(Debug, Clone)]
 pub(crate) struct NewBuild {
     pub(crate) id: BuildId,
     pub(crate) team: String,
-    /// The job that it is a build of, and its number there.
+    /// The job of the build, and the build's number in it.
     pub(crate) job: Option<(String, i64)>,
-    /// The workload whose settling ends it.
+    /// The workload that ends the build when it is settled.
     pub(crate) ends_with: Option<WorkloadId>,
     pub(crate) keep: Duration,
     pub(crate) term: Option<Duration>,
-    /// How it ended, and when by its caller's clock. `None`: it goes on.
+    /// How the build ended, and when by its caller's clock. `None` if it is open.
     pub(crate) ended: Option<(BuildStatus, Option<Timestamp>)>,
 }
 
@@ -53,22 +60,22 @@ pub(crate) struct NewBuild {
 pub(crate) enum PutBuildError {
     #[error("build {0} has ended")]
     Ended(BuildId),
-    #[error("build {0} exists already and is another")]
+    #[error("build {0} already exists with another team, job, number or workload")]
     Exists(BuildId),
-    #[error("another build than {0} has number {2} of job {1:?}")]
+    #[error("cannot put build {0}: another build has number {2} of job {1:?}")]
     NumberTaken(BuildId, String, i64),
     #[error("database failed while putting a build")]
     Database(#[from] DbErr),
 }
 
-/// Makes a build, changes how long one that goes on keeps and lives, or ends it.
+/// Creates a build, changes the keep time and term of an open one, or ends it.
 pub(crate) async fn put_build(
     txn: &DatabaseTransaction,
     new: &NewBuild,
     now: Timestamp,
 ) -> Result<(), PutBuildError> {
     let id = new.id.uuid();
-    // A workload that is settled will never end it.
+    // A settled workload never ends the build.
     let settled = match new.ends_with {
         Some(workload) => is_settled(txn, workload, &new.team, now).await?,
         None => false,
@@ -89,7 +96,7 @@ pub(crate) async fn put_build(
         None => None,
     };
     if !settled {
-        build::Entity::insert(fresh(new, now))
+        build::Entity::insert(new_row(new, now))
             .on_conflict_do_nothing_on([build::Column::BuildId])
             .exec_without_returning(txn)
             .await?;
@@ -105,7 +112,7 @@ pub(crate) async fn put_build(
         return Err(PutBuildError::Exists(new.id));
     }
     if row.ended_at.is_some() {
-        // To say how it ended once more says nothing new.
+        // Repeating the same end is not an error.
         let same = new.ended.is_some_and(|(status, _)| row.status == Some(status));
         return if same { Ok(()) } else { Err(PutBuildError::Ended(new.id)) };
     }
@@ -121,13 +128,13 @@ pub(crate) async fn put_build(
         .col_expr(build::Column::TermEndsAt, Expr::value(term_ends_at))
         .col_expr(build::Column::LookAt, Expr::value(new.ended.map_or(term_ends_at, |_| Some(now.0))));
     if let Some((status, at)) = new.ended {
-        // Nothing ends in the future, even if its caller's clock says so.
+        // A caller's clock may be ahead: no build ends in the future.
         let at = at.map_or(now, |at| Ord::min(at, now));
         let rule = build::Model { keep: micros(new.keep), ..row }.ending(status, at, is_latest);
         put = put
             .col_expr(build::Column::Status, Expr::value(status))
             .col_expr(build::Column::EndedAt, Expr::value(at.0))
-            .col_expr(build::Column::KeptUntil, Expr::value(rule.lets_go().column()));
+            .col_expr(build::Column::KeptUntil, Expr::value(rule.release_time().column()));
     }
     put.filter(build::Column::BuildId.eq(id)).filter(build::Column::EndedAt.is_null()).exec(txn).await?;
     match latest {
@@ -136,8 +143,11 @@ pub(crate) async fn put_build(
     }
 }
 
-/// Whether a workload is settled. A transaction that would accept or settle it waits for the end of this transaction, also where it is not known yet: there its
-/// row is made and removed again, and theirs, which has the same key, comes after that.
+/// Returns whether a workload is settled.
+///
+/// Until this transaction ends, other transactions cannot accept or settle the workload. If the
+/// workload is unknown, its row is inserted and deleted again, so that an insert with the same key
+/// waits.
 async fn is_settled(
     txn: &DatabaseTransaction,
     workload: WorkloadId,
@@ -156,7 +166,7 @@ async fn is_settled(
     Ok(holder.is_some_and(|holder| holder.settled_at.is_some()))
 }
 
-fn fresh(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
+fn new_row(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
     let (job, number) = new.job.clone().unzip();
     build::ActiveModel {
         build_id: Set(new.id.uuid()),
@@ -176,7 +186,7 @@ fn fresh(new: &NewBuild, now: Timestamp) -> build::ActiveModel {
     }
 }
 
-/// Finds or makes the job of a build, and locks it.
+/// Finds or creates the job of a build, and locks it.
 async fn lock_job(
     txn: &DatabaseTransaction,
     new: &NewBuild,
@@ -189,7 +199,7 @@ async fn lock_job(
         latest_number: Set(number),
         latest_build: Set(new.id.uuid()),
     };
-    // Changing nothing locks the row, and lets it be answered whether it was there or not.
+    // The update without effect locks an existing row and returns it like a new one.
     job::Entity::insert(first)
         .on_conflict(
             OnConflict::columns([job::Column::Team, job::Column::Job])
@@ -200,7 +210,8 @@ async fn lock_job(
         .await
 }
 
-/// Makes a build the latest of its job. The one before lets go if it only kept as the latest.
+/// Makes a build the latest of its job. If the previous one was kept only as the latest, it lets
+/// go.
 async fn supersede(
     txn: &DatabaseTransaction,
     before: &job::Model,
@@ -229,7 +240,7 @@ async fn supersede(
     Ok(())
 }
 
-/// Locks a build that may own things of `team`, so that it does not end before the caller commits.
+/// Locks an open build of `team`, so that it cannot end before the caller commits.
 pub(crate) async fn lock_live(
     txn: &DatabaseTransaction,
     build: BuildId,
@@ -242,7 +253,7 @@ pub(crate) async fn lock_live(
     }
 }
 
-/// There is no such build in the team.
+/// A build cannot be deleted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeleteBuildError {
     #[error("no build {0} in this team")]
@@ -251,7 +262,8 @@ pub(crate) enum DeleteBuildError {
     Database(#[from] DbErr),
 }
 
-/// Ends a build unless it has ended, and lets it go of its artifacts now. Its row stays, so that its id is not used again.
+/// Ends a build unless it has ended, and makes it let go of its artifacts now. Its row stays, so
+/// that its id is not used again.
 pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,
@@ -276,7 +288,7 @@ pub(crate) async fn delete(
     Ok(())
 }
 
-/// Makes a build that was locked own artifacts that were locked.
+/// Adds locked artifacts to a locked build.
 pub(crate) async fn add(
     txn: &DatabaseTransaction,
     build: BuildId,
@@ -302,7 +314,7 @@ pub(crate) async fn add(
     Ok(())
 }
 
-/// An artifact cannot be given an owner, or lose one.
+/// The owners of an artifact cannot be changed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnError {
     #[error("no artifact {0} in this team")]
@@ -313,7 +325,7 @@ pub(crate) enum OwnError {
     Database(#[from] DbErr),
 }
 
-/// Makes a build own artifacts, all or none.
+/// Adds artifacts to a build, all or none.
 pub(crate) async fn own(
     txn: &DatabaseTransaction,
     team: &str,
@@ -326,7 +338,7 @@ pub(crate) async fn own(
     Ok(())
 }
 
-/// Takes artifacts from a build, all or none. What nothing else keeps is collected.
+/// Removes artifacts from a build, all or none. Artifacts that nothing else keeps are collected.
 pub(crate) async fn disown(
     txn: &DatabaseTransaction,
     team: &str,
@@ -342,20 +354,20 @@ pub(crate) async fn disown(
     );
     let values = [ids::value(backend, artifacts.iter().map(|id| id.uuid())), build.uuid().into()];
     let owned = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
-    let let_go: Vec<Uuid> =
+    let released: Vec<Uuid> =
         owned.iter().map(|row| row.try_get("", "artifact_id")).collect::<Result<_, _>>()?;
-    if let_go.is_empty() {
+    if released.is_empty() {
         return Ok(());
     }
     let sql = format!("UPDATE artifacts SET look_at = $2 WHERE artifact_id IN ({})", ids::query(backend, 1));
-    let values = [ids::value(backend, let_go), now.0.into()];
+    let values = [ids::value(backend, released), now.0.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
     Ok(())
 }
 
-/// Takes artifacts from all builds that have ended, and ends their time without an owner. What nothing else keeps is collected. One that is
-/// being deleted is let go already.
-pub(crate) async fn let_go(
+/// Removes artifacts from all ended builds, and ends their time without an owner. Artifacts that
+/// nothing else keeps are collected. Deleted artifacts are accepted and stay as they are.
+pub(crate) async fn release_from_ended_builds(
     txn: &DatabaseTransaction,
     team: &str,
     artifacts: &[ArtifactId],
@@ -364,7 +376,7 @@ pub(crate) async fn let_go(
     let backend = txn.get_database_backend();
     let list = ids::query(backend, 1);
     let ids = || ids::value(backend, artifacts.iter().map(|id| id.uuid()));
-    // In one order, so that no two callers wait for each other.
+    // A fixed order prevents a deadlock of two callers.
     let sql = format!(
         "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({list}) AND team = $2 ORDER BY artifact_id{}",
         ids::lock(backend, " FOR UPDATE"),
@@ -394,7 +406,7 @@ async fn lock_artifacts(
     artifacts: &[ArtifactId],
 ) -> Result<(), OwnError> {
     let backend = txn.get_database_backend();
-    // In one order, so that no two transactions wait for each other.
+    // A fixed order prevents a deadlock of two transactions.
     let sql = format!(
         "SELECT artifact_id FROM artifacts WHERE artifact_id IN ({}) AND team = $2 AND state <> 'deleting'
          ORDER BY artifact_id{}",
@@ -411,7 +423,7 @@ async fn lock_artifacts(
     }
 }
 
-/// Ends the builds that `workload` ends.
+/// Ends the builds that end with `workload`.
 pub(crate) async fn end_with(
     txn: &DatabaseTransaction,
     workload: WorkloadId,
@@ -423,7 +435,7 @@ pub(crate) async fn end_with(
             .filter(build::Column::EndsWith.eq(workload.uuid()))
             .filter(build::Column::EndedAt.is_null())
     };
-    // Which job a build is of never changes, so the jobs can be locked before the builds.
+    // The job of a build never changes, so that jobs can be locked before builds.
     let jobs = of_workload().order_by_asc(build::Column::Job).all(txn).await?;
     if jobs.is_empty() {
         return Ok(());
@@ -441,7 +453,7 @@ pub(crate) async fn end_with(
     }
     let kept_until = rows.iter().fold(CaseStatement::new(), |case, row| {
         let rule = row.ending(status, now, latest.contains(&row.build_id));
-        case.case(build::Column::BuildId.eq(row.build_id), Expr::value(rule.lets_go().column()))
+        case.case(build::Column::BuildId.eq(row.build_id), Expr::value(rule.release_time().column()))
     });
     build::Entity::update_many()
         .col_expr(build::Column::Status, Expr::value(status))
@@ -454,7 +466,8 @@ pub(crate) async fn end_with(
     Ok(())
 }
 
-/// Gives every build that its caller must renew at least a full term from `now`: the caller could perhaps not renew it.
+/// Extends each build with a term to at least a full term from `now`, because its caller may have
+/// been unable to renew it.
 pub(crate) async fn extend_terms(txn: &DatabaseTransaction, now: Timestamp) -> Result<(), DbErr> {
     let full = || Expr::col(build::Column::Term).add(now.0);
     build::Entity::update_many()

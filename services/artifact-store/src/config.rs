@@ -1,4 +1,4 @@
-//! Every setting of the store, documented, with its default, and checked at start.
+//! Settings of the artifact store, with their defaults and checks.
 
 use std::time::Duration;
 
@@ -6,64 +6,76 @@ use rpc::pb::scheduler::PublicKey;
 
 use crate::Clock;
 
-/// Every setting.
+/// The settings of one artifact store process.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Where the store keeps its rows. Required.
+    /// Location of the store's database. Required.
     pub database: db::Settings,
-    /// What verifies session credentials. Required.
+    /// Source of the keys that verify session credentials. Required.
     pub keys: KeySource,
-    /// The token that callers over TCP must present, and that the store presents to the scheduler. Default: none.
+    /// Cluster token that callers over TCP must present, and that the store presents to the
+    /// scheduler. Default: none.
     pub token: Option<String>,
-    /// An artifact that never had an owner goes this long after it was made. Default: 12 h.
+    /// Time after creation after which an artifact that never had an owner is deleted. Default: 12
+    /// h.
     pub unowned_ttl: Duration,
-    /// Containers and volumes of an attempt go this long after it ended. Default: 5 min.
+    /// Time after the end of an attempt for which its containers and volumes are kept. Default: 5
+    /// min.
     pub gc_grace: Duration,
-    /// A build keeps its artifacts this long after its end, unless its caller says otherwise. Default: 5 min.
+    /// Time for which a build keeps its artifacts after its end, if the caller sets none. Default:
+    /// 5 min.
     pub default_keep: Duration,
-    /// A build to which no workload was bound ends this long after it was last put, unless its caller says otherwise.
-    /// Default: 10 min.
+    /// Time after its last `PutBuild` after which a build without a bound workload ends, if the
+    /// caller sets none. Default: 10 min.
     pub default_term: Duration,
-    /// A resource cache goes when it was unused for this long. Default: 24 h.
+    /// Time after the last use after which a resource cache is deleted. Default: 24 h.
     pub resource_cache_ttl: Duration,
-    /// A task cache goes when it was unused for this long, unless its caller says otherwise. Default: 7 days.
+    /// Time after the last use after which a task cache is deleted, if the caller sets none.
+    /// Default: 7 days.
     pub task_cache_ttl: Duration,
-    /// How often garbage is collected, give or take a fifth, so that replicas do not run in step. Default: 30 s.
+    /// Time between two garbage collections. Each one varies at random by up to a fifth, so that
+    /// replicas do not run in step. Default: 30 s.
     pub collect_interval: Duration,
-    /// How long a transfer, or the maker of a resource cache, may take before it says that it goes on. Default: 20 s.
+    /// Time after which a claim expires unless it is renewed. Transfers and makers of resource
+    /// caches hold claims. Default: 20 s.
     pub claim_term: Duration,
-    /// What a report lacks is noticed as lost when no report names it for longer. Default: 1 min.
+    /// Time for which a volume or container must be missing from reports before its loss is
+    /// recorded. Default: 1 min.
     pub lost_grace: Duration,
-    /// A deleted artifact, and a volume or container that is gone, can still be asked about for this long. Default: 24 h.
+    /// Time for which a deleted artifact can be restored, and the deletion of a volume, container
+    /// or cache explained. Default: 24 h.
     pub tombstone: Duration,
-    /// A settled workload, an ended attempt and an ended build are remembered this long, so that late calls for them are
-    /// refused; and so is what was lost, for callers that watch. Longer than any call can be delayed. Default: 24 h.
+    /// Time for which settled workloads, ended attempts and ended builds are remembered, so that
+    /// late calls for them are rejected. Losses are kept as long for callers that watch them. Must
+    /// exceed the delay of any call. Default: 24 h.
     pub remember: Duration,
-    /// How often a gateway's stream looks for marks by itself; marks of this process are streamed at once. Default: 1 s.
+    /// Time between two polls of a gateway's stream for marks of other replicas. Marks of this
+    /// process are streamed at once. Default: 1 s.
     pub sweep_interval: Duration,
-    /// Tells the present. Default: the system's clock.
+    /// Source of the current time. Default: the system's clock.
     pub clock: Clock,
 }
 
-/// What verifies session credentials.
+/// Source of the keys that verify session credentials.
 #[derive(Debug, Clone)]
 pub enum KeySource {
-    /// The keys of the scheduler at this endpoint, or at one of several with commas between them, asked for when one is missing.
+    /// The scheduler at one or more endpoints, separated by commas. A missing key is fetched on
+    /// demand.
     Scheduler(String),
-    /// These keys, and no others.
+    /// A fixed list of keys.
     Fixed(Vec<PublicKey>),
 }
 
-/// A setting cannot be used.
+/// A setting has an invalid value.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// It must be longer than nothing.
+    /// A duration is zero.
     #[error("{0} must not be zero")]
     Zero(&'static str),
 }
 
 impl Config {
-    /// The defaults.
+    /// Returns the default settings.
     #[must_use]
     pub fn new(database: impl Into<db::Settings>, keys: KeySource) -> Self {
         let (second, minute, hour) =
@@ -88,7 +100,7 @@ impl Config {
         }
     }
 
-    /// Refuses what would make a loop spin or a transfer impossible.
+    /// Rejects durations that would make a loop spin or a transfer impossible.
     pub fn check(&self) -> Result<(), ConfigError> {
         let longer_than_nothing = [
             ("--collect-interval", self.collect_interval),

@@ -1,4 +1,4 @@
-//! Holders: workloads as the store knows them, which pin artifacts and use caches until they are settled.
+//! Rows of holders: the workloads that pin artifacts and use caches until they are settled.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -8,16 +8,16 @@ use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, EntityTrait, Statemen
 use crate::db::entity::holder;
 use crate::db::ids;
 
-/// A holder belongs to another team than the one that acts.
+/// A holder belongs to a team other than the caller's.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HolderError {
     #[error("workload {0} belongs to another team")]
     OtherTeam(WorkloadId),
-    #[error("database failed while looking for a workload")]
+    #[error("database failed while locking a workload")]
     Database(#[from] DbErr),
 }
 
-/// Finds or makes a holder, and locks it.
+/// Finds or creates a holder, and locks it.
 pub(crate) async fn lock(
     txn: &DatabaseTransaction,
     id: WorkloadId,
@@ -25,10 +25,10 @@ pub(crate) async fn lock(
     now: Timestamp,
 ) -> Result<holder::Model, HolderError> {
     let row = lock_all(txn, [id], team, now).await?.remove(&id);
-    row.ok_or_else(|| DbErr::RecordNotFound("a holder that was just made".to_owned()).into())
+    row.ok_or_else(|| DbErr::RecordNotFound("holder".to_owned()).into())
 }
 
-/// Finds or makes holders, and locks them in the order of their ids.
+/// Finds or creates holders, and locks them in the order of their ids.
 pub(crate) async fn lock_all(
     txn: &DatabaseTransaction,
     ids: impl IntoIterator<Item = WorkloadId>,
@@ -37,7 +37,7 @@ pub(crate) async fn lock_all(
 ) -> Result<HashMap<WorkloadId, holder::Model>, HolderError> {
     let ids: BTreeSet<_> = ids.into_iter().map(WorkloadId::uuid).collect();
     let backend = txn.get_database_backend();
-    // Changing nothing locks a row, and lets it be answered whether it was there or not.
+    // The update without effect locks an existing row and returns it like a new one.
     let sql = format!(
         "INSERT INTO holders (holder_id, team, created_at, look_at) SELECT id, $2, $3, $3 FROM ({}) AS given WHERE TRUE ORDER BY id
          ON CONFLICT (holder_id) DO UPDATE SET holder_id = excluded.holder_id

@@ -1,30 +1,38 @@
-//! The artifact store: what exists, what keeps it alive, where its bytes are, and what is garbage.
+//! The artifact store: artifacts, their owners, and the inventory of all workers.
 //!
-//! The chapters, each above those that it uses:
+//! It decides which artifacts, volumes and containers are garbage. The modules, each above the
+//! modules that it uses:
 //!
 //! ```text
-//! api         parses, calls, answers; the only code that knows protobuf and makes a Status
-//! metrics     gauges of what there is
-//! gc          the collector: looks at what is due, and marks or forgets it
-//! explain     why something is there, or went
-//! inventory   what workers hold: rows, reports, orphans, imports, losses, and what gateways are told to destroy
-//! pins        what workloads use, and settling them
-//! caches      owners beside builds: resource caches, task caches, base resource types, certs
-//! artifacts   names for bytes, their replicas, and bringing them back
-//! builds      owners that live until they have ended and let go
-//! holders     the rows of workloads, and their locks
-//! app         what all parts of one process share
-//! sessions    which session may speak for a worker
-//! store_life  whether this database is what it was, or came out of a backup
-//! marks       what holds things, and the rows that say what is garbage and what went
-//! db          tables, the schema, and lists of ids in statements
-//! policy      when owners let go, and what is garbage: pure
+//! api         gRPC handlers: parse, call, answer. The only code with protobuf types and Status
+//! metrics     gauges of the rows in the database
+//! gc          the collector: checks rows that are due, and marks or forgets them
+//! explain     why an artifact, cache, volume or container is kept or was deleted
+//! inventory   contents of workers: reports, orphans, imports, losses, and deletions by gateways
+//! pins        pins of workloads, and settling of workloads
+//! caches      owners beside builds: resource caches, task caches, base resource types, certificates
+//! artifacts   artifacts and their replicas, and restoring of deleted artifacts
+//! builds      owners that keep artifacts until some time after their end
+//! holders     rows of workloads, and their locks
+//! app         state that all parts of one process share
+//! sessions    which gateway session may speak for a worker
+//! store_life  the store life of the database, and receipts
+//! marks       references to artifacts and volumes, marks, tombstones and the deletion log
+//! db          tables, schema, and lists of ids in statements
+//! policy      pure rules: when owners let go, and what is garbage
 //! ```
 //!
-//! Domain functions work on a transaction that their caller begins and commits, and `now` is an argument. Two rules keep what is in
-//! use from being collected. A transaction that adds a reference (a pin, an owner, a use of a cache, a child volume) locks the live target row first, shared; one that
-//! marks locks the target row, skips what others have locked, and looks for references again in a later statement. SQLite has one
-//! writer at a time and needs neither; sea-query leaves the locks out there.
+//! Domain functions run in a transaction that their caller begins and commits, and get `now` as an
+//! argument.
+//!
+//! Two rules protect artifacts and volumes in use from collection:
+//!
+//! - A transaction that adds a reference (a pin, an owner, a use of a cache, a child volume) first
+//!   takes a shared lock on the live target row.
+//! - A transaction that marks takes an exclusive lock on the target row, skips rows that are
+//!   locked, and checks for references again in a later statement.
+//!
+//! SQLite has one writer at a time and needs neither rule. sea-query omits the locks there.
 
 mod clock;
 mod config;
@@ -63,7 +71,7 @@ pub use store_life::restored;
 
 use app::Store;
 
-/// Opens the database, begins the background tasks, and adds the services to `host`.
+/// Opens the database, starts the background tasks, and adds the services to `host`.
 pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()> {
     config.check()?;
     let store = Arc::new(Store::open(config).await.context("cannot open the artifact store")?);
@@ -86,12 +94,12 @@ pub async fn start(config: Config, host: &mut server::Host) -> anyhow::Result<()
     Ok(())
 }
 
-/// Brings a database to the schema of this version.
+/// Migrates a database to the schema of this version.
 pub async fn migrate(database: &::db::Settings) -> Result<(), ::db::ConnectError> {
     ::db::Database::open::<db::migrations::Schema>(database).await.map(drop)
 }
 
-/// Serves on `listener` until `shutdown` resolves, then lets work in flight finish.
+/// Serves on `listener` until `shutdown` resolves, then finishes the calls in flight.
 pub async fn serve(
     config: Config,
     listener: server::Listener,

@@ -1,4 +1,4 @@
-//! The artifact store as a service of its own.
+//! The program `artifact-store`, which serves the artifact store alone.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -9,7 +9,8 @@ use clap::{ArgMatches, Args, FromArgMatches, Parser};
 use server::settings::{duration, term};
 use server::{Host, ListenArgs, Starting};
 
-/// The artifact store of Gantry: artifacts, their owners, the inventory of every worker, garbage.
+/// The artifact store of Gantry: artifacts, their owners, the inventory of all workers, and garbage
+/// collection.
 #[derive(Debug, Parser)]
 #[command(name = "artifact-store", version)]
 struct Arguments {
@@ -25,48 +26,52 @@ struct Arguments {
         help_heading = "Database"
     )]
     no_migrate: bool,
-    /// The scheduler, whose keys verify the session of a worker: http://host:port or unix:///path, of each replica, with commas between them
+    /// Addresses of the scheduler replicas, whose keys verify worker sessions: http://host:port or
+    /// unix:///path, separated by commas
     #[arg(long, env = "GANTRY_SCHEDULER", value_name = "ADDRESSES", value_parser = rpc::client::addresses)]
     scheduler: String,
-    /// How long after it was made an artifact goes that never had an owner
+    /// Time after creation after which an artifact that never had an owner is deleted
     #[arg(long, env = "GANTRY_UNOWNED_TTL", value_name = "DURATION", default_value = "12h", value_parser = duration)]
     unowned_ttl: Duration,
-    /// How long containers and volumes stay after their attempt ended
+    /// Time after the end of an attempt for which its containers and volumes are kept
     #[arg(long, env = "GANTRY_GC_GRACE", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     gc_grace: Duration,
-    /// How long a build keeps its artifacts after its end, unless its caller says otherwise
+    /// Time for which a build keeps its artifacts after its end, if the caller sets none
     #[arg(long, env = "GANTRY_DEFAULT_KEEP", value_name = "DURATION", default_value = "5m", value_parser = duration)]
     default_keep: Duration,
-    /// How long after it was last put a build ends to which no workload was bound, unless its caller says otherwise
+    /// Time after its last PutBuild after which a build without a bound workload ends, if the
+    /// caller sets none
     #[arg(long, env = "GANTRY_DEFAULT_TERM", value_name = "DURATION", default_value = "10m", value_parser = term)]
     default_term: Duration,
-    /// How long a resource cache stays that is not used
+    /// Time after the last use after which a resource cache is deleted
     #[arg(long, env = "GANTRY_RESOURCE_CACHE_TTL", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     resource_cache_ttl: Duration,
-    /// How long a task cache stays that is not used, unless its caller says otherwise
+    /// Time after the last use after which a task cache is deleted, if the caller sets none
     #[arg(long, env = "GANTRY_TASK_CACHE_TTL", value_name = "DURATION", default_value = "7d", value_parser = term)]
     task_cache_ttl: Duration,
-    /// How often garbage is collected, give or take a fifth
+    /// Time between two garbage collections, varied at random by up to a fifth
     #[arg(long, env = "GANTRY_COLLECT_INTERVAL", value_name = "DURATION", default_value = "30s", value_parser = term)]
     collect_interval: Duration,
-    /// How long a transfer, or the maker of a resource cache, may take before it says that it goes on
+    /// Time after which the claim of a transfer or of the maker of a resource cache expires, unless
+    /// renewed
     #[arg(long, env = "GANTRY_CLAIM_TERM", value_name = "DURATION", default_value = "20s", value_parser = term)]
     claim_term: Duration,
-    /// For how long a volume or container must be missing from reports before it counts as lost
+    /// Time for which a volume or container must be missing from reports before it counts as lost
     #[arg(long, env = "GANTRY_LOST_GRACE", value_name = "DURATION", default_value = "1m", value_parser = duration)]
     lost_grace: Duration,
-    /// How long a deleted artifact, and a volume or container that is gone, can still be asked about
+    /// Time for which a deleted artifact can be restored, and a deletion explained
     #[arg(long, env = "GANTRY_TOMBSTONE", value_name = "DURATION", default_value = "24h", value_parser = duration)]
     tombstone: Duration,
-    /// How long what has ended is remembered, so that late calls for it are refused. Longer than any call can be delayed
+    /// Time for which ended workloads, attempts and builds are remembered, so that late calls are
+    /// rejected. Must exceed the delay of any call
     #[arg(long, env = "GANTRY_REMEMBER", value_name = "DURATION", default_value = "24h", value_parser = term)]
     remember: Duration,
-    /// How often a gateway's stream looks for marks by itself: what another replica marked is swept after that at the latest
+    /// Time between two polls of a gateway's stream for marks of other replicas
     #[arg(long, env = "GANTRY_SWEEP_INTERVAL", value_name = "DURATION", default_value = "1s", value_parser = term)]
     sweep_interval: Duration,
 }
 
-/// The command that says that the database came out of a backup.
+/// Name of the command that begins a new store life after a restore from a backup.
 const RESTORED: &str = "restored";
 
 fn main() -> ExitCode {
@@ -99,9 +104,10 @@ impl server::Program for Arguments {
     }
 
     fn commands() -> Vec<clap::Command> {
-        // What is said of a group of settings would be said of the command that has them.
+        // Clap would show the doc comment of a flattened group of settings as the description of
+        // the command.
         let restored = db::DatabaseArgs::augment_args(clap::Command::new(RESTORED));
-        let about = "Say that the database was restored from a backup, before it is started: what workers made since are orphans, and not swept";
+        let about = "Begin a new store life after a restore from a backup, before the store starts. Volumes and containers newer than the backup become orphans and are not swept";
         vec![restored.about(about)]
     }
 
@@ -110,9 +116,9 @@ impl server::Program for Arguments {
         args.check()?;
         let life = artifact_store::restored(&args.settings(true, false))
             .await
-            .context("cannot begin a new life of the store's database")?;
+            .context("cannot begin a new store life")?;
         Ok(format!(
-            "the artifact store's database has begun the life {life}: what workers hold and it does not know are orphans when they report"
+            "the database has begun store life {life}. Volumes and containers that it does not know become orphans when workers report them"
         ))
     }
 
@@ -149,12 +155,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_setting_is_known_to_the_other_programs() {
+    fn other_programs_know_every_setting() {
         assert_eq!(server::settings::unlisted(&server::command::<Arguments>()), [] as [String; 0]);
     }
 
     #[test]
-    fn the_defaults_are_those_of_the_library() {
+    fn defaults_equal_those_of_the_library() {
         let line = ["artifact-store", "--database-url", "sqlite:///x", "--scheduler", "http://s:1"];
         let config = Config { clock: Clock::system(), ..Arguments::parse_from(line).config(None) };
         let keys = KeySource::Scheduler("http://s:1".to_owned());

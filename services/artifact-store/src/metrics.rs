@@ -1,7 +1,10 @@
-//! What operators see of the store's rows: counted when they look, for no more than a hundredth of the time.
+//! Gauges of the rows in the store's database.
 //!
-//! Rows are counted in slices, each of which is soon counted: on SQLite all readers wait for the one that counts. Beside changes the sum is that of no
-//! single instant. A count goes on when its caller has left, and a caller that asks while it rests is told what was counted last, and when that was.
+//! A read of the metrics counts the rows, for at most a hundredth of the time.
+//!
+//! Each statement counts one slice of rows, because on SQLite a long read delays all other readers.
+//! If rows change meanwhile, the sum matches no single instant. A count continues after its caller
+//! has left. A read between two counts gets the result of the last count, with its time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,13 +22,13 @@ use crate::app::Store;
 use crate::db::entity::{ArtifactState, State};
 use crate::marks::sweep_queue;
 
-/// How many rows are counted by one statement.
+/// Number of rows that one statement counts.
 const SLICE: u64 = 10_000;
 
-/// How much longer than a count took it rests.
-const REST: u32 = 99;
+/// Pause after a count, as a multiple of the time that the count took.
+const PAUSE_FACTOR: u32 = 99;
 
-/// Sets the gauges whenever they are read.
+/// Registers the gauges. Each read of the metrics updates them.
 pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
     metrics::describe_gauge!("gantry_store_artifacts", "Artifacts, by state.");
     metrics::describe_gauge!(
@@ -35,37 +38,37 @@ pub(crate) fn add(store: &Arc<Store>, host: &server::Host) {
     metrics::describe_gauge!("gantry_store_volumes", "Volumes on all workers, by state.");
     metrics::describe_gauge!(
         "gantry_store_volume_bytes",
-        "Bytes of volumes, by state; what volumes share counts for each of them."
+        "Bytes of volumes, by state. Bytes that volumes share count for each of them."
     );
     metrics::describe_gauge!("gantry_store_containers", "Containers on all workers, by state.");
     metrics::describe_gauge!(
         "gantry_store_orphans",
-        "Orphans: volumes and containers that a restored store does not know."
+        "Orphans: volumes and containers on workers that are unknown to a restored store."
     );
     metrics::describe_gauge!("gantry_store_pins", "Pins of workloads on artifacts.");
     metrics::describe_gauge!("gantry_store_builds", "Builds that have not ended.");
     metrics::describe_gauge!(
         "gantry_store_counted_timestamp_seconds",
-        "When the rows of the store were counted, in seconds since 1970."
+        "Time of the last count of the store's rows, in seconds since 1970."
     );
-    let counting = Counting { store: store.clone(), tasks: host.tasks(), next: Arc::default() };
+    let counter = RowCounter { store: store.clone(), tasks: host.tasks(), next: Arc::default() };
     host.add_gauges(move || {
-        let counting = counting.clone();
-        async move { counting.gather().await }
+        let counter = counter.clone();
+        async move { counter.gather().await }
     });
 }
 
-/// Counts now and then.
+/// Counter of rows that limits how often it counts.
 #[derive(Clone)]
-struct Counting {
+struct RowCounter {
     store: Arc<Store>,
     tasks: TaskTracker,
-    /// When to count again. Held by the caller that counts.
+    /// Earliest time of the next count. Locked while a count runs.
     next: Arc<Mutex<Option<Instant>>>,
 }
 
-impl Counting {
-    /// Counts, unless another does or it rests.
+impl RowCounter {
+    /// Counts the rows, unless a count is running or the pause after the last one is not over.
     async fn gather(&self) {
         let Ok(mut next) = self.next.clone().try_lock_owned() else { return };
         let begun = Instant::now();
@@ -77,16 +80,16 @@ impl Counting {
             if let Err(error) = set(&store.db, store.now()).await {
                 tracing::debug!(error = domain::error_chain(&error), "cannot count for metrics");
             }
-            *next = Some(Instant::now() + rest(begun.elapsed()));
+            *next = Some(Instant::now() + pause(begun.elapsed()));
         });
-        // It logs its failure itself.
+        // The task logs its own error.
         counted.await.ok();
     }
 }
 
-/// How long a count rests after it, at least.
-fn rest(took: Duration) -> Duration {
-    took.saturating_mul(REST)
+/// Returns the minimum pause after a count that took `took`.
+fn pause(took: Duration) -> Duration {
+    took.saturating_mul(PAUSE_FACTOR)
 }
 
 async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
@@ -96,7 +99,7 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
         metrics::gauge!("gantry_store_artifacts", "state" => state.clone()).set(n);
         metrics::gauge!("gantry_store_artifact_bytes", "state" => state).set(bytes);
     }
-    let shown = sweep_queue::shown_state();
+    let shown = sweep_queue::merged_state();
     let volumes = count(db, "volumes", "handle", &shown, "size_bytes").await?;
     for state in State::iter().map(|state| state.to_value()) {
         let (n, bytes) = volumes.get(&state).copied().unwrap_or_default();
@@ -119,7 +122,8 @@ async fn set(db: &Database, now: Timestamp) -> Result<(), DbErr> {
     Ok(())
 }
 
-/// How many rows of a table there are in each state, and their bytes. `id` is what an index sorts them by first.
+/// Returns the number of rows of a table in each state, and their bytes. An index must begin with
+/// the column `id`.
 async fn count(
     db: &Database,
     table: &str,
@@ -163,17 +167,17 @@ mod tests {
     use crate::db::migrations::Schema;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn the_largest_sizes_are_no_obstacle_on_sqlite() {
-        the_largest_sizes_are_no_obstacle(databases::sqlite()).await;
+    async fn gauges_sum_largest_sizes_on_sqlite() {
+        gauges_sum_largest_sizes(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn the_largest_sizes_are_no_obstacle_on_postgres() {
-        the_largest_sizes_are_no_obstacle(databases::postgres().await).await;
+    async fn gauges_sum_largest_sizes_on_postgres() {
+        gauges_sum_largest_sizes(databases::postgres().await).await;
     }
 
-    /// Workers say how large things are, and may say anything.
-    async fn the_largest_sizes_are_no_obstacle(database: TestDatabase) {
+    /// Workers report sizes, and the store does not trust them.
+    async fn gauges_sum_largest_sizes(database: TestDatabase) {
         let db = Database::open::<Schema>(&database.url.as_str().into()).await.expect("a database");
         for _ in 0..2 {
             let new = &NewArtifact {
@@ -196,17 +200,17 @@ mod tests {
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn every_row_is_counted_once_on_sqlite() {
-        every_row_is_counted_once(databases::sqlite()).await;
+    async fn gauges_count_every_row_once_on_sqlite() {
+        gauges_count_every_row_once(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn every_row_is_counted_once_on_postgres() {
-        every_row_is_counted_once(databases::postgres().await).await;
+    async fn gauges_count_every_row_once_on_postgres() {
+        gauges_count_every_row_once(databases::postgres().await).await;
     }
 
-    /// Over the ends of slices, and where many rows have the same id.
-    async fn every_row_is_counted_once(database: TestDatabase) {
+    /// Covers several slices, and many rows with the same id.
+    async fn gauges_count_every_row_once(database: TestDatabase) {
         let db = Database::open::<Schema>(&database.url.as_str().into()).await.expect("a database");
         let is_sqlite = db.is_sqlite();
         let id_of = |number: &str| match is_sqlite {
@@ -238,8 +242,8 @@ mod tests {
     }
 
     #[test]
-    fn counting_takes_a_hundredth_of_the_time() {
+    fn counts_take_a_hundredth_of_the_time() {
         let took = Duration::from_millis(700);
-        assert_eq!(took.as_secs_f64() / (took + rest(took)).as_secs_f64(), 0.01);
+        assert_eq!(took.as_secs_f64() / (took + pause(took)).as_secs_f64(), 0.01);
     }
 }

@@ -1,22 +1,24 @@
 //! Sessions: which gateway may speak for a worker.
 //!
-//! The scheduler mints two rising numbers per worker and signs them into a session credential: the incarnation (one life of what
-//! the worker holds) and the session (one life of its gateway). [`record`] keeps the highest that has spoken, and [`fence`] holds
-//! it still for the length of a transaction.
+//! For each worker, the scheduler issues two rising numbers and signs them into a session
+//! credential. The incarnation is one life of the worker's contents. The session is the time for
+//! which one gateway speaks for the worker. [`record`] stores the highest numbers that have been
+//! presented. [`fence`] locks them for the length of a transaction.
 //!
-//! Invariant: a gateway of a lower incarnation or session changes nothing. Every change of the inventory runs behind [`fence`], whose
-//! shared lock on the worker's row keeps a higher session from being recorded before the change is committed.
+//! Invariant: a gateway of a lower incarnation or session changes nothing. Every change of the
+//! inventory runs behind [`fence`]. Its shared lock on the worker's row prevents a higher session
+//! from being recorded before the change is committed.
 //!
-//! What a higher number brings about, in the transaction that records it:
+//! Effects of a higher number, in the transaction that records it:
 //!
 //! | | higher session | higher incarnation |
 //! |---|---|---|
-//! | container or volume of an attempt, `creating` | marked: another handle is minted for it | marked |
-//! | planned replica, `creating` | left to its claim | marked |
-//! | volume of an import, `creating` | marked: another handle is minted for it | marked |
-//! | container, otherwise | | marked: its processes are gone |
+//! | container or volume of an attempt, `creating` | marked, because a new handle is minted for it | marked |
+//! | planned replica, `creating` | kept until its claim expires | marked |
+//! | volume of an import, `creating` | marked, because a new handle is minted for it | marked |
+//! | other container | | marked, because its processes are gone |
 //! | volume, `created` | | unconfirmed until the first complete report |
-//! | orphans | | described again before it can be adopted |
+//! | orphan | | must be described again before it can be adopted |
 
 use domain::Timestamp;
 use domain::worker::SessionClaims;
@@ -28,23 +30,24 @@ use sea_orm::{
 use crate::db::entity::{Purpose, State, container, orphan, volume, worker};
 use crate::marks::sweep_queue;
 
-/// A call of a gateway is refused, or could not be judged.
+/// A call of a gateway was rejected, or its session could not be checked.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionError {
-    #[error("a newer incarnation of worker {} has spoken", .0.worker)]
+    #[error("a newer incarnation of worker {} is recorded", .0.worker)]
     StaleIncarnation(SessionClaims),
-    #[error("a newer session of worker {} has spoken", .0.worker)]
+    #[error("a newer session of worker {} is recorded", .0.worker)]
     StaleSession(SessionClaims),
-    /// The row is behind what was recorded: the database lost something. Recording again mends it.
+    /// The database has lower numbers than were recorded: it lost a write. Recording the session
+    /// again repairs it.
     #[error("the session of worker {} is not recorded", .0.worker)]
     Unrecorded(SessionClaims),
-    #[error("database failed while looking for the session of a worker")]
+    #[error("database failed while reading the session of a worker")]
     Database(#[from] DbErr),
 }
 
-/// How the numbers of a credential compare to those recorded.
+/// Order of a credential's numbers relative to the recorded ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Standing {
+enum SessionOrder {
     StaleIncarnation,
     StaleSession,
     Current,
@@ -52,14 +55,14 @@ enum Standing {
     NewIncarnation,
 }
 
-fn standing(claims: &SessionClaims, row: &worker::Model) -> Standing {
+fn compare_session(claims: &SessionClaims, row: &worker::Model) -> SessionOrder {
     use std::cmp::Ordering::{Equal, Greater, Less};
     match (column(claims.incarnation.0).cmp(&row.incarnation), column(claims.session.0).cmp(&row.session)) {
-        (Less, _) => Standing::StaleIncarnation,
-        (Greater, _) => Standing::NewIncarnation,
-        (Equal, Less) => Standing::StaleSession,
-        (Equal, Equal) => Standing::Current,
-        (Equal, Greater) => Standing::NewSession,
+        (Less, _) => SessionOrder::StaleIncarnation,
+        (Greater, _) => SessionOrder::NewIncarnation,
+        (Equal, Less) => SessionOrder::StaleSession,
+        (Equal, Equal) => SessionOrder::Current,
+        (Equal, Greater) => SessionOrder::NewSession,
     }
 }
 
@@ -67,10 +70,11 @@ fn column(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
 
-/// Records the session of `claims`, and answers whether that marked anything.
+/// Records the session of `claims`, and returns whether that marked anything.
 ///
-/// The sequence of a worker that is not known begins at `now`, in microseconds: above that of an earlier row, should the worker have been forgotten
-/// and come back, so that no report of that time judges anything of this.
+/// The sequence of an unknown worker begins at `now`, in microseconds. That is above the sequence
+/// of an earlier row of a worker that was forgotten and has returned. A report of that earlier time
+/// therefore judges nothing of this one.
 pub(crate) async fn record(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -82,7 +86,7 @@ pub(crate) async fn record(
         incarnation: Set(column(claims.incarnation.0)),
         session: Set(column(claims.session.0)),
         sequence: Set(now.0),
-        // What a worker remembers that was forgotten proves nothing.
+        // A receipt from before the worker was forgotten must prove nothing.
         reported: Set(now.0),
     };
     worker::Entity::insert(first)
@@ -91,12 +95,12 @@ pub(crate) async fn record(
         .await?;
     let row = worker::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
     let row = row.ok_or_else(|| DbErr::RecordNotFound(format!("worker {id}")))?;
-    let standing = standing(claims, &row);
-    match standing {
-        Standing::StaleIncarnation => return Err(SessionError::StaleIncarnation(claims.clone())),
-        Standing::StaleSession => return Err(SessionError::StaleSession(claims.clone())),
-        Standing::Current => return Ok(false),
-        Standing::NewSession | Standing::NewIncarnation => {}
+    let order = compare_session(claims, &row);
+    match order {
+        SessionOrder::StaleIncarnation => return Err(SessionError::StaleIncarnation(claims.clone())),
+        SessionOrder::StaleSession => return Err(SessionError::StaleSession(claims.clone())),
+        SessionOrder::Current => return Ok(false),
+        SessionOrder::NewSession | SessionOrder::NewIncarnation => {}
     }
 
     let sequence = row.sequence + 1;
@@ -108,7 +112,7 @@ pub(crate) async fn record(
         .exec(txn)
         .await?;
 
-    let new_incarnation = standing == Standing::NewIncarnation;
+    let new_incarnation = order == SessionOrder::NewIncarnation;
     let why = if new_incarnation { "its worker began a new incarnation" } else { "its gateway was replaced" };
     let mut containers = container::Entity::update_many()
         .col_expr(container::Column::State, Expr::value(State::Destroying))
@@ -128,7 +132,7 @@ pub(crate) async fn record(
         .filter(volume::Column::State.eq(State::Creating));
     if !new_incarnation {
         containers = containers.filter(container::Column::State.eq(State::Creating));
-        // A transfer goes on in a later session; an import does not.
+        // A transfer continues in a later session. An import does not.
         let is_planned =
             volume::Column::Purpose.eq(Purpose::Replica).and(volume::Column::TransferId.is_not_null());
         creating = creating.filter(is_planned.not());
@@ -144,14 +148,15 @@ pub(crate) async fn record(
             .filter(volume::Column::State.eq(State::Created))
             .exec(txn)
             .await?;
-        // Nor is it known what is left of orphans: its gateway says so again, after it was reported.
+        // The contents of orphans are unknown as well: the gateway describes them again after the
+        // next report.
         orphan::Entity::update_many()
             .col_expr(orphan::Column::Described, Expr::value(false))
             .col_expr(orphan::Column::Digest, Expr::value(None::<Vec<u8>>))
             .filter(orphan::Column::WorkerId.eq(id))
             .exec(txn)
             .await?;
-        // What comes back from its mark is no surer than what was not marked.
+        // A volume that is restored from its mark is as unconfirmed as an unmarked one.
         volume::Entity::update_many()
             .col_expr(volume::Column::MarkedFrom, Expr::value(State::Unconfirmed))
             .filter(volume::Column::WorkerId.eq(id))
@@ -163,7 +168,7 @@ pub(crate) async fn record(
     Ok(containers > 0 || !volumes.is_empty())
 }
 
-/// Holds the worker's row still, and answers it, if the session of `claims` is the one that may speak.
+/// Locks the worker's row in shared mode and returns it, if the session of `claims` is current.
 pub(crate) async fn fence(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -172,14 +177,15 @@ pub(crate) async fn fence(
     judge(claims, row)
 }
 
-/// Holds the worker's row for this transaction alone, raises its sequence, and answers the row as it is then.
+/// Locks the worker's row exclusively, raises its sequence, and returns the new row.
 ///
-/// All that is written with that number is committed together, after all that has a lower one and before all that has a higher one.
+/// All rows written with one sequence number are committed together, after those with lower numbers
+/// and before those with higher ones.
 pub(crate) async fn advance(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
 ) -> Result<worker::Model, SessionError> {
-    // As a writer from the start: two that share the row and both want to raise it would wait for each other.
+    // An exclusive lock from the start: two transactions that upgrade a shared lock would deadlock.
     let row = worker::Entity::find_by_id(claims.worker.uuid()).lock_exclusive().one(txn).await?;
     let row = judge(claims, row)?;
     let sequence = row.sequence + 1;
@@ -191,16 +197,18 @@ pub(crate) async fn advance(
     Ok(worker::Model { sequence, ..row })
 }
 
-/// Answers the worker's row if the session of `claims` is the one that may speak.
+/// Returns the worker's row if the session of `claims` is current.
 pub(crate) fn judge(
     claims: &SessionClaims,
     row: Option<worker::Model>,
 ) -> Result<worker::Model, SessionError> {
     let Some(row) = row else { return Err(SessionError::Unrecorded(claims.clone())) };
-    match standing(claims, &row) {
-        Standing::Current => Ok(row),
-        Standing::StaleIncarnation => Err(SessionError::StaleIncarnation(claims.clone())),
-        Standing::StaleSession => Err(SessionError::StaleSession(claims.clone())),
-        Standing::NewSession | Standing::NewIncarnation => Err(SessionError::Unrecorded(claims.clone())),
+    match compare_session(claims, &row) {
+        SessionOrder::Current => Ok(row),
+        SessionOrder::StaleIncarnation => Err(SessionError::StaleIncarnation(claims.clone())),
+        SessionOrder::StaleSession => Err(SessionError::StaleSession(claims.clone())),
+        SessionOrder::NewSession | SessionOrder::NewIncarnation => {
+            Err(SessionError::Unrecorded(claims.clone()))
+        }
     }
 }

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Artifacts`
+//! Handlers of `gantry.artifacts.v1.Artifacts`.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -8,19 +8,18 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use crate::api::owners::LONGEST_KEEP;
+use crate::api::owners::MAX_KEEP;
 use crate::api::{
-    Handlers, MOST_ARTIFACTS, SERVICE, artifact, errors, location, parse_artifacts, parse_state,
-    parse_workers,
+    Handlers, MAX_ARTIFACTS, SERVICE, artifact, errors, location, parse_artifacts, parse_state, parse_workers,
 };
 use crate::artifacts::inline::{self, NewTree};
 use crate::artifacts::restore::{self, KeptBy};
 use crate::artifacts::{self, NewArtifact};
 use crate::builds;
-use crate::explain::{self, Question};
+use crate::explain::{self, ExplainContext};
 use crate::marks::references::Keepers;
 
-/// How long an artifact that comes back is kept when its caller does not say.
+/// Default time for which a restored artifact is kept without an owner.
 pub(super) const DEFAULT_REPRIEVE: Duration = Duration::from_secs(3600);
 
 #[tonic::async_trait]
@@ -59,8 +58,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let encoded = inline::read(self.store.db.read(), team, id).await?;
 
         let decoded = encoded.map(rpc::small_tree::decode).transpose();
-        let tree =
-            decoded.map_err(|error| rpc::unavailable(SERVICE, "read what is kept of a tree", &error))?;
+        let tree = decoded.map_err(|error| rpc::unavailable(SERVICE, "decode a stored tree", &error))?;
         Ok(Response::new(pb::ReadTreeResponse { tree }))
     }
 
@@ -97,7 +95,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let found = artifacts::get(self.store.db.read(), team, id, self.store.now(), &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
 
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(Response::new(pb::GetArtifactResponse { artifact: Some(artifact(located, &keepers)) }))
@@ -134,7 +132,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let ids = parse_artifacts("artifact_ids", &request.artifact_ids)?;
 
         let located = self
-            .locating
+            .locator
             .locate(team, ids)
             .await
             .map_err(|error| errors::database("locate artifacts", &error))?;
@@ -184,7 +182,10 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let artifacts = &parse_artifacts("artifact_ids", &request.artifact_ids)?;
         let now = self.store.now();
 
-        self.store.db.write(|txn| async move { builds::let_go(&txn, team, artifacts, now).await }).await?;
+        self.store
+            .db
+            .write(|txn| async move { builds::release_from_ended_builds(&txn, team, artifacts, now).await })
+            .await?;
 
         Ok(Response::new(pb::DeleteArtifactsResponse {}))
     }
@@ -196,8 +197,8 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let request = request.into_inner();
         let team = rpc::parse_team("team", request.team)?;
         let owner = rpc::parse_optional_id("build_id", &request.build_id)?;
-        if request.artifacts.len() > MOST_ARTIFACTS {
-            return Err(rpc::invalid_field("artifacts", format!("must be at most {MOST_ARTIFACTS}")));
+        if request.artifacts.len() > MAX_ARTIFACTS {
+            return Err(rpc::invalid_field("artifacts", format!("must be at most {MAX_ARTIFACTS}")));
         }
         let new = request.artifacts.into_iter().map(|new| {
             let id = rpc::parse_id("artifacts.artifact_id", &new.artifact_id)?;
@@ -206,7 +207,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         });
         let new = &new.collect::<Result<Vec<_>, Status>>()?;
         if new.iter().map(|new| new.id).collect::<HashSet<_>>().len() < new.len() {
-            return Err(rpc::invalid_field("artifacts.artifact_id", "must be another for each"));
+            return Err(rpc::invalid_field("artifacts.artifact_id", "must be unique"));
         }
         let now = self.store.now();
 
@@ -254,7 +255,7 @@ impl pb::artifacts_server::Artifacts for Handlers {
         let request = request.into_inner();
         let team = &rpc::parse_team("team", request.team)?;
         let id: Uuid = rpc::parse_id("id", &request.id)?;
-        let question = Question {
+        let context = ExplainContext {
             team,
             now: self.store.now(),
             policy: self.policy(),
@@ -262,9 +263,9 @@ impl pb::artifacts_server::Artifacts for Handlers {
             resource_cache_ttl: self.store.config.resource_cache_ttl,
         };
 
-        let explained = explain::explain(self.store.db.read(), &question, id)
+        let explained = explain::explain(self.store.db.read(), &context, id)
             .await
-            .map_err(|error| errors::database("explain it", &error))?;
+            .map_err(|error| errors::database("explain an id", &error))?;
 
         let explained = explained.ok_or_else(|| errors::unknown_id(id))?;
         Ok(Response::new(super::explain::explanation(explained)))
@@ -295,16 +296,16 @@ impl pb::artifacts_server::Artifacts for Handlers {
 
         let found = artifacts::get(self.store.db.read(), team, id, now, &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(Response::new(pb::UndeleteResponse { artifact: Some(artifact(located, &keepers)) }))
     }
 }
 
-/// How long an artifact that comes back is kept without an owner.
+/// Parses the time for which a restored artifact is kept without an owner.
 pub(super) fn parse_reprieve(keep: Option<Duration>) -> Result<KeptBy, Status> {
     match keep {
-        Some(keep) if keep <= LONGEST_KEEP => Ok(KeptBy::Reprieve(keep)),
+        Some(keep) if keep <= MAX_KEEP => Ok(KeptBy::Reprieve(keep)),
         _ => Err(rpc::invalid_field("keep", "must be at most ten years")),
     }
 }

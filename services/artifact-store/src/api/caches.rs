@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Caches`
+//! Handlers of `gantry.artifacts.v1.Caches`.
 
 use std::time::Duration;
 
@@ -8,24 +8,24 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 use uuid::Uuid;
 
-use crate::api::{Handlers, MOST_ARTIFACTS, SERVICE, errors, location};
+use crate::api::{Handlers, MAX_ARTIFACTS, SERVICE, errors, location};
 use crate::caches;
 use crate::caches::base_types::{self, BaseType};
-use crate::caches::resource_caches::{self, Ask, Found, User};
-use crate::caches::task_caches::{self, Key, Which};
+use crate::caches::resource_caches::{self, CacheOutcome, CacheRequest, CacheUser};
+use crate::caches::task_caches::{self, TaskCacheFilter, TaskCacheKey};
 use crate::db::entity::{ALL_TEAMS, base_resource_type, resource_cache, task_cache};
 
-/// The longest name of a job, a step or a type, in bytes.
-pub(super) const LONGEST_NAME: usize = 1024;
+/// Maximum length of the name of a job, step or type, in bytes.
+pub(super) const MAX_NAME: usize = 1024;
 
-/// The longest path, in bytes.
-pub(super) const LONGEST_PATH: usize = 4096;
+/// Maximum length of a path, in bytes.
+pub(super) const MAX_PATH: usize = 4096;
 
-/// The longest text for people, in bytes.
-pub(super) const LONGEST_TEXT: usize = 65536;
+/// Maximum length of a text for people, in bytes.
+pub(super) const MAX_TEXT: usize = 65536;
 
-/// The longest that a task cache may stay unused: ten years.
-const LONGEST_TTL: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+/// Maximum TTL of a task cache: ten years.
+const MAX_TTL: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
 #[tonic::async_trait]
 impl pb::caches_server::Caches for Handlers {
@@ -35,14 +35,14 @@ impl pb::caches_server::Caches for Handlers {
     ) -> Result<Response<pb::FindOrCreateResourceCacheResponse>, Status> {
         use pb::find_or_create_resource_cache_response::Outcome;
         let request = request.into_inner();
-        let ask = &Ask {
+        let cache_request = &CacheRequest {
             team: rpc::parse_team("team", request.team)?,
             shared: parse_sharing(request.sharing)?,
             key: rpc::parse_digest("key_digest", &request.key_digest)?,
             claim: rpc::parse_id("claim_id", &request.claim_id)?,
-            resource_type: at_most("type", request.r#type, LONGEST_NAME)?,
-            version: at_most("version", request.version, LONGEST_TEXT)?,
-            params: at_most("params", request.params, LONGEST_TEXT)?,
+            resource_type: limited_text("type", request.r#type, MAX_NAME)?,
+            version: limited_text("version", request.version, MAX_TEXT)?,
+            params: limited_text("params", request.params, MAX_TEXT)?,
             user: request.user.map(parse_user).transpose()?,
         };
         let (now, term) = (self.store.now(), self.store.config.claim_term);
@@ -50,7 +50,7 @@ impl pb::caches_server::Caches for Handlers {
         let (cache, found) = self
             .store
             .db
-            .write(|txn| async move { resource_caches::find_or_create(&txn, ask, now, term).await })
+            .write(|txn| async move { resource_caches::find_or_create(&txn, cache_request, now, term).await })
             .await?;
 
         let claim = |claim: domain::ClaimId| pb::ResourceCacheClaim {
@@ -58,9 +58,9 @@ impl pb::caches_server::Caches for Handlers {
             term: Some(rpc::duration(term)),
         };
         let outcome = match found {
-            Found::Ready(located) => Outcome::Ready(location(*located)),
-            Found::Yours => Outcome::Yours(claim(ask.claim)),
-            Found::BeingMade(by) => Outcome::BeingMade(claim(by)),
+            CacheOutcome::Ready(located) => Outcome::Ready(location(*located)),
+            CacheOutcome::Yours => Outcome::Yours(claim(cache_request.claim)),
+            CacheOutcome::BeingMade(by) => Outcome::BeingMade(claim(by)),
         };
         Ok(Response::new(pb::FindOrCreateResourceCacheResponse {
             cache_id: cache.to_string(),
@@ -116,7 +116,7 @@ impl pb::caches_server::Caches for Handlers {
 
         self.store
             .db
-            .write(|txn| async move { resource_caches::use_it(&txn, team, cache, user, now).await })
+            .write(|txn| async move { resource_caches::use_cache(&txn, team, cache, user, now).await })
             .await?;
 
         Ok(Response::new(pb::UseResourceCacheResponse {}))
@@ -182,15 +182,15 @@ impl pb::caches_server::Caches for Handlers {
         request: Request<pb::FindOrCreateTaskCacheRequest>,
     ) -> Result<Response<pb::FindOrCreateTaskCacheResponse>, Status> {
         let request = request.into_inner();
-        let key = &Key {
+        let key = &TaskCacheKey {
             team: rpc::parse_team("team", request.team)?,
-            job: named("job", request.job, LONGEST_NAME)?,
-            step: named("step", request.step, LONGEST_NAME)?,
-            path: named("path", request.path, LONGEST_PATH)?,
+            job: required_text("job", request.job, MAX_NAME)?,
+            step: required_text("step", request.step, MAX_NAME)?,
+            path: required_text("path", request.path, MAX_PATH)?,
         };
         let ttl = match rpc::parse_duration("ttl", request.ttl)?.unwrap_or(self.store.config.task_cache_ttl) {
-            Duration::ZERO => return Err(rpc::invalid_field("ttl", "must be longer than nothing")),
-            ttl if ttl > LONGEST_TTL => return Err(rpc::invalid_field("ttl", "must be at most ten years")),
+            Duration::ZERO => return Err(rpc::invalid_field("ttl", "must not be zero")),
+            ttl if ttl > MAX_TTL => return Err(rpc::invalid_field("ttl", "must be at most ten years")),
             ttl => ttl,
         };
         let now = self.store.now();
@@ -200,7 +200,7 @@ impl pb::caches_server::Caches for Handlers {
             .db
             .write(|txn| async move { task_caches::find_or_create(&txn, key, ttl, now).await })
             .await
-            .map_err(|error| errors::database("look for a task cache", &error))?;
+            .map_err(|error| errors::database("find a task cache", &error))?;
 
         Ok(Response::new(pb::FindOrCreateTaskCacheResponse {
             cache_id: cache.to_string(),
@@ -234,11 +234,11 @@ impl pb::caches_server::Caches for Handlers {
         let team = &rpc::parse_team("team", request.team)?;
         let some = |text: String| Some(text).filter(|text| !text.is_empty());
         let which = &match rpc::parse_optional_id("cache_id", &request.cache_id)? {
-            Some(cache) => Which::One(cache),
-            None => Which::Of {
-                job: named("job", request.job, LONGEST_NAME)?,
-                step: some(at_most("step", request.step, LONGEST_NAME)?),
-                path: some(at_most("path", request.path, LONGEST_PATH)?),
+            Some(cache) => TaskCacheFilter::Cache(cache),
+            None => TaskCacheFilter::Job {
+                job: required_text("job", request.job, MAX_NAME)?,
+                step: some(limited_text("step", request.step, MAX_NAME)?),
+                path: some(limited_text("path", request.path, MAX_PATH)?),
             },
         };
         let now = self.store.now();
@@ -267,7 +267,7 @@ impl pb::caches_server::Caches for Handlers {
     ) -> Result<Response<pb::ListTaskCachesResponse>, Status> {
         let request = request.into_inner();
         let team = &rpc::parse_team("team", request.team.clone())?;
-        let job = at_most("job", request.job.clone(), LONGEST_NAME)?;
+        let job = limited_text("job", request.job.clone(), MAX_NAME)?;
         let page = Page::of(SERVICE, &request)?;
         let job = Some(&*job).filter(|job| !job.is_empty());
 
@@ -286,8 +286,8 @@ impl pb::caches_server::Caches for Handlers {
     ) -> Result<Response<pb::LocateCachesResponse>, Status> {
         let request = request.into_inner();
         let team = &rpc::parse_team("team", request.team)?;
-        if request.cache_ids.len() > MOST_ARTIFACTS {
-            return Err(rpc::invalid_field("cache_ids", format!("must be at most {MOST_ARTIFACTS}")));
+        if request.cache_ids.len() > MAX_ARTIFACTS {
+            return Err(rpc::invalid_field("cache_ids", format!("must be at most {MAX_ARTIFACTS}")));
         }
         let ids: Vec<_> = request
             .cache_ids
@@ -316,8 +316,8 @@ impl pb::caches_server::Caches for Handlers {
         let request = request.into_inner();
         let new = &BaseType {
             team: rpc::parse_team("team", request.team)?,
-            resource_type: named("type", request.r#type, LONGEST_NAME)?,
-            version: at_most("version", request.version, LONGEST_TEXT)?,
+            resource_type: required_text("type", request.r#type, MAX_NAME)?,
+            version: limited_text("version", request.version, MAX_TEXT)?,
             worker: rpc::parse_optional_id("worker_id", &request.worker_id)?,
             artifact: rpc::parse_id("artifact_id", &request.artifact_id)?,
         };
@@ -333,8 +333,8 @@ impl pb::caches_server::Caches for Handlers {
         request: Request<pb::ListBaseResourceTypesRequest>,
     ) -> Result<Response<pb::ListBaseResourceTypesResponse>, Status> {
         let request = request.into_inner();
-        let resource_type = at_most("type", request.r#type.clone(), LONGEST_NAME)?;
-        let which = base_types::Which {
+        let resource_type = limited_text("type", request.r#type.clone(), MAX_NAME)?;
+        let which = base_types::TypeFilter {
             resource_type: Some(resource_type).filter(|name| !name.is_empty()),
             cluster_wide: request.cluster_wide,
         };
@@ -376,7 +376,7 @@ impl pb::caches_server::Caches for Handlers {
 
         let rows = base_types::list_certs(self.store.db.read(), page)
             .await
-            .map_err(|error| errors::database("list the certs of workers", &error))?;
+            .map_err(|error| errors::database("list the certificates of workers", &error))?;
 
         let certs = rows.into_iter().map(|row| {
             let certs = pb::ResourceCerts {
@@ -390,22 +390,22 @@ impl pb::caches_server::Caches for Handlers {
     }
 }
 
-pub(super) fn at_most(field: &str, text: String, bytes: usize) -> Result<String, Status> {
+pub(super) fn limited_text(field: &str, text: String, bytes: usize) -> Result<String, Status> {
     if text.len() > bytes {
         return Err(rpc::invalid_field(field, format!("must be at most {bytes} bytes")));
     }
-    // PostgreSQL keeps no text with one.
+    // PostgreSQL rejects texts with NUL.
     if text.contains('\0') {
         return Err(rpc::invalid_field(field, "must not contain NUL"));
     }
     Ok(text)
 }
 
-pub(super) fn named(field: &str, name: String, bytes: usize) -> Result<String, Status> {
+pub(super) fn required_text(field: &str, name: String, bytes: usize) -> Result<String, Status> {
     if name.is_empty() {
         return Err(rpc::invalid_field(field, "is required"));
     }
-    at_most(field, name, bytes)
+    limited_text(field, name, bytes)
 }
 
 fn parse_sharing(sharing: i32) -> Result<bool, Status> {
@@ -416,11 +416,11 @@ fn parse_sharing(sharing: i32) -> Result<bool, Status> {
     }
 }
 
-fn parse_user(user: pb::CacheUser) -> Result<User, Status> {
+fn parse_user(user: pb::CacheUser) -> Result<CacheUser, Status> {
     use pb::cache_user::User as Named;
     match user.user {
-        Some(Named::BuildId(id)) => Ok(User::Build(rpc::parse_id("user.build_id", &id)?)),
-        Some(Named::WorkloadId(id)) => Ok(User::Workload(rpc::parse_id("user.workload_id", &id)?)),
+        Some(Named::BuildId(id)) => Ok(CacheUser::Build(rpc::parse_id("user.build_id", &id)?)),
+        Some(Named::WorkloadId(id)) => Ok(CacheUser::Workload(rpc::parse_id("user.workload_id", &id)?)),
         None => Err(rpc::invalid_field("user", "is required")),
     }
 }
@@ -466,7 +466,7 @@ fn base_resource_type(row: base_resource_type::Model) -> pb::BaseResourceType {
     }
 }
 
-/// An id that may be absent.
+/// Returns the text of an optional id.
 fn text(id: Option<Uuid>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Collector`
+//! Handlers of `gantry.artifacts.v1.Collector`.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use tonic::{Request, Response, Status};
 
 use crate::api::{Handlers, errors};
 use crate::gc;
-use crate::gc::dry_run::{self, WouldGo};
-use crate::policy::garbage::{Collected, Kind};
+use crate::gc::dry_run::{self, DryRunResult};
+use crate::policy::garbage::{CollectedItem, Kind};
 
-/// How many messages wait for a slow reader, beside those that it misses.
-const AHEAD: usize = 1;
+/// Number of messages buffered for a slow reader.
+const BUFFERED_MESSAGES: usize = 1;
 
-/// How many marks one answer names, so that it fits into a message.
-const MOST_NAMED: usize = 10_000;
+/// Maximum number of marks in one answer, so that it fits into a message.
+const MAX_NAMED: usize = 10_000;
 
 #[tonic::async_trait]
 impl pb::collector_server::Collector for Handlers {
@@ -28,18 +28,18 @@ impl pb::collector_server::Collector for Handlers {
         &self,
         request: Request<pb::CollectRequest>,
     ) -> Result<Response<pb::CollectResponse>, Status> {
-        let WouldGo { collected, is_cut_off } =
+        let DryRunResult { collected, is_cut_off } =
             match rpc::parse_enum("dry_run", request.into_inner().dry_run)? {
                 pb::DryRun::Unspecified => return Err(rpc::invalid_field("dry_run", "is required")),
-                pb::DryRun::Only => dry_run::round(&self.store, MOST_NAMED + 1).await,
+                pb::DryRun::Only => dry_run::round(&self.store, MAX_NAMED + 1).await,
                 pb::DryRun::Off => gc::full_round(&self.store, &self.stopping)
                     .await
-                    .map(|collected| WouldGo { collected, is_cut_off: false }),
+                    .map(|collected| DryRunResult { collected, is_cut_off: false }),
             }
             .map_err(|error| errors::database("collect garbage", &error))?;
 
-        let truncated = is_cut_off || collected.len() > MOST_NAMED;
-        let collected = collected.iter().take(MOST_NAMED).map(named).collect();
+        let truncated = is_cut_off || collected.len() > MAX_NAMED;
+        let collected = collected.iter().take(MAX_NAMED).map(collected_message).collect();
         Ok(Response::new(pb::CollectResponse { collected, truncated }))
     }
 
@@ -51,16 +51,16 @@ impl pb::collector_server::Collector for Handlers {
         _: Request<pb::WatchCollectionsRequest>,
     ) -> Result<Response<Self::WatchCollectionsStream>, Status> {
         let collections = self.store.feed.subscribe();
-        let (messages, stream) = mpsc::channel(AHEAD);
+        let (messages, stream) = mpsc::channel(BUFFERED_MESSAGES);
         let stopping = self.stopping.clone();
-        self.tasks.spawn(async move { pass_on(collections, &messages, &stopping).await });
+        self.tasks.spawn(async move { forward_marks(collections, &messages, &stopping).await });
         Ok(Response::new(Box::pin(ReceiverStream::new(stream).map(Ok))))
     }
 }
 
-/// Sends what is marked until the reader leaves or the store stops.
-async fn pass_on(
-    mut collections: broadcast::Receiver<Arc<[Collected]>>,
+/// Sends marks until the reader leaves or the store stops.
+async fn forward_marks(
+    mut collections: broadcast::Receiver<Arc<[CollectedItem]>>,
     messages: &mpsc::Sender<pb::WatchCollectionsResponse>,
     stopping: &CancellationToken,
 ) {
@@ -72,7 +72,7 @@ async fn pass_on(
             collected = collections.recv() => collected,
         };
         let collected = match collected {
-            Ok(collected) => collected.iter().map(named).collect(),
+            Ok(collected) => collected.iter().map(collected_message).collect(),
             Err(RecvError::Lagged(some)) => {
                 missed += some;
                 continue;
@@ -88,7 +88,7 @@ async fn pass_on(
     }
 }
 
-fn named(collected: &Collected) -> pb::Collected {
+fn collected_message(collected: &CollectedItem) -> pb::Collected {
     let thing = match collected.kind {
         Kind::Artifact => pb::Thing::Artifact,
         Kind::Volume => pb::Thing::Volume,
@@ -111,12 +111,12 @@ mod tests {
     use crate::policy::garbage::MarkReason;
 
     #[tokio::test]
-    async fn who_is_too_slow_is_told_how_much_was_left_out() {
-        const TOLD: u64 = 1000;
+    async fn slow_watcher_receives_number_of_missed_messages() {
+        const SENT: u64 = 1000;
         let collections = CollectionFeed::default();
         let watching = collections.subscribe();
-        for _ in 0..TOLD {
-            collections.tell(&[Collected {
+        for _ in 0..SENT {
+            collections.publish(&[CollectedItem {
                 kind: Kind::Artifact,
                 id: Uuid::now_v7(),
                 why: MarkReason::NeverOwned,
@@ -124,7 +124,7 @@ mod tests {
             }]);
         }
         drop(collections);
-        let (messages, mut stream) = mpsc::channel::<pb::WatchCollectionsResponse>(AHEAD);
+        let (messages, mut stream) = mpsc::channel::<pb::WatchCollectionsResponse>(BUFFERED_MESSAGES);
         let stopping = CancellationToken::new();
         let read = async {
             let (mut read, mut missed) = (0, 0);
@@ -135,11 +135,11 @@ mod tests {
             (read, missed)
         };
         let send = async {
-            pass_on(watching, &messages, &stopping).await;
+            forward_marks(watching, &messages, &stopping).await;
             drop(messages);
         };
         let ((), (read, missed)) = tokio::join!(send, read);
         assert!(read > 0 && missed > 0);
-        assert_eq!(read + missed, TOLD);
+        assert_eq!(read + missed, SENT);
     }
 }

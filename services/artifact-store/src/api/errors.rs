@@ -1,4 +1,4 @@
-//! From typed errors to what callers see. The only code of the store that makes a status.
+//! Conversion of typed errors to gRPC statuses. No other code of the store creates a status.
 
 use domain::{ArtifactId, AttemptId, BuildId, CacheId, ContainerHandle, VolumeHandle};
 use rpc::Reason;
@@ -57,7 +57,7 @@ impl From<SessionError> for Status {
             SessionError::StaleIncarnation(claims) => (Reason::StaleIncarnation, claims),
             SessionError::StaleSession(claims) => (Reason::StaleSession, claims),
             SessionError::Unrecorded(claims) => (Reason::Unavailable, claims),
-            SessionError::Database(source) => return database("look for the session of a worker", source),
+            SessionError::Database(source) => return database("read the session of a worker", source),
         };
         reason.status_about(SERVICE, message, [("worker_id", claims.worker.to_string())])
     }
@@ -67,7 +67,7 @@ impl From<OwnerEnded> for Status {
     fn from(error: OwnerEnded) -> Self {
         match &error {
             OwnerEnded::Ended(id) => build(Reason::OwnerEnded, error.to_string(), *id),
-            OwnerEnded::Database(source) => database("look for a build", source),
+            OwnerEnded::Database(source) => database("read a build", source),
         }
     }
 }
@@ -77,7 +77,7 @@ impl From<CreateError> for Status {
         match error {
             CreateError::Exists(id) => artifact(Reason::ArtifactExists, error.to_string(), id),
             CreateError::Owner(error) => error.into(),
-            CreateError::Database(source) => database("make an artifact", &source),
+            CreateError::Database(source) => database("create an artifact", &source),
         }
     }
 }
@@ -86,7 +86,7 @@ impl From<AdoptError> for Status {
     fn from(error: AdoptError) -> Self {
         match error {
             AdoptError::Owner(error) => error.into(),
-            AdoptError::Database(source) => database("look for an artifact by its digest", &source),
+            AdoptError::Database(source) => database("find an artifact by its digest", &source),
         }
     }
 }
@@ -128,7 +128,7 @@ impl From<UndeleteError> for Status {
             UndeleteError::Open(id) => artifact(Reason::ArtifactNotFound, error.to_string(), id),
             UndeleteError::BytesGone(id) => artifact(Reason::BytesGone, error.to_string(), id),
             UndeleteError::Owner(error) => error.into(),
-            UndeleteError::Database(source) => database("bring an artifact back", &source),
+            UndeleteError::Database(source) => database("restore an artifact", &source),
         }
     }
 }
@@ -151,7 +151,7 @@ impl From<FindError> for Status {
         match error {
             FindError::ClaimTaken(_) => rpc::invalid_field("claim_id", error.to_string()),
             FindError::User(error) => error.into(),
-            FindError::Database(source) => database("look for a resource cache", &source),
+            FindError::Database(source) => database("find a resource cache", &source),
         }
     }
 }
@@ -177,7 +177,7 @@ impl From<ClaimError> for Status {
                 Reason::ClaimLost.status_about(SERVICE, error.to_string(), [("claim_id", id.to_string())])
             }
             ClaimError::Artifact(error) => error.into(),
-            ClaimError::Database(source) => database("look for a claim", &source),
+            ClaimError::Database(source) => database("read a claim", &source),
         }
     }
 }
@@ -225,7 +225,7 @@ impl From<HolderError> for Status {
     fn from(error: HolderError) -> Self {
         match &error {
             HolderError::OtherTeam(_) => rpc::invalid_field("team", error.to_string()),
-            HolderError::Database(source) => database("look for a workload", source),
+            HolderError::Database(source) => database("lock a workload", source),
         }
     }
 }
@@ -293,7 +293,7 @@ impl From<AuthorizeError> for Status {
             AuthorizeError::NotPlanned(handle) => {
                 volume(Reason::TransferNotPlanned, error.to_string(), *handle)
             }
-            AuthorizeError::Database(source) => database("look for a transfer", source),
+            AuthorizeError::Database(source) => database("read a transfer", source),
         }
     }
 }
@@ -395,7 +395,7 @@ impl From<TouchError> for Status {
                 error.to_string(),
                 [("attempt_id", id.to_string())],
             ),
-            TouchError::Database(source) => database("note that a container is used", &source),
+            TouchError::Database(source) => database("record the use of a container", &source),
         }
     }
 }
@@ -409,7 +409,7 @@ impl From<DisposeError> for Status {
             DisposeError::ContainerNotFound(handle) => container_not_found(message, handle),
             DisposeError::VolumeNotFound(handle) => volume(Reason::VolumeNotFound, message, handle),
             DisposeError::InUse(handle) => volume(Reason::VolumeInUse, message, handle),
-            DisposeError::Database(source) => database("mark something", &source),
+            DisposeError::Database(source) => database("mark a container or volume", &source),
         }
     }
 }
@@ -436,7 +436,7 @@ impl From<ForgetError> for Status {
                 let about = named.chain([("artifacts".to_owned(), alone.count.to_string())]);
                 Reason::LastReplica.status_about(SERVICE, error.to_string(), about.collect::<Vec<_>>())
             }
-            // The handler answers that itself.
+            // The handler answers a successful check with success.
             ForgetError::OnlyChecked(_) => Reason::Unavailable.status(SERVICE, error.to_string()),
             ForgetError::HoldsOrphans(_) => Reason::HoldsOrphans.status(SERVICE, error.to_string()),
             ForgetError::Database(source) => database("forget a worker", &source),
@@ -448,7 +448,7 @@ impl From<WatchError> for Status {
     fn from(error: WatchError) -> Self {
         match error {
             WatchError::Compacted { .. } => Reason::Compacted.status(SERVICE, error.to_string()),
-            WatchError::Database(source) => database("look for losses", &source),
+            WatchError::Database(source) => database("read losses", &source),
         }
     }
 }
@@ -512,13 +512,14 @@ pub(super) fn artifact_not_found(id: ArtifactId) -> Status {
     artifact(Reason::ArtifactNotFound, format!("no artifact {id} in this team"), id)
 }
 
-/// Nothing has this id, as far as this team may know.
+/// Returns the status for an id that is unknown to the team.
 pub(super) fn unknown_id(id: Uuid) -> Status {
-    let message = format!("nothing in this team has the id {id}, or it was gone for too long");
+    let message =
+        format!("no item with the id {id} in this team: it is unknown, or was deleted too long ago");
     Reason::UnknownId.status_about(SERVICE, message, [("id", id.to_string())])
 }
 
-/// A report that ended without a commit, or counted wrong.
+/// Returns the status for a report that ended without a commit, or has a wrong count.
 pub(super) fn truncated(message: String) -> Status {
     Reason::ReportTruncated.status(SERVICE, message)
 }

@@ -1,15 +1,15 @@
-//! From explanations to what callers see.
+//! Conversion of explanations to protobuf messages.
 
 use domain::Timestamp;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
-use crate::explain::{Explanation, Keeper, Relation, Stage, Thing};
+use crate::explain::{Explanation, ItemKind, Keeper, Relation, Stage};
 
 pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
     let instant = |at: Option<Timestamp>| at.map(rpc::timestamp);
     pb::ExplainResponse {
-        thing: thing(explanation.thing).into(),
+        thing: item_kind(explanation.thing).into(),
         id: explanation.id.to_string(),
         state: state(explanation.state).into(),
         size_bytes: explanation.size_bytes,
@@ -34,7 +34,7 @@ pub(super) fn explanation(explanation: Explanation) -> pb::ExplainResponse {
 
 fn keeper(keeper: &Keeper) -> pb::Keeper {
     let (kind, id) = match keeper.thing {
-        Some((kind, id)) => (thing(kind), id.to_string()),
+        Some((kind, id)) => (item_kind(kind), id.to_string()),
         None => (pb::Thing::Unspecified, String::new()),
     };
     pb::Keeper { thing: kind.into(), id, text: keeper.text.clone(), until: keeper.until.map(rpc::timestamp) }
@@ -43,7 +43,7 @@ fn keeper(keeper: &Keeper) -> pb::Keeper {
 fn relation(relation: &Relation) -> pb::Relation {
     pb::Relation {
         relation: relation.relation.to_owned(),
-        thing: thing(relation.thing).into(),
+        thing: item_kind(relation.thing).into(),
         ids: relation.ids.iter().map(Uuid::to_string).collect(),
         total: relation.total,
     }
@@ -78,18 +78,18 @@ fn state(stage: Stage) -> pb::ExplainedState {
     }
 }
 
-fn thing(thing: Thing) -> pb::Thing {
-    match thing {
-        Thing::Artifact => pb::Thing::Artifact,
-        Thing::Volume => pb::Thing::Volume,
-        Thing::Container => pb::Thing::Container,
-        Thing::Build => pb::Thing::Build,
-        Thing::Workload => pb::Thing::Workload,
-        Thing::Attempt => pb::Thing::Attempt,
-        Thing::Worker => pb::Thing::Worker,
-        Thing::Transfer => pb::Thing::Transfer,
-        Thing::ResourceCache => pb::Thing::ResourceCache,
-        Thing::TaskCache => pb::Thing::TaskCache,
-        Thing::BaseResourceType => pb::Thing::BaseResourceType,
+fn item_kind(kind: ItemKind) -> pb::Thing {
+    match kind {
+        ItemKind::Artifact => pb::Thing::Artifact,
+        ItemKind::Volume => pb::Thing::Volume,
+        ItemKind::Container => pb::Thing::Container,
+        ItemKind::Build => pb::Thing::Build,
+        ItemKind::Workload => pb::Thing::Workload,
+        ItemKind::Attempt => pb::Thing::Attempt,
+        ItemKind::Worker => pb::Thing::Worker,
+        ItemKind::Transfer => pb::Thing::Transfer,
+        ItemKind::ResourceCache => pb::Thing::ResourceCache,
+        ItemKind::TaskCache => pb::Thing::TaskCache,
+        ItemKind::BaseResourceType => pb::Thing::BaseResourceType,
     }
 }

@@ -1,26 +1,26 @@
-//! What workers bring along, from what gateways say of it to what callers see.
+//! Handlers of imports of worker-provided images and certificates.
 
 use domain::Timestamp;
 use rpc::page::Page;
 use rpc::pb::artifacts as pb;
 use tonic::Status;
 
-use crate::api::caches::{LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT, at_most, named};
+use crate::api::caches::{MAX_NAME, MAX_PATH, MAX_TEXT, limited_text, required_text};
 use crate::api::{Handlers, SERVICE, errors, parse_why};
 use crate::db::entity::import;
 use crate::inventory::Bytes;
 use crate::inventory::imports::{self, Progress, ProvidedItem};
 
 impl Handlers {
-    pub(super) async fn prepare_brought(
+    pub(super) async fn run_prepare_import(
         &self,
         request: pb::PrepareImportRequest,
     ) -> Result<pb::PrepareImportResponse, Status> {
-        let brought = rpc::required("provided", request.provided)?;
-        let brought = &ProvidedItem {
-            resource_type: at_most("brought.resource_type", brought.resource_type, LONGEST_NAME)?,
-            version: at_most("brought.version", brought.version, LONGEST_TEXT)?,
-            path: named("brought.path", brought.path, LONGEST_PATH)?,
+        let provided = rpc::required("provided", request.provided)?;
+        let provided = &ProvidedItem {
+            resource_type: limited_text("provided.resource_type", provided.resource_type, MAX_NAME)?,
+            version: limited_text("provided.version", provided.version, MAX_TEXT)?,
+            path: required_text("provided.path", provided.path, MAX_PATH)?,
         };
         let claims = &self.session(&request.session_credential).await?;
         let (now, term) = (self.store.now(), self.store.config.claim_term);
@@ -28,9 +28,9 @@ impl Handlers {
         let (prepared, marked) = self
             .store
             .db
-            .write(|txn| async move { imports::prepare(&txn, claims, brought, now, term).await })
+            .write(|txn| async move { imports::prepare(&txn, claims, provided, now, term).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
         Ok(pb::PrepareImportResponse {
@@ -40,7 +40,7 @@ impl Handlers {
         })
     }
 
-    pub(super) async fn complete_brought(
+    pub(super) async fn run_complete_import(
         &self,
         request: &pb::CompleteImportRequest,
     ) -> Result<pb::CompleteImportResponse, Status> {
@@ -59,12 +59,12 @@ impl Handlers {
             .db
             .write(|txn| async move { imports::complete(&txn, claims, handle, bytes, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(pb::CompleteImportResponse { artifact_id: artifact.to_string() })
     }
 
-    pub(super) async fn fail_brought(
+    pub(super) async fn run_fail_import(
         &self,
         request: pb::FailImportRequest,
     ) -> Result<pb::FailImportResponse, Status> {
@@ -78,13 +78,13 @@ impl Handlers {
             .db
             .write(|txn| async move { imports::fail(&txn, claims, handle, why, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
         Ok(pb::FailImportResponse {})
     }
 
-    pub(super) async fn list_brought(
+    pub(super) async fn run_list_imports(
         &self,
         request: &pb::ListImportsRequest,
     ) -> Result<pb::ListImportsResponse, Status> {
@@ -93,7 +93,7 @@ impl Handlers {
 
         let rows = imports::list(self.store.db.read(), worker, page)
             .await
-            .map_err(|error| errors::database("list what workers bring along", &error))?;
+            .map_err(|error| errors::database("list imports", &error))?;
 
         let found = rows.into_iter().map(|row| (row.0.import_id, listed(row))).collect();
         let (imports, next_page_token) = super::end_page(page, found);

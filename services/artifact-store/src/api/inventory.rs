@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Inventory`
+//! Handlers of `gantry.artifacts.v1.Inventory`.
 
 use std::pin::Pin;
 
@@ -12,23 +12,24 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::api::inventory_messages::{
-    MOST_AT_RISK, MOST_VOLUMES, answer, listed_container, listed_volume, lost, next_message, parse_handles,
-    parse_receipt, parse_state, parse_token, parse_unreachable, parse_volumes, receive_holdings, text, texts,
+    MAX_AT_RISK, MAX_VOLUMES, listed_container, listed_volume, loss_message, next_message, parse_handles,
+    parse_receipt, parse_state, parse_token, parse_unreachable, parse_volumes, receive_holdings,
+    sweep_message, text, texts,
 };
 use crate::api::{Handlers, SERVICE, errors, orphans, parse_why};
 use crate::artifacts;
 use crate::inventory::losses;
 use crate::inventory::report;
 use crate::inventory::sweep;
-use crate::inventory::{self, Bytes, Needs};
+use crate::inventory::{self, AttemptNeeds, Bytes};
 use crate::inventory::{delete_requests, worker_removal};
 use crate::store_life::receipts::Token;
 
-/// How many messages wait for a slow gateway.
-const SWEEPS_AHEAD: usize = 4;
+/// Number of messages buffered for a slow gateway.
+const BUFFERED_SWEEPS: usize = 4;
 
-/// How many losses wait for a slow watcher.
-const LOSSES_AHEAD: usize = 16;
+/// Number of losses buffered for a slow watcher.
+const BUFFERED_LOSSES: usize = 16;
 
 #[tonic::async_trait]
 impl pb::inventory_server::Inventory for Handlers {
@@ -37,7 +38,7 @@ impl pb::inventory_server::Inventory for Handlers {
         request: Request<pb::PrepareRequest>,
     ) -> Result<Response<pb::PrepareResponse>, Status> {
         let request = request.into_inner();
-        let needs = &Needs {
+        let needs = &AttemptNeeds {
             holder: rpc::parse_id("holder_id", &request.holder_id)?,
             attempt: rpc::parse_id("attempt_id", &request.attempt_id)?,
             team: rpc::parse_team("team", request.team)?,
@@ -52,7 +53,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { inventory::prepare(&txn, claims, needs, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         let volumes = planned.volumes.into_iter().map(|volume| pb::PreparedVolume {
             name: volume.name,
@@ -77,9 +78,9 @@ impl pb::inventory_server::Inventory for Handlers {
 
         self.store
             .db
-            .write(|txn| async move { inventory::prepared(&txn, claims, attempt).await })
+            .write(|txn| async move { inventory::record_prepared(&txn, claims, attempt).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(Response::new(pb::PreparedResponse {}))
     }
@@ -108,9 +109,9 @@ impl pb::inventory_server::Inventory for Handlers {
         let artifact = self
             .store
             .db
-            .write(|txn| async move { inventory::volume_complete(&txn, claims, handle, bytes, now).await })
+            .write(|txn| async move { inventory::complete_volume(&txn, claims, handle, bytes, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(Response::new(pb::VolumeCompleteResponse { artifact_id: text(artifact) }))
     }
@@ -121,8 +122,8 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<pb::FailedResponse>, Status> {
         let request = request.into_inner();
         let container = rpc::parse_optional_id("container_handle", &request.container_handle)?;
-        if request.volume_handles.len() > MOST_VOLUMES {
-            return Err(rpc::invalid_field("volume_handles", format!("must be at most {MOST_VOLUMES}")));
+        if request.volume_handles.len() > MAX_VOLUMES {
+            return Err(rpc::invalid_field("volume_handles", format!("must be at most {MAX_VOLUMES}")));
         }
         let handles = request.volume_handles.iter().map(|handle| rpc::parse_id("volume_handles", handle));
         let volumes = &handles.collect::<Result<Vec<_>, _>>()?;
@@ -130,14 +131,14 @@ impl pb::inventory_server::Inventory for Handlers {
         let claims = &self.session(&request.session_credential).await?;
         let now = self.store.now();
 
-        let marked =
-            self.store
-                .db
-                .write(|txn| async move {
-                    delete_requests::failed(&txn, claims, container, volumes, why, now).await
-                })
-                .await
-                .map_err(|error| self.noticing(error))?;
+        let marked = self
+            .store
+            .db
+            .write(|txn| async move {
+                delete_requests::mark_failed(&txn, claims, container, volumes, why, now).await
+            })
+            .await
+            .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::FailedResponse {}))
@@ -153,7 +154,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { inventory::touch(&txn, claims, attempt, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(Response::new(pb::TouchResponse {}))
     }
@@ -174,7 +175,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { delete_requests::mark_container(&txn, claims, handle, why, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::MarkContainerResponse {}))
@@ -196,7 +197,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { delete_requests::mark_volume(&txn, claims, handle, why, now).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         self.store.sweep_wakers.wake(marked);
         Ok(Response::new(pb::MarkVolumeResponse {}))
@@ -206,28 +207,28 @@ impl pb::inventory_server::Inventory for Handlers {
         &self,
         request: Request<pb::PrepareImportRequest>,
     ) -> Result<Response<pb::PrepareImportResponse>, Status> {
-        self.prepare_brought(request.into_inner()).await.map(Response::new)
+        self.run_prepare_import(request.into_inner()).await.map(Response::new)
     }
 
     async fn complete_import(
         &self,
         request: Request<pb::CompleteImportRequest>,
     ) -> Result<Response<pb::CompleteImportResponse>, Status> {
-        self.complete_brought(&request.into_inner()).await.map(Response::new)
+        self.run_complete_import(&request.into_inner()).await.map(Response::new)
     }
 
     async fn fail_import(
         &self,
         request: Request<pb::FailImportRequest>,
     ) -> Result<Response<pb::FailImportResponse>, Status> {
-        self.fail_brought(request.into_inner()).await.map(Response::new)
+        self.run_fail_import(request.into_inner()).await.map(Response::new)
     }
 
     async fn list_imports(
         &self,
         request: Request<pb::ListImportsRequest>,
     ) -> Result<Response<pb::ListImportsResponse>, Status> {
-        self.list_brought(&request.into_inner()).await.map(Response::new)
+        self.run_list_imports(&request.into_inner()).await.map(Response::new)
     }
 
     async fn begin_report(
@@ -245,7 +246,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { report::begin(&txn, claims, last).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         let token = begun.token;
         if let Some(ended) = begun.ended {
@@ -253,14 +254,13 @@ impl pb::inventory_server::Inventory for Handlers {
                 worker.id = %claims.worker,
                 store.life = %token.life,
                 store.ended_life = %ended,
-                "a worker remembers more than this database, which came out of a backup: it has begun a new life"
+                "store began a new store life: a worker has proven that this database was restored from a backup"
             );
         }
         if begun.unproven {
             tracing::warn!(
                 worker.id = %claims.worker,
-                "a worker says that it remembers more than this database, and has no receipt for it: if the database came out of a backup, run \
-                 `artifact-store restored`"
+                "worker claims a newer report than this database has, without a receipt: if the database was restored from a backup, run `artifact-store restored`"
             );
         }
         let token = pb::ReportToken {
@@ -280,7 +280,7 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let outcome = report::apply(&self.store, &claims, token, worker_life, holdings)
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(Response::new(pb::ReportResponse {
             forgotten: outcome.forgotten,
@@ -302,17 +302,17 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<Self::WatchDestroyingStream>, Status> {
         let claims = self.session(&request.into_inner().session_credential).await?;
 
-        let (sweeps, stream) = mpsc::channel(SWEEPS_AHEAD);
+        let (sweeps, stream) = mpsc::channel(BUFFERED_SWEEPS);
         let handlers = self.clone();
         self.tasks.spawn(async move {
             let watched = sweep::watch(&handlers.store, &claims, &sweeps, &handlers.stopping).await;
             if let Err(error) = watched {
-                // The caller may have left.
-                sweeps.send(Err(handlers.noticing(error))).await.ok();
+                // Send fails if the caller has left.
+                sweeps.send(Err(handlers.forget_lost_session(error))).await.ok();
             }
         });
 
-        let answers = ReceiverStream::new(stream).map(|sweep| Ok(answer(&sweep?)));
+        let answers = ReceiverStream::new(stream).map(|sweep| Ok(sweep_message(&sweep?)));
         Ok(Response::new(Box::pin(answers)))
     }
 
@@ -328,7 +328,7 @@ impl pb::inventory_server::Inventory for Handlers {
             .db
             .write(|txn| async move { crate::inventory::orphans::describe(&txn, claims, descriptions).await })
             .await
-            .map_err(|error| self.noticing(error))?;
+            .map_err(|error| self.forget_lost_session(error))?;
 
         Ok(Response::new(pb::DescribeOrphansResponse {}))
     }
@@ -337,15 +337,15 @@ impl pb::inventory_server::Inventory for Handlers {
         &self,
         request: Request<pb::ListOrphansRequest>,
     ) -> Result<Response<pb::ListOrphansResponse>, Status> {
-        self.list_aside(&request.into_inner()).await.map(Response::new)
+        self.run_list_orphans(&request.into_inner()).await.map(Response::new)
     }
 
     async fn adopt(&self, request: Request<pb::AdoptRequest>) -> Result<Response<pb::AdoptResponse>, Status> {
-        self.adopt_aside(request.into_inner()).await.map(Response::new)
+        self.run_adopt(request.into_inner()).await.map(Response::new)
     }
 
     async fn purge(&self, request: Request<pb::PurgeRequest>) -> Result<Response<pb::PurgeResponse>, Status> {
-        self.purge_aside(&request.into_inner()).await.map(Response::new)
+        self.run_purge(&request.into_inner()).await.map(Response::new)
     }
 
     async fn get_volume(
@@ -356,7 +356,7 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let row = inventory::volume(self.store.db.read(), handle)
             .await
-            .map_err(|error| errors::database("look for a volume", &error))?;
+            .map_err(|error| errors::database("get a volume", &error))?;
 
         let row = row.ok_or_else(|| errors::volume_not_found(handle))?;
         Ok(Response::new(pb::GetVolumeResponse { volume: Some(listed_volume(row)) }))
@@ -370,7 +370,7 @@ impl pb::inventory_server::Inventory for Handlers {
 
         let row = inventory::container(self.store.db.read(), handle)
             .await
-            .map_err(|error| errors::database("look for a container", &error))?;
+            .map_err(|error| errors::database("get a container", &error))?;
 
         let row = row.ok_or_else(|| errors::no_container(handle))?;
         Ok(Response::new(pb::GetContainerResponse { container: Some(listed_container(row)) }))
@@ -421,18 +421,18 @@ impl pb::inventory_server::Inventory for Handlers {
     ) -> Result<Response<Self::WatchLostStream>, Status> {
         let after = request.into_inner().after_revision;
 
-        let (losses, stream) = mpsc::channel(LOSSES_AHEAD);
+        let (losses, stream) = mpsc::channel(BUFFERED_LOSSES);
         let handlers = self.clone();
         self.tasks.spawn(async move {
             let Handlers { store, stopping, .. } = &handlers;
             let watched = losses::watch(store, after, &handlers.policy(), &losses, stopping).await;
             if let Err(error) = watched {
-                // The caller may have left.
+                // Send fails if the caller has left.
                 losses.send(Err(error)).await.ok();
             }
         });
 
-        let answers = ReceiverStream::new(stream).map(|told| Ok(lost(told?)));
+        let answers = ReceiverStream::new(stream).map(|notice| Ok(loss_message(notice?)));
         Ok(Response::new(Box::pin(answers)))
     }
 
@@ -443,21 +443,22 @@ impl pb::inventory_server::Inventory for Handlers {
         let request = request.into_inner();
         let page = Page::of(SERVICE, &request)?;
         let team = rpc::parse_team("team", request.team)?;
-        if request.worker_ids.len() > MOST_AT_RISK {
-            return Err(rpc::invalid_field("worker_ids", format!("must be at most {MOST_AT_RISK}")));
+        if request.worker_ids.len() > MAX_AT_RISK {
+            return Err(rpc::invalid_field("worker_ids", format!("must be at most {MAX_AT_RISK}")));
         }
         let workers = request.worker_ids.iter().map(|id| rpc::parse_id("worker_ids", id));
         let workers = workers.collect::<Result<Vec<_>, _>>()?;
         let (now, policy) = (self.store.now(), self.policy());
 
         let listed = artifacts::list_at_risk(self.store.db.read(), &team, &workers, page, now, &policy).await;
-        let (listed, looked_at) = listed.map_err(|error| errors::database("list what is at risk", &error))?;
+        let (listed, looked_at) =
+            listed.map_err(|error| errors::database("list artifacts at risk", &error))?;
 
         let listed = listed
             .into_iter()
             .map(|(located, keepers)| (located.artifact.ordinal, super::artifact(located, &keepers)));
         let (artifacts, mut next_page_token) = page.end(listed, false);
-        // Not all that was looked at is listed.
+        // Some of the checked artifacts are not listed.
         let full = u64::try_from(looked_at.len()).is_ok_and(|len| len == page.size);
         if let Some(last) = looked_at.last()
             && full
@@ -501,12 +502,13 @@ impl pb::inventory_server::Inventory for Handlers {
 }
 
 impl Handlers {
-    /// The session that speaks, unless it is an operator.
+    /// Returns the session of a gateway, or nothing for an operator.
     async fn optional_session(&self, credential: &str) -> Result<Option<SessionClaims>, Status> {
         if credential.is_empty() { Ok(None) } else { self.session(credential).await.map(Some) }
     }
 
-    /// Takes the first message of a report, and refuses one that could not be judged before it is sent.
+    /// Receives the first message of a report, and rejects a report that could not be judged before
+    /// its list is sent.
     async fn open_report(
         &self,
         messages: &mut Streaming<pb::ReportRequest>,
@@ -517,7 +519,9 @@ impl Handlers {
         let claims = self.session(&open.session_credential).await?;
         let token = parse_token("open.token", &rpc::required("open.token", open.token)?)?;
         let worker_life = rpc::parse_optional_id("open.worker_life", &open.worker_life)?;
-        report::check(self.store.db.read(), &claims, token).await.map_err(|error| self.noticing(error))?;
+        report::check(self.store.db.read(), &claims, token)
+            .await
+            .map_err(|error| self.forget_lost_session(error))?;
         Ok((claims, token, worker_life))
     }
 }

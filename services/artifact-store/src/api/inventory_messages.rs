@@ -1,4 +1,4 @@
-//! Messages of `gantry.artifacts.v1.Inventory`, to and from what the store knows.
+//! Conversion of messages of `gantry.artifacts.v1.Inventory`.
 
 use std::collections::HashSet;
 
@@ -9,28 +9,28 @@ use tokio_stream::StreamExt;
 use tonic::{Status, Streaming};
 use uuid::Uuid;
 
-use crate::api::{MOST_TASK_CACHES, errors};
+use crate::api::{MAX_TASK_CACHES, errors};
 use crate::db::entity::{Purpose, State, container, volume};
 use crate::db::units;
 use crate::inventory::losses::LossNotice;
-use crate::inventory::report::{Holdings, MOST_HANDLES};
+use crate::inventory::report::{Holdings, MAX_HANDLES};
 use crate::inventory::sweep::Sweep;
-use crate::inventory::{NeededVolume, StartsWith};
+use crate::inventory::{NeededVolume, VolumeSource};
 use crate::store_life::receipts::Token;
 
-/// How many volumes a list may be asked for by their handles: a page.
-const MOST_LISTED: usize = 1000;
+/// Maximum number of handles in a request for a list of volumes: one page.
+const MAX_LISTED: usize = 1000;
 
-/// How many volumes a container may need.
-pub(super) const MOST_VOLUMES: usize = 1000;
+/// Maximum number of volumes of a container.
+pub(super) const MAX_VOLUMES: usize = 1000;
 
-/// Most bytes of a volume's name: gateways put a word before the name that a spec gives it.
-const MOST_NAME_BYTES: usize = 512;
+/// Maximum length of a volume's name, in bytes. Gateways prefix the names of a spec.
+const MAX_NAME_BYTES: usize = 512;
 
-/// How many workers may be named of which to say what is at risk.
-pub(super) const MOST_AT_RISK: usize = 10_000;
+/// Maximum number of workers in a request for artifacts at risk.
+pub(super) const MAX_AT_RISK: usize = 10_000;
 
-/// `None`: it is empty.
+/// Parses an optional receipt.
 pub(super) fn parse_receipt(receipt: &[u8]) -> Result<Option<Receipt>, Status> {
     if receipt.is_empty() {
         return Ok(None);
@@ -55,7 +55,7 @@ pub(super) async fn next_message(
     }
 }
 
-/// Receives a report up to its commit, which alone makes it count.
+/// Receives a report up to its commit, without which it has no effect.
 pub(super) async fn receive_holdings(
     messages: &mut Streaming<pb::ReportRequest>,
 ) -> Result<Holdings, Status> {
@@ -72,8 +72,8 @@ pub(super) async fn receive_holdings(
                     let handle: ContainerHandle = rpc::parse_id("holdings.container_handles", handle)?;
                     holdings.add_container(handle);
                 }
-                if holdings.len() > MOST_HANDLES {
-                    return Err(rpc::invalid_field("holdings", format!("must be at most {MOST_HANDLES}")));
+                if holdings.len() > MAX_HANDLES {
+                    return Err(rpc::invalid_field("holdings", format!("must be at most {MAX_HANDLES}")));
                 }
             }
             Some(Message::Commit(commit)) => {
@@ -82,7 +82,7 @@ pub(super) async fn receive_holdings(
                     return Ok(holdings);
                 }
                 return Err(errors::truncated(format!(
-                    "{sent} handles came, and {} were sent",
+                    "received {sent} handles, but the commit counts {}",
                     commit.count
                 )));
             }
@@ -95,16 +95,16 @@ pub(super) async fn receive_holdings(
 }
 
 pub(super) fn parse_unreachable(ids: &[String]) -> Result<HashSet<domain::ArtifactId>, Status> {
-    if ids.len() > MOST_TASK_CACHES {
-        let description = format!("must be at most {MOST_TASK_CACHES}");
+    if ids.len() > MAX_TASK_CACHES {
+        let description = format!("must be at most {MAX_TASK_CACHES}");
         return Err(rpc::invalid_field("unreachable_artifact_ids", description));
     }
     ids.iter().map(|id| rpc::parse_id("unreachable_artifact_ids", id)).collect()
 }
 
 pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<NeededVolume>, Status> {
-    if volumes.len() > MOST_VOLUMES {
-        return Err(rpc::invalid_field("volumes", format!("must be at most {MOST_VOLUMES}")));
+    if volumes.len() > MAX_VOLUMES {
+        return Err(rpc::invalid_field("volumes", format!("must be at most {MAX_VOLUMES}")));
     }
     let mut names = HashSet::new();
     volumes
@@ -123,8 +123,8 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
                 let description = "is required for an OUTPUT, and only there";
                 return Err(rpc::invalid_field("volumes.output_artifact_id", description));
             }
-            if volume.name.is_empty() || volume.name.len() > MOST_NAME_BYTES || volume.name.contains('\0') {
-                let description = format!("must be 1 to {MOST_NAME_BYTES} bytes, without NUL");
+            if volume.name.is_empty() || volume.name.len() > MAX_NAME_BYTES || volume.name.contains('\0') {
+                let description = format!("must be 1 to {MAX_NAME_BYTES} bytes, without NUL");
                 return Err(rpc::invalid_field("volumes.name", description));
             }
             if !names.insert(volume.name.clone()) {
@@ -137,7 +137,9 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
                     let description = "must be empty beside from_artifact_id";
                     return Err(rpc::invalid_field("volumes.from_task_cache_id", description));
                 }
-                (artifact, cache) => artifact.map(StartsWith::Artifact).or(cache.map(StartsWith::LatestOf)),
+                (artifact, cache) => {
+                    artifact.map(VolumeSource::Artifact).or(cache.map(VolumeSource::TaskCache))
+                }
             };
             Ok(NeededVolume { name: volume.name, purpose, from, output })
         })
@@ -145,8 +147,8 @@ pub(super) fn parse_volumes(volumes: Vec<pb::PrepareVolume>) -> Result<Vec<Neede
 }
 
 pub(super) fn parse_handles(handles: &[String]) -> Result<Vec<VolumeHandle>, Status> {
-    if handles.len() > MOST_LISTED {
-        return Err(rpc::invalid_field("volume_handles", format!("must be at most {MOST_LISTED}")));
+    if handles.len() > MAX_LISTED {
+        return Err(rpc::invalid_field("volume_handles", format!("must be at most {MAX_LISTED}")));
     }
     handles.iter().map(|handle| rpc::parse_id("volume_handles", handle)).collect()
 }
@@ -177,7 +179,7 @@ pub(super) fn state(state: State) -> pb::InventoryState {
     }
 }
 
-pub(super) fn answer(sweep: &Sweep) -> pb::WatchDestroyingResponse {
+pub(super) fn sweep_message(sweep: &Sweep) -> pb::WatchDestroyingResponse {
     pb::WatchDestroyingResponse {
         container_handles: texts(&sweep.containers),
         volume_handles: texts(&sweep.volumes),
@@ -196,7 +198,8 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
         worker_id: row.worker_id.to_string(),
         state: state(row.state).into(),
         purpose: purpose.into(),
-        // An input holds what it was made from; an output, what it may become.
+        // An input has the artifact that it was created from. An output has the one that it may
+        // become.
         artifact_id: text(row.artifact_id.or(row.from_artifact_id.filter(|_| row.purpose == Purpose::Input))),
         parent_handle: text(row.parent),
         attempt_id: text(row.attempt_id),
@@ -207,25 +210,25 @@ pub(super) fn listed_volume(row: volume::Model) -> pb::Volume {
     }
 }
 
-/// Since when something is lost that is.
+/// Returns since when an item is lost, if it is.
 fn lost_since(state: State, lost_at: Option<i64>) -> Option<Timestamp> {
     lost_at.filter(|_| state == State::Lost).map(Timestamp)
 }
 
-pub(super) fn lost(told: LossNotice) -> pb::WatchLostResponse {
+pub(super) fn loss_message(notice: LossNotice) -> pb::WatchLostResponse {
     pb::WatchLostResponse {
-        revision: told.revision,
-        worker_id: told.worker.to_string(),
-        volume_handle: text(told.volume),
-        container_handle: text(told.container),
-        artifact_id: text(told.artifact),
-        attempt_id: text(told.attempt),
-        lost_at: Some(rpc::timestamp(told.lost_at)),
-        kept_by: super::kept_by(&told.keepers),
-        workload_ids: texts(&told.workloads),
-        build_ids: texts(&told.builds),
-        replicas: told.replicas.iter().map(super::replica).collect(),
-        in_store: told.in_store,
+        revision: notice.revision,
+        worker_id: notice.worker.to_string(),
+        volume_handle: text(notice.volume),
+        container_handle: text(notice.container),
+        artifact_id: text(notice.artifact),
+        attempt_id: text(notice.attempt),
+        lost_at: Some(rpc::timestamp(notice.lost_at)),
+        kept_by: super::kept_by(&notice.keepers),
+        workload_ids: texts(&notice.workloads),
+        build_ids: texts(&notice.builds),
+        replicas: notice.replicas.iter().map(super::replica).collect(),
+        in_store: notice.in_store,
     }
 }
 
@@ -243,12 +246,12 @@ pub(super) fn listed_container(row: container::Model) -> pb::Container {
     }
 }
 
-/// The owner of a container, unless it was purged: then it is not known.
+/// Returns the attempt or workload of a container, which is unknown for a purged orphan.
 fn known(id: Uuid) -> Option<Uuid> {
     (!id.is_nil()).then_some(id)
 }
 
-/// An id that may be absent, which the empty string says.
+/// Returns the text of an optional id, which is empty if absent.
 pub(super) fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }

@@ -1,4 +1,5 @@
-//! The services of the store. Handlers parse, call a domain function in a transaction, and answer.
+//! The gRPC services of the store. A handler parses, calls a domain function in a transaction, and
+//! answers.
 
 mod artifacts;
 mod caches;
@@ -22,7 +23,7 @@ use tokio_util::task::TaskTracker;
 use tonic::Status;
 
 use crate::app::Store;
-use crate::artifacts::{Located, Locating, Replica};
+use crate::artifacts::{ArtifactLocator, LocatedArtifact, Replica};
 use crate::db::entity::{ArtifactState, BuildStatus};
 use crate::db::units;
 use crate::marks::references::Keepers;
@@ -30,27 +31,27 @@ use crate::pins::Pins;
 use crate::policy::garbage::Policy;
 use crate::sessions::SessionError;
 
-/// The name of this service in error details.
+/// Name of this service in error details.
 const SERVICE: &str = "gantry.artifacts";
 
-/// How many artifacts one call may name.
-const MOST_ARTIFACTS: usize = 1000;
+/// Maximum number of artifacts in one call.
+const MAX_ARTIFACTS: usize = 1000;
 
-/// How many task caches a workload may use.
-const MOST_TASK_CACHES: usize = 100;
+/// Maximum number of task caches of a workload.
+const MAX_TASK_CACHES: usize = 100;
 
-/// How long a reason for people may be, in bytes.
-const LONGEST_WHY: usize = 1000;
+/// Maximum length of a reason for people, in bytes.
+const MAX_WHY: usize = 1000;
 
-/// How many workers one call may name.
-const MOST_WORKERS: usize = 1000;
+/// Maximum number of workers in one call.
+const MAX_WORKERS: usize = 1000;
 
-/// All services of the store. Cheap to clone.
+/// Handlers of all services of the store. Cheap to clone.
 #[derive(Clone)]
 struct Handlers {
     store: Arc<Store>,
     pins: Pins,
-    locating: Locating,
+    locator: ArtifactLocator,
     tasks: TaskTracker,
     stopping: CancellationToken,
 }
@@ -59,7 +60,7 @@ pub(crate) fn add_services(store: &Arc<Store>, host: &mut server::Host) {
     let handlers = Handlers {
         store: store.clone(),
         pins: Pins::new(store.clone(), &host.tasks()),
-        locating: Locating::new(store.db.clone(), host.tasks()),
+        locator: ArtifactLocator::new(store.db.clone(), host.tasks()),
         tasks: host.tasks(),
         stopping: host.stopping(),
     };
@@ -77,15 +78,15 @@ impl Handlers {
         Policy { unowned_ttl: self.store.config.unowned_ttl, gc_grace: self.store.config.gc_grace }
     }
 
-    /// The session that speaks, once the credential was verified and its session recorded.
+    /// Verifies a session credential, records its session, and returns its claims.
     async fn session(&self, credential: &str) -> Result<SessionClaims, Status> {
         let claims: SessionClaims = self.store.verify(credential).await.map_err(errors::verify)?;
         self.store.record(&claims).await?;
         Ok(claims)
     }
 
-    /// Passes `error` on; a session that the database lost is recorded again by the call that repeats this one.
-    fn noticing<E: AsSession>(&self, error: E) -> E {
+    /// Returns `error`. If the database has lost a session, makes the next call record it again.
+    fn forget_lost_session<E: AsSession>(&self, error: E) -> E {
         if let Some(SessionError::Unrecorded(claims)) = error.session() {
             self.store.unrecord(claims.worker);
         }
@@ -93,7 +94,7 @@ impl Handlers {
     }
 }
 
-/// An error that may be about a session.
+/// An error that may contain a session error.
 trait AsSession {
     fn session(&self) -> Option<&SessionError>;
 }
@@ -128,8 +129,8 @@ as_session!(
     crate::inventory::report::ReportError
 );
 
-fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
-    let Located { artifact, replicas } = located;
+fn artifact(located: LocatedArtifact, keepers: &Keepers) -> pb::Artifact {
+    let LocatedArtifact { artifact, replicas } = located;
     pb::Artifact {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
@@ -146,9 +147,9 @@ fn artifact(located: Located, keepers: &Keepers) -> pb::Artifact {
     }
 }
 
-/// What keeps an artifact, for people.
+/// Describes the references that keep an artifact, for people.
 fn kept_by(keepers: &Keepers) -> Vec<String> {
-    let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.what.to_string()).collect();
+    let mut lines: Vec<_> = keepers.first.iter().map(|keeper| keeper.kind.to_string()).collect();
     let left_out = keepers.total.saturating_sub(u64::try_from(lines.len()).unwrap_or(u64::MAX));
     if left_out > 0 {
         lines.push(format!("and {left_out} more"));
@@ -156,8 +157,8 @@ fn kept_by(keepers: &Keepers) -> Vec<String> {
     lines
 }
 
-fn location(located: Located) -> pb::Location {
-    let Located { artifact, replicas } = located;
+fn location(located: LocatedArtifact) -> pb::Location {
+    let LocatedArtifact { artifact, replicas } = located;
     pb::Location {
         artifact_id: artifact.artifact_id.to_string(),
         state: state(artifact.state).into(),
@@ -209,33 +210,34 @@ fn parse_build_status(field: &str, value: i32) -> Result<BuildStatus, Status> {
 }
 
 fn parse_artifacts(field: &str, ids: &[String]) -> Result<Vec<domain::ArtifactId>, Status> {
-    if ids.len() > MOST_ARTIFACTS {
-        return Err(rpc::invalid_field(field, format!("must be at most {MOST_ARTIFACTS}")));
+    if ids.len() > MAX_ARTIFACTS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MAX_ARTIFACTS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }
 
 fn parse_workers(field: &str, ids: &[String]) -> Result<Vec<domain::WorkerId>, Status> {
-    if ids.len() > MOST_WORKERS {
-        return Err(rpc::invalid_field(field, format!("must be at most {MOST_WORKERS}")));
+    if ids.len() > MAX_WORKERS {
+        return Err(rpc::invalid_field(field, format!("must be at most {MAX_WORKERS}")));
     }
     ids.iter().map(|id| rpc::parse_id(field, id)).collect()
 }
 
-/// A reason for people, which is required and no novel.
+/// Parses a reason for people, which is required and limited.
 fn parse_why(why: String) -> Result<String, Status> {
     match why.len() {
         0 => Err(rpc::invalid_field("why", "is required")),
-        length if length > LONGEST_WHY => {
-            Err(rpc::invalid_field("why", format!("must be at most {LONGEST_WHY} bytes")))
+        length if length > MAX_WHY => {
+            Err(rpc::invalid_field("why", format!("must be at most {MAX_WHY} bytes")))
         }
-        // PostgreSQL keeps no text with one.
+        // PostgreSQL rejects texts with NUL.
         _ if why.contains('\0') => Err(rpc::invalid_field("why", "must not contain NUL")),
         _ => Ok(why),
     }
 }
 
-/// What is on this page of what was found, which may be more than it has room for. Answers where to go on as well. Empty: that was all.
+/// Returns the elements of a page that fit into a message, and the token of the next page. The
+/// token is empty after the last page.
 fn end_page<M: rpc::Message>(page: rpc::page::Page, found: Vec<(uuid::Uuid, M)>) -> (Vec<M>, String) {
     let full = u64::try_from(found.len()).is_ok_and(|len| len == page.size);
     page.end(found, full)

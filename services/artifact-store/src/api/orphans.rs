@@ -1,4 +1,4 @@
-//! Orphans, as callers see them, and what operators decide about them.
+//! Handlers of orphans.
 
 use domain::{Digest, Timestamp};
 use rpc::page::Page;
@@ -13,21 +13,20 @@ use crate::artifacts;
 use crate::artifacts::restore::KeptBy;
 use crate::db::entity::{OrphanKind, orphan};
 use crate::db::units;
-use crate::inventory::orphans as aside;
-use crate::inventory::orphans::{Adoption, Description};
+use crate::inventory::orphans::{self, Adoption, Description};
 
-/// How many handles one call may name.
-const MOST: usize = 1000;
+/// Maximum number of handles in one call.
+const MAX: usize = 1000;
 
 impl Handlers {
-    pub(super) async fn list_aside(
+    pub(super) async fn run_list_orphans(
         &self,
         request: &pb::ListOrphansRequest,
     ) -> Result<pb::ListOrphansResponse, Status> {
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let page = Page::of(SERVICE, request)?;
 
-        let rows = aside::list(self.store.db.read(), worker, page)
+        let rows = orphans::list(self.store.db.read(), worker, page)
             .await
             .map_err(|error| errors::database("list orphans", &error))?;
 
@@ -36,7 +35,7 @@ impl Handlers {
         Ok(pb::ListOrphansResponse { orphans, next_page_token })
     }
 
-    pub(super) async fn adopt_aside(&self, request: pb::AdoptRequest) -> Result<pb::AdoptResponse, Status> {
+    pub(super) async fn run_adopt(&self, request: pb::AdoptRequest) -> Result<pb::AdoptResponse, Status> {
         let adoption = &Adoption {
             team: rpc::parse_team("team", request.team)?,
             volume: rpc::parse_id("volume_handle", &request.volume_handle)?,
@@ -55,27 +54,30 @@ impl Handlers {
         let now = self.store.now();
 
         let (id, marked) =
-            self.store.db.write(|txn| async move { aside::adopt(&txn, adoption, now).await }).await?;
+            self.store.db.write(|txn| async move { orphans::adopt(&txn, adoption, now).await }).await?;
 
         self.store.sweep_wakers.wake(marked);
         let found = artifacts::get(self.store.db.read(), &adoption.team, id, now, &self.policy())
             .await
-            .map_err(|error| errors::database("look for an artifact", &error))?;
+            .map_err(|error| errors::database("get an artifact", &error))?;
         let (located, keepers) = found.ok_or_else(|| errors::artifact_not_found(id))?;
         Ok(pb::AdoptResponse { artifact: Some(artifact(located, &keepers)) })
     }
 
-    pub(super) async fn purge_aside(&self, request: &pb::PurgeRequest) -> Result<pb::PurgeResponse, Status> {
-        if request.handles.is_empty() || request.handles.len() > MOST {
-            return Err(rpc::invalid_field("handles", format!("must be 1 to {MOST}")));
+    pub(super) async fn run_purge(&self, request: &pb::PurgeRequest) -> Result<pb::PurgeResponse, Status> {
+        if request.handles.is_empty() || request.handles.len() > MAX {
+            return Err(rpc::invalid_field("handles", format!("must be 1 to {MAX}")));
         }
         let handles = request.handles.iter().map(|handle| rpc::parse_id("handles", handle));
         let handles = &handles.collect::<Result<Vec<Uuid>, _>>()?;
         let worker = rpc::parse_optional_id("worker_id", &request.worker_id)?;
         let now = self.store.now();
 
-        let purged =
-            self.store.db.write(|txn| async move { aside::purge(&txn, handles, worker, now).await }).await?;
+        let purged = self
+            .store
+            .db
+            .write(|txn| async move { orphans::purge(&txn, handles, worker, now).await })
+            .await?;
 
         self.store.sweep_wakers.wake(purged.workers);
         Ok(pb::PurgeResponse { volumes: purged.volumes, containers: purged.containers })
@@ -83,8 +85,8 @@ impl Handlers {
 }
 
 pub(super) fn parse_descriptions(volumes: Vec<pb::VolumeDescription>) -> Result<Vec<Description>, Status> {
-    if volumes.len() > MOST {
-        return Err(rpc::invalid_field("volumes", format!("must be at most {MOST}")));
+    if volumes.len() > MAX {
+        return Err(rpc::invalid_field("volumes", format!("must be at most {MAX}")));
     }
     volumes.into_iter().map(parse_description).collect()
 }

@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Owners`
+//! Handlers of `gantry.artifacts.v1.Owners`.
 
 use std::time::Duration;
 
@@ -10,11 +10,11 @@ use crate::api::{Handlers, parse_build_status};
 use crate::builds::{self, NewBuild};
 use crate::db::entity::BuildStatus;
 
-/// The longest term of a build: callers renew it.
-const LONGEST_TERM: Duration = Duration::from_secs(24 * 3600);
+/// Maximum term of a build. Callers renew it.
+const MAX_TERM: Duration = Duration::from_secs(24 * 3600);
 
-/// The longest that a build may keep its artifacts after its end: ten years.
-pub(super) const LONGEST_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
+/// Maximum time for which a build keeps its artifacts after its end: ten years.
+pub(super) const MAX_KEEP: Duration = Duration::from_secs(10 * 366 * 24 * 3600);
 
 #[tonic::async_trait]
 impl pb::owners_server::Owners for Handlers {
@@ -36,10 +36,10 @@ impl pb::owners_server::Owners for Handlers {
             ends_with,
             job,
         };
-        if new.term.is_some_and(|term| term > LONGEST_TERM) {
+        if new.term.is_some_and(|term| term > MAX_TERM) {
             return Err(rpc::invalid_field("term", "must be at most 24 h"));
         }
-        if new.keep > LONGEST_KEEP {
+        if new.keep > MAX_KEEP {
             return Err(rpc::invalid_field("keep", "must be at most ten years"));
         }
         let now = self.store.now();
@@ -64,12 +64,12 @@ impl pb::owners_server::Owners for Handlers {
     }
 }
 
-/// The job of a build and its number there.
+/// Parses the job of a build, and the build's number in it.
 fn parse_job(job: String, number: u64) -> Result<Option<(String, i64)>, Status> {
     if job.is_empty() {
         return match number {
             0 => Ok(None),
-            _ => Err(rpc::invalid_field("number", "needs a job")),
+            _ => Err(rpc::invalid_field("number", "requires a job")),
         };
     }
     let job = rpc::parse_label("job", job)?;
@@ -79,7 +79,7 @@ fn parse_job(job: String, number: u64) -> Result<Option<(String, i64)>, Status> 
     }
 }
 
-/// How and when a build ended.
+/// Parses how and when a build ended.
 fn parse_end(
     status: i32,
     ended_at: Option<Timestamp>,
@@ -87,7 +87,7 @@ fn parse_end(
     match (status, ended_at) {
         (_, Some(Timestamp(..0))) => Err(rpc::invalid_field("ended_at", "must be after 1970")),
         (0, None) => Ok(None),
-        (0, Some(_)) => Err(rpc::invalid_field("ended_at", "needs a status")),
+        (0, Some(_)) => Err(rpc::invalid_field("ended_at", "requires a status")),
         (status, ended_at) => Ok(Some((parse_build_status("status", status)?, ended_at))),
     }
 }

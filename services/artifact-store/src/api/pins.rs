@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Pins`
+//! Handlers of `gantry.artifacts.v1.Pins`.
 
 use std::collections::HashSet;
 
@@ -8,8 +8,7 @@ use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};
 
 use crate::api::{
-    Handlers, MOST_ARTIFACTS, MOST_TASK_CACHES, SERVICE, errors, location, parse_artifacts,
-    parse_build_status,
+    Handlers, MAX_ARTIFACTS, MAX_TASK_CACHES, SERVICE, errors, location, parse_artifacts, parse_build_status,
 };
 use crate::pins::{self, PinRequest, SettledOutput, Settlement};
 
@@ -95,8 +94,8 @@ impl pb::pins_server::Pins for Handlers {
 }
 
 fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, Status> {
-    if outputs.len() > MOST_ARTIFACTS {
-        return Err(rpc::invalid_field("outputs", format!("must be at most {MOST_ARTIFACTS}")));
+    if outputs.len() > MAX_ARTIFACTS {
+        return Err(rpc::invalid_field("outputs", format!("must be at most {MAX_ARTIFACTS}")));
     }
     let (mut seen, mut caches) = (HashSet::new(), HashSet::new());
     outputs
@@ -104,14 +103,14 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
         .map(|output| {
             let artifact = rpc::parse_id("outputs.artifact_id", &output.artifact_id)?;
             if !seen.insert(artifact) {
-                return Err(rpc::invalid_field("outputs.artifact_id", "must be named once"));
+                return Err(rpc::invalid_field("outputs.artifact_id", "must be unique"));
             }
             let digest = rpc::parse_digest("outputs.digest", &output.digest)?;
             let label = rpc::parse_label("outputs.label", output.label)?;
             let owners = rpc::owner::parse_settled("outputs.owners", output.owners, &mut caches)?;
             let for_owners_only = output.for_owners_only;
             if for_owners_only && owners.is_empty() {
-                return Err(rpc::invalid_field("outputs.for_owners_only", "has no owners"));
+                return Err(rpc::invalid_field("outputs.for_owners_only", "requires owners"));
             }
             Ok(SettledOutput { artifact, digest, label, owners, for_owners_only })
         })
@@ -119,13 +118,13 @@ fn parse_outputs(outputs: Vec<pb::SettledOutput>) -> Result<Vec<SettledOutput>, 
 }
 
 fn parse_task_caches(caches: &[String]) -> Result<Vec<domain::CacheId>, Status> {
-    if caches.len() > MOST_TASK_CACHES {
-        return Err(rpc::invalid_field("task_cache_ids", format!("must be at most {MOST_TASK_CACHES}")));
+    if caches.len() > MAX_TASK_CACHES {
+        return Err(rpc::invalid_field("task_cache_ids", format!("must be at most {MAX_TASK_CACHES}")));
     }
     caches.iter().map(|cache| rpc::parse_id("task_cache_ids", cache)).collect()
 }
 
-/// Each once, in their order.
+/// Removes duplicates, and keeps the order.
 fn distinct(ids: Vec<domain::ArtifactId>) -> Vec<domain::ArtifactId> {
     let mut seen = HashSet::new();
     ids.into_iter().filter(|id| seen.insert(*id)).collect()

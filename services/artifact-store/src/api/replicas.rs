@@ -1,4 +1,4 @@
-//! `gantry.artifacts.v1.Replicas`
+//! Handlers of `gantry.artifacts.v1.Replicas`.
 
 use rpc::pb::artifacts as pb;
 use tonic::{Request, Response, Status};

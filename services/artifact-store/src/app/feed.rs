@@ -1,41 +1,43 @@
-//! The feed of what rounds of collection mark, for callers that look on: as it is committed, and no
-//! more than they take.
+//! The feed of collected items, for callers that watch the collector.
+//!
+//! It publishes only committed marks, and buffers a limited number of messages.
 
 use std::sync::Arc;
 
 use tokio::sync::broadcast;
 
-use crate::policy::garbage::Collected;
+use crate::policy::garbage::CollectedItem;
 
-/// How many things are in one message.
+/// Maximum number of items per message.
 const BATCH: usize = 1000;
 
-/// How many messages wait for the slowest.
-const AHEAD: usize = 64;
+/// Maximum number of messages buffered for the slowest subscriber.
+const BUFFERED_MESSAGES: usize = 64;
 
-/// The callers that look on.
+/// Broadcast of collected items to subscribers.
 #[derive(Debug)]
-pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[Collected]>>);
+pub(crate) struct CollectionFeed(broadcast::Sender<Arc<[CollectedItem]>>);
 
 impl Default for CollectionFeed {
     fn default() -> Self {
-        Self(broadcast::Sender::new(AHEAD))
+        Self(broadcast::Sender::new(BUFFERED_MESSAGES))
     }
 }
 
 impl CollectionFeed {
-    /// What is marked from now on. A caller that is too slow is told how many messages it missed.
-    pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[Collected]>> {
+    /// Subscribes to items marked from now on. A slow subscriber receives the number of messages
+    /// that it missed.
+    pub(crate) fn subscribe(&self) -> broadcast::Receiver<Arc<[CollectedItem]>> {
         self.0.subscribe()
     }
 
-    /// These were marked, and it is committed.
-    pub(crate) fn tell(&self, collected: &[Collected]) {
+    /// Publishes items whose marks are committed.
+    pub(crate) fn publish(&self, collected: &[CollectedItem]) {
         if self.0.receiver_count() == 0 {
             return;
         }
         for some in collected.chunks(BATCH) {
-            // The callers may have left.
+            // Send fails if all subscribers have left.
             self.0.send(some.into()).ok();
         }
     }

@@ -1,5 +1,4 @@
-//! What all parts of one process share: database, settings, keys, and the streams that wait for
-//! marks.
+//! The state that all parts of one process share: database, settings, keys and wakers of streams.
 
 pub(crate) mod feed;
 
@@ -18,7 +17,7 @@ use crate::db::migrations::Schema;
 use crate::sessions::{self, SessionError};
 use crate::store_life;
 
-/// The store, as one process has it. Everything that must last is in the database.
+/// State of one store process. Everything that must survive a restart is in the database.
 pub(crate) struct Store {
     pub(crate) db: Database,
     pub(crate) config: Config,
@@ -53,16 +52,15 @@ impl Store {
         self.config.clock.now()
     }
 
-    /// What a session credential claims, once it was verified.
+    /// Verifies a session credential and returns its claims.
     pub(crate) async fn verify(&self, credential: &str) -> Result<SessionClaims, VerifyError> {
         self.keys.verify(credential).await
     }
 
-    /// Makes sure that the session of `claims` is recorded, so that [`sessions::fence`] need not
-    /// write.
+    /// Records the session of `claims`, so that [`sessions::fence`] need not write.
     ///
-    /// What this process recorded before is not recorded again; the row alone decides which session
-    /// may go on.
+    /// A session that this process has recorded before is not written again. The row in the
+    /// database alone decides which session is current.
     pub(crate) async fn record(&self, claims: &SessionClaims) -> Result<(), SessionError> {
         let recorded =
             self.recorded.lock().unwrap_or_else(PoisonError::into_inner).get(&claims.worker).cloned();
@@ -78,25 +76,26 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets that a session was recorded: the database does not know it any more.
+    /// Forgets that this process recorded a session, because the database does not know it any
+    /// more.
     pub(crate) fn unrecord(&self, worker: WorkerId) {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner).remove(&worker);
     }
 }
 
-/// Tells the streams of this process that something of a worker was marked. A hint only: streams
-/// look by themselves, too.
+/// Wakers of this process's sweep streams, by worker. A wake is only a hint, because streams also
+/// poll.
 #[derive(Debug, Default)]
 pub(crate) struct SweepWakers(Mutex<HashMap<WorkerId, watch::Sender<()>>>);
 
 impl SweepWakers {
-    /// Changes whenever something of `worker` was marked.
+    /// Returns a receiver that changes whenever a volume or container of `worker` is marked.
     pub(crate) fn subscribe(&self, worker: WorkerId) -> watch::Receiver<()> {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.entry(worker).or_default().subscribe()
     }
 
-    /// Something of `workers` was marked, and committed.
+    /// Wakes the streams of `workers` after a mark is committed.
     pub(crate) fn wake(&self, workers: impl IntoIterator<Item = WorkerId>) {
         let mut waiting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         for worker in workers {

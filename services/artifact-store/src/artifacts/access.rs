@@ -1,4 +1,4 @@
-//! Which artifacts a team may use.
+//! Access of teams to artifacts.
 
 use sea_orm::sea_query::{Expr, ExprTrait};
 use sea_orm::{ColumnTrait, Condition, EntityTrait, QueryFilter, QuerySelect, QueryTrait};
@@ -7,8 +7,10 @@ use crate::db::entity::{
     ALL_TEAMS, artifact, base_resource_type, holder, pin, resource_cache, resource_certs,
 };
 
-/// Which artifacts a team may use, if it knows their ids: its own; those of what is there for every team; and what a workload of it pinned
-/// while that was so.
+/// Returns the condition that `team` may use an artifact whose id it knows.
+///
+/// A team may use its own artifacts, artifacts of owners that are available to every team, and
+/// artifacts that a workload of the team has pinned.
 pub(crate) fn usable_by(team: &str) -> Condition {
     fn among<E: EntityTrait>(column: E::Column, those: Condition) -> Expr {
         let of_this =

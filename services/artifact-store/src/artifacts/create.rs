@@ -1,7 +1,7 @@
-//! Artifacts that are made, or found by their bytes.
+//! Creation of artifacts, and reuse of artifacts with the same bytes.
 //!
-//! Called by clients and by the streamer, and for outputs and imports. Invariant: the same call
-//! again changes nothing.
+//! Clients, the streamer, settling and imports call it. Invariant: repeating a call changes
+//! nothing.
 
 use std::collections::{HashMap, HashSet};
 
@@ -14,7 +14,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::inline::{self, NewTree};
-use crate::artifacts::{Located, replicas_of, with_ids};
+use crate::artifacts::{LocatedArtifact, replicas_of, with_ids};
 use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ArtifactState, artifact, owner};
 use crate::db::units;
@@ -22,33 +22,33 @@ use crate::policy::garbage::Policy;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CreateError {
-    #[error("artifact {0} exists already and is another")]
+    #[error("artifact {0} already exists with another team, owner or tree")]
     Exists(ArtifactId),
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
-    #[error("database failed while making an artifact")]
+    #[error("database failed while creating an artifact")]
     Database(#[from] DbErr),
 }
 
-/// What an artifact shall be.
+/// Properties of an artifact to create.
 #[derive(Debug, Clone)]
 pub(crate) struct NewArtifact {
     pub(crate) id: ArtifactId,
     pub(crate) team: String,
     pub(crate) label: String,
     pub(crate) owner: Option<BuildId>,
-    /// What it is. `None`: not known yet.
+    /// Its tree. `None` if it is not known yet.
     pub(crate) tree: Option<NewTree>,
 }
 
-/// Makes an artifact: open, or sealed with its tree. The same again changes nothing.
+/// Creates an artifact, open or sealed with its tree. Repeating the call changes nothing.
 pub(crate) async fn create(
     txn: &DatabaseTransaction,
     new: &NewArtifact,
     now: Timestamp,
 ) -> Result<(), CreateError> {
     if let Some(row) = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await? {
-        return repeated(new, &row, is_owned(txn, new).await?);
+        return check_repeat(new, &row, is_owned(txn, new).await?);
     }
     if let Some(build) = new.owner {
         builds::lock_live(txn, build, &new.team).await?;
@@ -59,10 +59,10 @@ pub(crate) async fn create(
         .exec_without_returning(txn)
         .await?;
     if !matches!(inserted, sea_orm::TryInsertResult::Inserted(1)) {
-        // Another transaction made it since we looked.
+        // Another transaction created it meanwhile.
         let row = artifact::Entity::find_by_id(new.id.uuid()).one(txn).await?;
         return match row {
-            Some(row) => repeated(new, &row, is_owned(txn, new).await?),
+            Some(row) => check_repeat(new, &row, is_owned(txn, new).await?),
             None => Err(CreateError::Exists(new.id)),
         };
     }
@@ -75,8 +75,8 @@ pub(crate) async fn create(
     Ok(())
 }
 
-/// Makes artifacts of a team with one owner or none, all or none of them: each with its label, open
-/// and without bytes. The same again changes nothing.
+/// Creates open artifacts of one team with the same owner or none, all or none. Repeating the call
+/// changes nothing.
 pub(crate) async fn create_all(
     txn: &DatabaseTransaction,
     new: &[NewArtifact],
@@ -92,7 +92,7 @@ pub(crate) async fn create_all(
         if let Some(build) = first.owner {
             builds::lock_live(txn, build, &first.team).await?;
         }
-        // In one order, so that no two transactions wait for each other.
+        // A fixed order prevents a deadlock of two transactions.
         rows.sort_unstable_by_key(|row| row.artifact_id);
         let made = rows.iter().map(|row| row.clone().into_active_model().reset_all());
         artifact::Entity::insert_many(made)
@@ -100,8 +100,7 @@ pub(crate) async fn create_all(
             .exec_without_returning(txn)
             .await?;
     }
-    // As they are now: some may have been there before, or have been made by others since we
-    // looked.
+    // Read again: some rows existed before, or other transactions created them meanwhile.
     let ours: HashSet<_> = rows.iter().map(|row| row.ordinal).collect();
     let (made, known): (Vec<_>, Vec<_>) =
         with_ids(txn, all).await?.into_iter().partition(|row| ours.contains(&row.ordinal));
@@ -112,7 +111,7 @@ pub(crate) async fn create_all(
     };
     for row in &known {
         if let Some(new) = by_id.get(&row.artifact_id) {
-            repeated(new, row, owned.contains(&row.artifact_id))?;
+            check_repeat(new, row, owned.contains(&row.artifact_id))?;
         }
     }
     if let Some(build) = first.owner {
@@ -121,7 +120,7 @@ pub(crate) async fn create_all(
     Ok(())
 }
 
-/// Which of some artifacts a build owns.
+/// Returns the artifacts that a build owns, among `rows`.
 async fn owned_by(
     txn: &DatabaseTransaction,
     build: BuildId,
@@ -138,19 +137,20 @@ async fn owned_by(
     Ok(owned.into_iter().collect())
 }
 
-/// Whether the build that a new artifact names owns it.
+/// Returns whether the build named by `new` owns the artifact.
 async fn is_owned(txn: &DatabaseTransaction, new: &NewArtifact) -> Result<bool, DbErr> {
     let Some(build) = new.owner else { return Ok(false) };
     Ok(owner::Entity::find_by_id((new.id.uuid(), build.uuid())).one(txn).await?.is_some())
 }
 
-/// Whether a repeated call says the same as the first. `is_owned`: by the build that it names.
-fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
+/// Checks that a repeated call has the same properties as the first one. `is_owned`: whether the
+/// named build owns the artifact.
+fn check_repeat(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<(), CreateError> {
     let owned = match new.owner {
         None => !row.had_owner,
         Some(_) => is_owned,
     };
-    // What was made open may have become anything since.
+    // An artifact that was created open may have been sealed with any bytes.
     let of_same_tree = match &new.tree {
         None => !row.in_store,
         Some(tree) => row.in_store && row.digest.as_deref() == Some(tree.digest.as_bytes()),
@@ -159,7 +159,7 @@ fn repeated(new: &NewArtifact, row: &artifact::Model, is_owned: bool) -> Result<
     if same { Ok(()) } else { Err(CreateError::Exists(new.id)) }
 }
 
-/// The row of an artifact that has no owner yet, open and without bytes.
+/// Returns the row of an open artifact without an owner.
 pub(crate) fn unowned(id: ArtifactId, team: &str, now: Timestamp) -> artifact::Model {
     let new = NewArtifact { id, team: team.to_owned(), label: String::new(), owner: None, tree: None };
     first_row(&new, now)
@@ -180,7 +180,7 @@ fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
         marked_at: None,
         marked_why: None,
         kept_until: None,
-        // An owner says when it lets go.
+        // An owner schedules the check when it lets go.
         look_at: new.owner.is_none().then_some(now.0),
         in_store: tree.is_some(),
     }
@@ -190,15 +190,16 @@ fn first_row(new: &NewArtifact, now: Timestamp) -> artifact::Model {
 pub(crate) enum AdoptError {
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
-    #[error("database failed while looking for an artifact by its digest")]
+    #[error("database failed while finding an artifact by its digest")]
     Database(#[from] DbErr),
 }
 
-/// Looks for a sealed artifact of `team` with these bytes, which are in the store or in a replica
-/// that was not lost, on none of the workers `without`, and gives it `owner`.
+/// Finds a sealed artifact of `team` with these bytes, and gives it `owner`.
 ///
-/// No holder of its id loses by that: what had no owner stays as long as it would have, and without
-/// an owner it stays as long as one that is made now.
+/// Its bytes must be in the store, or in a confirmed replica on a worker that is not in `without`.
+///
+/// Other users of the artifact lose nothing. An artifact that never had an owner stays as long as
+/// before. Without an `owner` it stays as long as a new artifact.
 pub(crate) async fn adopt_by_digest(
     txn: &DatabaseTransaction,
     team: &str,
@@ -207,11 +208,11 @@ pub(crate) async fn adopt_by_digest(
     without: &[WorkerId],
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<Located>, AdoptError> {
+) -> Result<Option<LocatedArtifact>, AdoptError> {
     if let Some(build) = owner {
         builds::lock_live(txn, build, team).await?;
     }
-    // The newest few: they are the likeliest to have a replica left.
+    // The newest artifacts are the likeliest to have a replica.
     let candidates = artifact::Entity::find()
         .filter(artifact::Column::Team.eq(team))
         .filter(artifact::Column::Digest.eq(digest.as_bytes()))
@@ -225,7 +226,7 @@ pub(crate) async fn adopt_by_digest(
     for row in candidates {
         let mut replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
         replicas.retain(|replica| !without.contains(&replica.worker));
-        let located = Located { artifact: row, replicas };
+        let located = LocatedArtifact { artifact: row, replicas };
         if !located.has_bytes() {
             continue;
         }

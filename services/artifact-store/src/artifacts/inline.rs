@@ -1,7 +1,10 @@
-//! Small trees: artifacts that were made from bytes which a caller handed over, without a worker.
+//! Small trees: artifacts made from bytes of a caller, without a worker.
 //!
-//! The tree stays here for as long as its artifact does, also while that is a tombstone, and is where replicas come from. Invariant: an artifact
-//! has its row here if and only if it is `in_store`; both are written in one transaction, and go in one. Such an artifact is sealed from its start.
+//! The store keeps the tree as long as the artifact, including its tombstone. Replicas are made
+//! from it.
+//!
+//! Invariant: an artifact has a row here exactly if it is `in_store`. One transaction writes or
+//! deletes both. Such an artifact is sealed from its creation.
 
 use domain::ArtifactId;
 use sea_orm::{
@@ -12,16 +15,16 @@ use uuid::Uuid;
 use crate::artifacts::access;
 use crate::db::entity::{ArtifactState, artifact, tree};
 
-/// Bytes that a caller handed over, and what they are.
+/// Tree of a new artifact.
 #[derive(Debug, Clone)]
 pub(crate) struct NewTree {
     pub(crate) digest: domain::Digest,
     pub(crate) size_bytes: u64,
-    /// As it is kept.
+    /// Encoded form, as stored.
     pub(crate) encoded: Vec<u8>,
 }
 
-/// Keeps the tree of an artifact whose row the caller has just made.
+/// Stores the tree of an artifact whose row was just created.
 pub(crate) async fn keep(txn: &DatabaseTransaction, artifact: Uuid, tree: &NewTree) -> Result<(), DbErr> {
     let row = tree::ActiveModel { artifact_id: Set(artifact), tree: Set(tree.encoded.clone()) };
     tree::Entity::insert(row).exec_without_returning(txn).await.map(drop)
@@ -35,7 +38,8 @@ pub(crate) enum ReadError {
     Database(#[from] DbErr),
 }
 
-/// The tree from which an artifact was made that `team` may use. `None`: it was made from none.
+/// Returns the tree of an artifact that `team` may use. `None` if the artifact was not made from a
+/// tree.
 pub(crate) async fn read(
     conn: &impl ConnectionTrait,
     team: &str,

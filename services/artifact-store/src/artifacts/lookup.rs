@@ -1,7 +1,10 @@
-//! Where artifacts are, looked up at once for callers of one team that ask at the same time ([`Batcher`]). A scheduler that is about to place what uses artifacts
-//! asks, so many do.
+//! Batched lookup of artifacts: one query for concurrent calls of a team ([`Batcher`]).
 //!
-//! Invariant: each is told what it would be told alone, of rows that were read after it asked. A lookup that fails is told to all of them.
+//! Schedulers look up the artifacts of each request that they place, so that many calls are
+//! concurrent.
+//!
+//! Invariant: each caller gets the answer of a separate lookup, from rows read after its call. If a
+//! lookup fails, all of its callers get the error.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -11,59 +14,59 @@ use futures::future::join_all;
 use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
-use crate::artifacts::{Located, in_order, locate};
+use crate::artifacts::{LocatedArtifact, in_order, locate};
 
-/// How many at most.
-const MOST: usize = 64;
+/// Maximum number of calls in a batch.
+const MAX: usize = 64;
 
-/// How many artifacts a request may name that is answered with others.
+/// Maximum number of artifacts in a call that is batched with others.
 const FEW: usize = 100;
 
-/// Says where artifacts are. Cheap to clone; clones share it.
+/// Batching locator of artifacts. Cheap to clone. Clones share the batches.
 #[derive(Clone)]
-pub(crate) struct Locating {
+pub(crate) struct ArtifactLocator {
     db: Database,
-    batcher: Batcher<Wanted, Result<Vec<Located>, DbErr>>,
+    batcher: Batcher<LookupCall, Result<Vec<LocatedArtifact>, DbErr>>,
 }
 
-/// What a team wants to know it of.
-struct Wanted {
+/// A call that waits for its batch.
+struct LookupCall {
     team: String,
     artifacts: Vec<ArtifactId>,
 }
 
-impl Locating {
-    /// It has tasks of its own among `tasks`.
+impl ArtifactLocator {
+    /// Creates a locator, which spawns its tasks on `tasks`.
     pub(crate) fn new(db: Database, tasks: TaskTracker) -> Self {
         let of_calls = db.clone();
-        let batcher = Batcher::new(MOST, tasks, move |calls| {
+        let batcher = Batcher::new(MAX, tasks, move |calls| {
             let db = of_calls.clone();
             async move {
-                let groups = group_calls(calls, |wanted: &Wanted| wanted.team.clone());
+                let groups = group_calls(calls, |wanted: &LookupCall| wanted.team.clone());
                 join_all(groups.into_iter().map(|group| locate_group(&db, group))).await;
             }
         });
         Self { db, batcher }
     }
 
-    /// [`locate`], with others where it is of few.
+    /// Looks up artifacts like [`locate`]. Small calls are batched with others.
     pub(crate) async fn locate(
         &self,
         team: String,
         artifacts: Vec<ArtifactId>,
-    ) -> Result<Vec<Located>, DbErr> {
+    ) -> Result<Vec<LocatedArtifact>, DbErr> {
         match artifacts.len() {
             0 => Ok(Vec::new()),
-            1..=FEW => self.batcher.call(Wanted { team, artifacts }).await?,
+            1..=FEW => self.batcher.call(LookupCall { team, artifacts }).await?,
             _ => locate(self.db.read(), &team, &artifacts).await,
         }
     }
 }
 
-/// Looks it up for those of one team.
+/// Answers the calls of one team with one lookup.
 async fn locate_group(
     db: &Database,
-    (wanted, answers): (Vec<Wanted>, ReplySenders<Result<Vec<Located>, DbErr>>),
+    (wanted, answers): (Vec<LookupCall>, ReplySenders<Result<Vec<LocatedArtifact>, DbErr>>),
 ) {
     let Some(first) = wanted.first() else { return };
     let all: BTreeSet<_> = wanted.iter().flat_map(|wanted| wanted.artifacts.iter().copied()).collect();

@@ -1,14 +1,18 @@
-//! Artifacts: worker-independent names for bytes.
+//! Artifacts: file trees with an id that does not depend on a worker.
 //!
 //! ```text
 //! open ──bytes are final──▶ sealed
 //!   └───────marked─────────▶ deleting ◀──marked── sealed
-//!                               └──volumes forgotten, tombstone over──▶ (gone)
+//!                               └──volumes forgotten, tombstone expired──▶ (gone)
 //! ```
 //!
-//! A settled output begins sealed, and so does what is made from a small tree ([`crate::artifacts::inline`]). What is uploaded is sealed by its
-//! commit ([`crate::artifacts::replicas`]), what a worker brings along by its gateway ([`crate::inventory::imports`]). Invariant: a sealed artifact's digest and size
-//! never change; every UPDATE that seals is guarded by `state = 'open'`.
+//! The output of a settled workload is sealed from its creation, and so is an artifact of a small
+//! tree ([`crate::artifacts::inline`]). The commit of an upload seals its artifact
+//! ([`crate::artifacts::replicas`]). A gateway seals the artifact of an import
+//! ([`crate::inventory::imports`]).
+//!
+//! Invariant: the digest and size of a sealed artifact never change. Every UPDATE that seals is
+//! guarded by `state = 'open'`.
 
 pub(crate) mod access;
 mod create;
@@ -27,7 +31,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-pub(crate) use self::lookup::Locating;
+pub(crate) use self::lookup::ArtifactLocator;
 use crate::artifacts::access::usable_by;
 pub(crate) use crate::artifacts::create::{
     AdoptError, CreateError, NewArtifact, adopt_by_digest, create, create_all, unowned,
@@ -38,25 +42,25 @@ use crate::marks::references::{self, Keepers};
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy};
 
-/// How many of the things that keep an artifact are named.
-const MOST_KEEPERS: u64 = 50;
+/// Maximum number of references listed per artifact.
+const MAX_KEEPERS: u64 = 50;
 
-/// Where an artifact's bytes are.
+/// An artifact with the locations of its bytes.
 #[derive(Debug, Clone)]
-pub(crate) struct Located {
+pub(crate) struct LocatedArtifact {
     pub(crate) artifact: artifact::Model,
-    /// The complete replicas, the oldest first.
+    /// The complete replicas, oldest first.
     pub(crate) replicas: Vec<Replica>,
 }
 
-impl Located {
-    /// Whether its bytes are somewhere, as far as we know.
+impl LocatedArtifact {
+    /// Returns whether its bytes exist, as far as the store knows.
     pub(crate) fn has_bytes(&self) -> bool {
         !self.replicas.is_empty() || self.artifact.in_store
     }
 }
 
-/// A volume that holds an artifact's bytes.
+/// A complete volume with an artifact's bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Replica {
     pub(crate) handle: VolumeHandle,
@@ -75,14 +79,15 @@ pub(super) async fn with_ids(
     artifact::Model::find_by_statement(statement).all(txn).await
 }
 
-/// An artifact of `team`, or of no team, with where it is and what keeps it. `None`: there is none.
+/// Returns an artifact of `team` or of all teams, with its locations and the references that keep
+/// it.
 pub(crate) async fn get(
     conn: &impl ConnectionTrait,
     team: &str,
     id: ArtifactId,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Option<(Located, Keepers)>, DbErr> {
+) -> Result<Option<(LocatedArtifact, Keepers)>, DbErr> {
     let rows = artifact::Entity::find_by_id(id.uuid())
         .filter(artifact::Column::Team.is_in([team, ALL_TEAMS]))
         .all(conn)
@@ -90,7 +95,7 @@ pub(crate) async fn get(
     Ok(describe(conn, rows, now, policy).await?.pop())
 }
 
-/// A page of the artifacts of `team`, the newest first.
+/// Returns a page of the artifacts of `team`, newest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -98,7 +103,7 @@ pub(crate) async fn list(
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let mut query = of_team(team).order_by_desc(artifact::Column::Ordinal).limit(page.size);
     if let Some(state) = state {
         query = query.filter(artifact::Column::State.eq(state));
@@ -110,8 +115,11 @@ pub(crate) async fn list(
     describe(conn, rows, now, policy).await
 }
 
-/// A page of the sealed artifacts of `team` that something keeps and that have their bytes neither in the store nor on any other worker than these,
-/// the newest first; and the ordinals of all that were looked at.
+/// Returns a page of the artifacts of `team` that would lose their last bytes with `workers`,
+/// newest first.
+///
+/// These are sealed, kept by something, and have bytes neither in the store nor on other workers.
+/// Also returns the ordinals of all rows that were checked.
 pub(crate) async fn list_at_risk(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -119,7 +127,7 @@ pub(crate) async fn list_at_risk(
     page: rpc::page::Page,
     now: Timestamp,
     policy: &Policy,
-) -> Result<(Vec<(Located, Keepers)>, Vec<Uuid>), DbErr> {
+) -> Result<(Vec<(LocatedArtifact, Keepers)>, Vec<Uuid>), DbErr> {
     let elsewhere = volume::Entity::find()
         .select_only()
         .column(volume::Column::Handle)
@@ -129,7 +137,7 @@ pub(crate) async fn list_at_risk(
         )
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(Expr::cust(volumes::COMPLETE))
-        // One that is not confirmed is none to count on.
+        // An unconfirmed replica may be lost.
         .filter(Expr::cust("volumes.state = 'created'"))
         .filter(volume::Column::WorkerId.is_not_in(workers.iter().map(|worker| worker.uuid())))
         .into_query();
@@ -149,13 +157,14 @@ pub(crate) async fn list_at_risk(
     Ok((described, looked_at))
 }
 
-/// Artifacts of any team, with where they are and what keeps them. Unknown ones are left out.
+/// Returns artifacts of any team, with their locations and the references that keep them. Unknown
+/// ids are omitted.
 pub(crate) async fn of_ids(
     conn: &impl ConnectionTrait,
     ids: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(conn).await?;
     describe(conn, rows, now, policy).await
 }
@@ -164,8 +173,10 @@ fn of_team(team: &str) -> Select<artifact::Entity> {
     artifact::Entity::find().filter(artifact::Column::Team.eq(team))
 }
 
-/// Those of some artifacts that a team may use, and that `narrowed` leaves. Its own are looked for alone: to plan for what else it may use one
-/// ([`usable_by`]) takes longer than to find them, and a team uses others seldom.
+/// Returns the artifacts among `ids` that `team` may use and that pass the filter `narrowed`.
+///
+/// The first query covers only the team's own artifacts. Planning the query of other usable
+/// artifacts ([`usable_by`]) takes longer than running it, and it is seldom needed.
 pub(crate) async fn usable(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -173,7 +184,9 @@ pub(crate) async fn usable(
     narrowed: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
 ) -> Result<Vec<artifact::Model>, DbErr> {
     let found = async |ids: &[ArtifactId], allowed: Condition| {
-        narrowed(artifact::Entity::find().filter(these(conn, ids)).filter(allowed)).all(conn).await
+        narrowed(artifact::Entity::find().filter(with_ids_condition(conn, ids)).filter(allowed))
+            .all(conn)
+            .await
     };
     let mut rows = found(ids, own(team)).await?;
     let known: HashSet<_> = rows.iter().map(|row| row.artifact_id).collect();
@@ -184,45 +197,48 @@ pub(crate) async fn usable(
     Ok(rows)
 }
 
-/// The same, of which `locked` locks the rows: with one statement, so that it does in one order.
+/// Returns the artifacts among `ids` that `team` may use, locked by `locked`. One statement locks
+/// all rows, so that their order is fixed.
 pub(crate) async fn lock_usable(
     txn: &DatabaseTransaction,
     team: &str,
     ids: &[ArtifactId],
     locked: impl Fn(Select<artifact::Entity>) -> Select<artifact::Entity>,
 ) -> Result<Vec<artifact::Model>, DbErr> {
-    let its_own = artifact::Entity::find().filter(these(txn, ids)).filter(own(team)).count(txn).await?;
+    let its_own =
+        artifact::Entity::find().filter(with_ids_condition(txn, ids)).filter(own(team)).count(txn).await?;
     let distinct = ids.iter().collect::<HashSet<_>>().len();
     let allowed = if its_own == distinct as u64 { own(team) } else { usable_by(team) };
-    locked(artifact::Entity::find().filter(these(txn, ids)).filter(allowed)).all(txn).await
+    locked(artifact::Entity::find().filter(with_ids_condition(txn, ids)).filter(allowed)).all(txn).await
 }
 
-fn these(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
+fn with_ids_condition(conn: &impl ConnectionTrait, ids: &[ArtifactId]) -> Expr {
     ids::among(conn.get_database_backend(), "artifact_id", ids.iter().map(|id| id.uuid()))
 }
 
-/// Its own, which never are another team's.
+/// Returns the condition that an artifact belongs to `team`.
 fn own(team: &str) -> Condition {
     Condition::all().add(artifact::Column::Team.eq(team))
 }
 
-/// Adds to each row where it is and what keeps it, by the same rules that mark it.
+/// Adds locations and references to rows, by the rules that mark artifacts.
 async fn describe(
     conn: &impl ConnectionTrait,
     rows: Vec<artifact::Model>,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Vec<(Located, Keepers)>, DbErr> {
+) -> Result<Vec<(LocatedArtifact, Keepers)>, DbErr> {
     let live = rows.iter().filter(|row| row.state != ArtifactState::Deleting);
     let ids: Vec<_> = live.map(|row| row.artifact_id).collect();
-    let mut keepers = references::keepers(conn, &ids, now, MOST_KEEPERS).await?;
+    let mut keepers = references::keepers(conn, &ids, now, MAX_KEEPERS).await?;
     let located = locate_rows(conn, rows).await?;
     let described = located.into_iter().map(|located| {
         let row = &located.artifact;
         let mut keepers = keepers.remove(&row.artifact_id).unwrap_or_default();
         if keepers.total == 0
             && row.state != ArtifactState::Deleting
-            && let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, policy)
+            && let Some(keeper) =
+                garbage::unowned_keeper(&references::without_references(&row.into()), now, policy)
         {
             keepers = Keepers { first: vec![keeper], total: 1 };
         }
@@ -231,12 +247,13 @@ async fn describe(
     Ok(described.collect())
 }
 
-/// Where the bytes of artifacts are that `team` may use, in the order asked. Unknown and deleted ones are left out.
+/// Returns the artifacts among `ids` that `team` may use, with their locations, in the order of
+/// `ids`. Unknown and deleted ones are omitted.
 pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,
     ids: &[ArtifactId],
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     if ids.is_empty() {
         return Ok(Vec::new());
     }
@@ -245,8 +262,8 @@ pub(crate) async fn locate(
     Ok(in_order(ids, &located.map(|one| (one.artifact.artifact_id, one)).collect()))
 }
 
-/// Those that are known of `asked`, each once, in that order.
-fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, Located>) -> Vec<Located> {
+/// Returns the artifacts of `asked` that are in `known`, each once, in that order.
+fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, LocatedArtifact>) -> Vec<LocatedArtifact> {
     let mut seen = HashSet::new();
     let each_once = asked.iter().filter(|id| seen.insert(**id));
     each_once.filter_map(|id| known.get(&id.uuid()).cloned()).collect()
@@ -255,20 +272,20 @@ fn in_order(asked: &[ArtifactId], known: &HashMap<Uuid, Located>) -> Vec<Located
 pub(crate) async fn locate_rows(
     conn: &impl ConnectionTrait,
     rows: Vec<artifact::Model>,
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     let (deleted, live): (Vec<_>, Vec<_>) = rows.iter().partition(|row| row.state == ArtifactState::Deleting);
     let mut replicas = replicas_of(conn, live, volumes::PRESENT).await?;
-    // Those that go with it are there no more.
-    let unmarked = format!("{} AND {}", volumes::PRESENT, sweep_queue::without("volumes"));
+    // Replicas that are marked with their artifact do not count.
+    let unmarked = format!("{} AND {}", volumes::PRESENT, sweep_queue::unmarked("volumes"));
     replicas.extend(replicas_of(conn, deleted, &unmarked).await?);
     let located = rows.into_iter().map(|row| {
         let replicas = replicas.remove(&row.artifact_id).unwrap_or_default();
-        Located { artifact: row, replicas }
+        LocatedArtifact { artifact: row, replicas }
     });
     Ok(located.collect())
 }
 
-/// Those of the complete replicas of artifacts of which the condition `those` is true.
+/// Returns the complete replicas of artifacts that satisfy the condition `those`, by artifact.
 pub(super) async fn replicas_of(
     conn: &impl ConnectionTrait,
     artifacts: impl IntoIterator<Item = &artifact::Model>,

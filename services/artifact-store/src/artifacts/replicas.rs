@@ -1,15 +1,21 @@
-//! Replicas that transfers make: planned, claimed, sealed.
+//! Replicas that transfers make: planning, claims and sealing.
 //!
 //! ```text
 //! (plan) ──▶ creating, claimed ──complete──▶ created, complete ──sealed──▶ a replica
 //!                │    ▲ progress
-//!                └──claim ran out, abandoned──▶ destroying
+//!                └──claim expired, abandoned──▶ destroying
 //! ```
 //!
-//! A claim says how long a transfer may take until it says that it goes on; a volume whose claim ran out is garbage. A transfer fills an
-//! open artifact (an upload) or copies a sealed one to another worker. Invariants: an artifact is sealed once, with bytes that a complete
-//! volume of it holds; what holds other bytes is marked in the same transaction. Of a sealed artifact one copy at a time is made on a worker:
-//! a transaction that plans one holds the artifact's row, and a unique index says so, too.
+//! A transfer holds a claim on its volume and must renew it. A volume whose claim has expired is
+//! garbage. A transfer fills an open artifact (an upload), or copies a sealed artifact to another
+//! worker.
+//!
+//! Invariants:
+//!
+//! - An artifact is sealed once, with the bytes of a complete volume. Volumes with other bytes are
+//!   marked in the same transaction.
+//! - A worker has at most one unfinished copy of a sealed artifact. A transaction that plans a copy
+//!   has locked the artifact's row, and a unique index enforces it as well.
 
 use std::time::Duration;
 
@@ -22,7 +28,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::artifacts::access;
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, pin, volume, worker};
 use crate::db::{units, volumes};
 use crate::marks::{self, tombstones};
@@ -32,18 +38,20 @@ use crate::policy::garbage::MarkReason;
 pub(crate) enum PlanError {
     #[error("no artifact {0} in this team")]
     ArtifactNotFound(ArtifactId),
-    /// The worker has begun another life, and its first report will tell.
-    #[error("whether artifact {0} is still on this worker is not known yet")]
+    /// The worker has begun a new incarnation and has not reported yet.
+    #[error(
+        "artifact {0} is not confirmed on this worker yet: repeat the call after the worker's next report"
+    )]
     Unconfirmed(ArtifactId),
-    #[error("no session of worker {0} is known")]
+    #[error("worker {0} has no known session")]
     NotAttended(WorkerId),
-    #[error("transfer {0} is of another artifact or worker")]
+    #[error("transfer {0} belongs to another artifact or worker")]
     TransferTaken(TransferId),
     #[error("database failed while planning a replica")]
     Database(#[from] DbErr),
 }
 
-/// What a transfer shall make.
+/// Request for a volume that a transfer fills.
 #[derive(Debug, Clone)]
 pub(crate) struct Plan {
     pub(crate) team: String,
@@ -52,41 +60,43 @@ pub(crate) struct Plan {
     pub(crate) transfer: TransferId,
 }
 
-/// A volume that a transfer makes, or has made.
+/// Volume of a transfer.
 #[derive(Debug, Clone)]
-pub(crate) struct Planned {
+pub(crate) struct PlannedReplica {
     pub(crate) handle: VolumeHandle,
     pub(crate) outcome: Outcome,
-    /// What it must hold. `None`: the artifact is open.
+    /// Digest that it must have. `None` if the artifact is open.
     pub(crate) digest: Option<Vec<u8>>,
-    /// Bytes of its files. 0 while the artifact is open.
+    /// Bytes of its files. 0 if the artifact is open.
     pub(crate) size_bytes: u64,
-    /// Workers on which a copy was marked whose claim had run out.
+    /// Workers on which a copy with an expired claim was marked.
     pub(crate) marked: Vec<WorkerId>,
 }
 
-/// What makes a volume.
+/// State of the planned volume, from the caller's view.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// The transfer that asks.
+    /// The calling transfer fills it.
     Yours,
-    /// This one.
+    /// Another transfer fills it.
     BeingMade(TransferId),
-    /// None: it has its bytes.
+    /// It is complete, and needs no transfer.
     Complete,
 }
 
-/// As the indexes of what transfers fill have it.
+/// Condition of the partial indexes of volumes that transfers fill.
 const NOT_GIVEN_UP: &str = "given_up = FALSE";
 
-/// Mints the handle of the volume that a transfer fills, claimed until `now + term`. The same transfer gets the same handle. Of a sealed
-/// artifact, answers also what is there, or what brings it.
+/// Mints the handle of the volume that a transfer fills, claimed until `now + term`.
+///
+/// Repeating the call returns the same handle. If the artifact is sealed, the call may return an
+/// existing replica, or the volume of another transfer.
 pub(crate) async fn plan(
     txn: &DatabaseTransaction,
     plan: &Plan,
     now: Timestamp,
     term: Duration,
-) -> Result<Planned, PlanError> {
+) -> Result<PlannedReplica, PlanError> {
     let worker = worker::Entity::find_by_id(plan.worker.uuid()).lock_shared().one(txn).await?;
     let Some(worker) = worker else { return Err(PlanError::NotAttended(plan.worker)) };
     let live = |rows: Select<artifact::Entity>| {
@@ -94,7 +104,7 @@ pub(crate) async fn plan(
     };
     let artifact = artifacts::usable(txn, &plan.team, &[plan.artifact], live).await?.pop();
     let artifact = artifact.ok_or(PlanError::ArtifactNotFound(plan.artifact))?;
-    let planned = |handle, outcome| Planned {
+    let planned = |handle, outcome| PlannedReplica {
         handle: VolumeHandle::from_uuid(handle),
         outcome,
         digest: artifact.digest.clone(),
@@ -120,7 +130,8 @@ pub(crate) async fn plan(
                 .await?;
             return Ok(planned(mine.handle, Outcome::Yours));
         }
-        // What arrived was lost, but may be found again, as a replica that no transfer makes. This one makes another.
+        // The replica of this transfer was lost, and a report may find it again. It becomes a
+        // replica without a transfer, and this transfer makes another one.
         volume::Entity::update_many()
             .col_expr(volume::Column::TransferId, Expr::value(None::<Uuid>))
             .filter(volume::Column::Handle.eq(mine.handle))
@@ -132,13 +143,13 @@ pub(crate) async fn plan(
     let is_copy = artifact.state == ArtifactState::Sealed;
     let mut marked = Vec::new();
     if is_copy {
-        match on_worker(txn, plan, now).await? {
-            OnWorker::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
-            OnWorker::BeingMade(handle, transfer) => {
+        match find_copy(txn, plan, now).await? {
+            ExistingCopy::Complete(handle) => return Ok(planned(handle, Outcome::Complete)),
+            ExistingCopy::BeingMade(handle, transfer) => {
                 return Ok(planned(handle, Outcome::BeingMade(transfer)));
             }
-            OnWorker::Nothing { given_up } => {
-                marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimRanOut, now).await?;
+            ExistingCopy::Nothing { given_up } => {
+                marked = marks::mark_volumes(txn, &given_up, MarkReason::ClaimExpired, now).await?;
             }
         }
     }
@@ -151,21 +162,26 @@ pub(crate) async fn plan(
         ..volumes::new_volume(handle, plan.worker, Purpose::Replica, worker.sequence, now)
     };
     volume::Entity::insert(row.into_active_model().reset_all()).exec_without_returning(txn).await?;
-    Ok(Planned { marked, ..planned(handle.uuid(), Outcome::Yours) })
+    Ok(PlannedReplica { marked, ..planned(handle.uuid(), Outcome::Yours) })
 }
 
-/// What a worker has of a sealed artifact.
-enum OnWorker {
-    /// Its bytes.
+/// Volumes of a sealed artifact on a worker.
+enum ExistingCopy {
+    /// A complete replica.
     Complete(Uuid),
-    /// A copy that is under way.
+    /// An unfinished copy with a valid claim.
     BeingMade(Uuid, TransferId),
-    /// Copies whose claim ran out, at most.
+    /// Neither. There may be copies with expired claims.
     Nothing { given_up: Vec<Uuid> },
 }
 
-/// What the worker of `plan` has of its artifact, whose row the caller holds.
-async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Result<OnWorker, PlanError> {
+/// Returns the volumes of the plan's artifact on the plan's worker. The caller has locked the
+/// artifact.
+async fn find_copy(
+    txn: &DatabaseTransaction,
+    plan: &Plan,
+    now: Timestamp,
+) -> Result<ExistingCopy, PlanError> {
     let replicas = volume::Entity::find()
         .filter(volume::Column::ArtifactId.eq(plan.artifact.uuid()))
         .filter(volume::Column::WorkerId.eq(plan.worker.uuid()))
@@ -177,7 +193,7 @@ async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Re
         .await?;
     let complete = |state| move |row: &&volume::Model| row.complete && row.state == state;
     if let Some(row) = replicas.iter().find(complete(State::Created)) {
-        return Ok(OnWorker::Complete(row.handle));
+        return Ok(ExistingCopy::Complete(row.handle));
     }
     if replicas.iter().any(|row| complete(State::Unconfirmed)(&row)) {
         return Err(PlanError::Unconfirmed(plan.artifact));
@@ -185,12 +201,12 @@ async fn on_worker(txn: &DatabaseTransaction, plan: &Plan, now: Timestamp) -> Re
     let copies = || replicas.iter().filter(|row| row.is_copy && !row.complete);
     let goes_on = copies().find(|row| row.claimed_until.is_some_and(|until| until > now.0));
     if let Some((row, transfer)) = goes_on.and_then(|row| Some((row, row.transfer_id?))) {
-        return Ok(OnWorker::BeingMade(row.handle, TransferId::from_uuid(transfer)));
+        return Ok(ExistingCopy::BeingMade(row.handle, TransferId::from_uuid(transfer)));
     }
-    Ok(OnWorker::Nothing { given_up: copies().map(|row| row.handle).collect() })
+    Ok(ExistingCopy::Nothing { given_up: copies().map(|row| row.handle).collect() })
 }
 
-/// What a transfer does with a volume.
+/// Direction of a transfer, from the view of the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Direction {
     Write,
@@ -201,12 +217,14 @@ pub(crate) enum Direction {
 pub(crate) enum AuthorizeError {
     #[error("no transfer of volume {0} is planned for this team")]
     NotPlanned(VolumeHandle),
-    #[error("database failed while looking for a transfer")]
+    #[error("database failed while reading a transfer")]
     Database(#[from] DbErr),
 }
 
-/// Says whether a transfer of `volume` is planned for `team`: the volume is being filled by a transfer that goes on, or it is a replica that the
-/// team may read. No volume of a container is either.
+/// Checks that `team` may transfer `volume` in `direction`.
+///
+/// To write, a transfer with a valid claim must fill the volume. To read, the volume must be a
+/// replica that the team may use. Volumes of containers are never permitted.
 pub(crate) async fn authorize(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -253,7 +271,7 @@ pub(crate) enum ProgressError {
     Database(#[from] DbErr),
 }
 
-/// Renews the claim of a transfer that goes on, of an artifact that `team` may use.
+/// Renews the claim of a transfer of an artifact that `team` may use.
 pub(crate) async fn progress(
     txn: &DatabaseTransaction,
     team: &str,
@@ -272,7 +290,7 @@ pub(crate) async fn progress(
         .into_query();
     let holds = Condition::any()
         .add(volume::Column::ClaimedUntil.gt(now.0))
-        // What arrived needs no claim any more.
+        // A complete volume needs no claim.
         .add(volume::Column::Complete.eq(true));
     let renewed = volume::Entity::update_many()
         .col_expr(volume::Column::ClaimedUntil, Expr::value((now + term).0))
@@ -286,8 +304,8 @@ pub(crate) async fn progress(
     if renewed.rows_affected == 0 { Err(ProgressError::ClaimLost(transfer)) } else { Ok(()) }
 }
 
-/// Gives every transfer that has not arrived at least a full `term` from `now`: it could perhaps not say that it goes on. However often
-/// this is done at one time, no claim gets more than that one term.
+/// Extends the claims of all unfinished transfers to at least `now + term`, because they may have
+/// been unable to renew. Repeating the call at the same time extends nothing further.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -316,16 +334,16 @@ pub(crate) enum SealError {
     Database(#[from] DbErr),
 }
 
-/// Seals an open artifact with the bytes that a complete volume of it holds.
+/// Seals an open artifact with the bytes of a complete volume.
 ///
-/// Answers the workers on which volumes with other bytes were marked, too.
+/// Also returns the workers on which volumes with other bytes were marked.
 pub(crate) async fn seal(
     txn: &DatabaseTransaction,
     team: &str,
     id: ArtifactId,
     digest: Digest,
     now: Timestamp,
-) -> Result<(Located, Vec<WorkerId>), SealError> {
+) -> Result<(LocatedArtifact, Vec<WorkerId>), SealError> {
     let row = artifact::Entity::find_by_id(id.uuid()).lock_exclusive().one(txn).await?;
     let Some(mut row) = row.filter(|row| row.team == team && row.state != ArtifactState::Deleting) else {
         return Err(SealError::ArtifactNotFound(id));
@@ -366,8 +384,10 @@ pub(crate) async fn seal(
     Ok((located.ok_or(SealError::ArtifactNotFound(id))?, marked))
 }
 
-/// Abandons a transfer of an artifact that `team` may use: its volume is garbage unless it is a replica, and so is the artifact that was made
-/// for it, if it is this team's. Answers the workers concerned.
+/// Abandons a transfer of an artifact that `team` may use, and returns the affected workers.
+///
+/// Marks the transfer's volume unless it is a replica. Also marks the artifact that was created for
+/// the transfer, if it belongs to `team`.
 pub(crate) async fn abandon(
     txn: &DatabaseTransaction,
     team: &str,
@@ -375,7 +395,7 @@ pub(crate) async fn abandon(
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     let of_transfer = || volume::Entity::find().filter(volume::Column::TransferId.eq(transfer.uuid()));
-    // The index of transfers has none that was given up.
+    // The index of transfers excludes given-up volumes.
     let planned = match of_transfer().filter(Expr::cust("given_up = FALSE")).one(txn).await? {
         Some(planned) => Some(planned),
         None => of_transfer().order_by_desc(volume::Column::Handle).one(txn).await?,
@@ -388,7 +408,8 @@ pub(crate) async fn abandon(
     match artifact.map(|artifact| (artifact.state, artifact.team == team)) {
         Some((ArtifactState::Open, true)) => {}
         Some((ArtifactState::Sealed, _)) => {
-            // What arrived is a replica. A transaction that completes a volume holds the artifact's row, too, so that this cannot change now.
+            // A complete volume is a replica. A transaction that completes a volume has locked the
+            // artifact's row, so that this cannot change now.
             let unfinished = volume::Entity::find_by_id(planned.handle)
                 .filter(volume::Column::Complete.eq(false))
                 .one(txn)
@@ -396,10 +417,11 @@ pub(crate) async fn abandon(
             let unfinished: Vec<_> = unfinished.into_iter().map(|row| row.handle).collect();
             return marks::mark_volumes(txn, &unfinished, MarkReason::TransferAbandoned, now).await;
         }
-        // So will be the volume; or it is nothing that this team may use, or change.
+        // A deleted artifact takes its volume along. An open artifact of another team must not be
+        // changed.
         Some((ArtifactState::Deleting | ArtifactState::Open, _)) | None => return Ok(Vec::new()),
     }
-    if !others_need(txn, id, planned.handle).await? {
+    if !is_needed_by_others(txn, id, planned.handle).await? {
         artifact::Entity::update_many()
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Deleting))
             .col_expr(artifact::Column::MarkedAt, Expr::value(now.0))
@@ -414,8 +436,8 @@ pub(crate) async fn abandon(
     marks::mark_volumes(txn, &[planned.handle], MarkReason::TransferAbandoned, now).await
 }
 
-/// Whether a workload pinned an open artifact, or another transfer fills it.
-async fn others_need(txn: &DatabaseTransaction, id: Uuid, beside: Uuid) -> Result<bool, DbErr> {
+/// Returns whether a workload pins an open artifact, or another transfer fills it.
+async fn is_needed_by_others(txn: &DatabaseTransaction, id: Uuid, beside: Uuid) -> Result<bool, DbErr> {
     let pin = pin::Entity::find().filter(pin::Column::ArtifactId.eq(id)).one(txn).await?;
     let other = volume::Entity::find()
         .filter(volume::Column::ArtifactId.eq(id))

@@ -1,12 +1,16 @@
-//! Bringing deleted artifacts back, while their bytes are there.
+//! Restoring of deleted artifacts whose bytes still exist.
 //!
-//! Invariant: what a gateway was told to destroy stays told. A replica comes back only while its gateway was not told; handing out what is destroying
-//! ([`crate::marks`]) takes the worker's row as a writer, and a transaction that brings something back shares it, so one of them is first, and the
-//! other sees what it did. A report judges what came back only by a token that was minted after it.
+//! Invariant: a deletion that was handed to a gateway is never cancelled. Handing out
+//! ([`crate::marks`]) takes an exclusive lock on the worker's row, and restoring takes a shared
+//! one. One of them is first, and the other sees its result.
 //!
-//! A replica that was dropped by name comes back only as the last resort: with an artifact of which nothing else has the bytes for sure.
+//! Only a report whose token was minted later judges a restored replica.
 //!
-//! The parent of a replica that comes back may be marked, too. It stays so and is not handed out, for it has a child that is not sweeping.
+//! A replica that was dropped by name is restored only if no other place certainly has the
+//! artifact's bytes.
+//!
+//! The parent of a restored replica may be marked as well. It stays marked, and is not handed out
+//! while its child is not sweeping.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -17,14 +21,14 @@ use sea_orm::{ColumnTrait, Condition, DatabaseTransaction, DbErr, EntityTrait, Q
 
 use crate::builds::{self, OwnerEnded};
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, volume};
-use crate::marks::{self, Wait};
+use crate::marks::{self, LockWait};
 use crate::marks::{sweep_queue, tombstones};
 
-/// What keeps an artifact that comes back.
+/// What keeps a restored artifact.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum KeptBy {
     Build(BuildId),
-    /// No owner, for a while.
+    /// No owner, for this time.
     Reprieve(Duration),
 }
 
@@ -32,17 +36,17 @@ pub(crate) enum KeptBy {
 pub(crate) enum UndeleteError {
     #[error("no artifact {0} in this team")]
     NotFound(ArtifactId),
-    #[error("artifact {0} is not sealed: there is nothing to bring back")]
+    #[error("cannot restore artifact {0}: it is open")]
     Open(ArtifactId),
-    #[error("every copy of the bytes of artifact {0} is gone or going")]
+    #[error("cannot restore artifact {0}: all of its replicas are deleted or being deleted")]
     BytesGone(ArtifactId),
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
-    #[error("database failed while bringing an artifact back")]
+    #[error("database failed while restoring an artifact")]
     Database(#[from] DbErr),
 }
 
-/// Brings an artifact of `team` back if it is deleted, and keeps it.
+/// Restores an artifact of `team` if it is deleted, and keeps it.
 pub(crate) async fn undelete(
     txn: &DatabaseTransaction,
     team: &str,
@@ -51,7 +55,7 @@ pub(crate) async fn undelete(
     now: Timestamp,
 ) -> Result<(), UndeleteError> {
     let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
-    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    marks::lock_workers(txn, workers, [id.uuid().into()], LockWait::Block).await?;
     if let KeptBy::Build(build) = kept_by {
         builds::lock_live(txn, build, team).await?;
     }
@@ -66,7 +70,7 @@ pub(crate) async fn undelete(
     }
     restore(txn, &row, id).await?;
     if row.state == ArtifactState::Deleting {
-        tombstones::take_back(txn, row.artifact_id).await?;
+        tombstones::remove(txn, row.artifact_id).await?;
         keep = keep
             .col_expr(artifact::Column::State, Expr::value(ArtifactState::Sealed))
             .col_expr(artifact::Column::MarkedAt, Expr::value(None::<i64>))
@@ -83,14 +87,15 @@ pub(crate) async fn undelete(
     Ok(())
 }
 
-/// Takes back the marks of an artifact's replicas that are there, and of those that are lost and may be found again. What was dropped stays so
-/// while anything else has the bytes for sure.
+/// Removes the marks of an artifact's replicas that exist, or are lost and may be found again.
+///
+/// Dropped replicas stay marked if the bytes certainly exist elsewhere.
 async fn restore(
     txn: &DatabaseTransaction,
     row: &artifact::Model,
     id: ArtifactId,
 ) -> Result<(), UndeleteError> {
-    // In one statement: a report may find what is lost between two.
+    // One statement, because a report may find a lost replica between two.
     let any = Condition::any().add(is_restorable(row)).add(volume::Column::State.eq(State::Lost));
     let mut replicas = complete_replicas(row).filter(any).lock_exclusive().all(txn).await?;
     let dropped: HashSet<_> = replicas.iter().filter(|it| is_dropped(it)).map(|it| it.handle).collect();
@@ -98,21 +103,22 @@ async fn restore(
     if are_lost && !row.in_store {
         return Err(UndeleteError::BytesGone(id));
     }
-    // One that is not confirmed may prove to be lost.
-    let bytes_are_sure = row.in_store || replicas.iter().any(|it| it.state == State::Created);
-    sweep_queue::show(txn, &mut replicas).await?;
+    // An unconfirmed replica may be lost.
+    let bytes_are_certain = row.in_store || replicas.iter().any(|it| it.state == State::Created);
+    sweep_queue::merge_marks(txn, &mut replicas).await?;
     let marked = replicas.iter().filter(|it| it.state == State::Destroying);
-    let marked = marked.filter(|it| !bytes_are_sure || !dropped.contains(&it.handle));
+    let marked = marked.filter(|it| !bytes_are_certain || !dropped.contains(&it.handle));
     let marked: Vec<_> = marked.map(|replica| replica.handle).collect();
     Ok(marks::unmark_volumes(txn, &marked).await?)
 }
 
-/// Whether a replica is marked for a reason of its own: its row says so.
+/// Returns whether a replica is marked for a reason of its own, which its row shows.
 fn is_dropped(replica: &volume::Model) -> bool {
     replica.state == State::Destroying
 }
 
-/// The replicas with which an artifact can come back: they hold its bytes, were there when they were marked, and no gateway was told to destroy them.
+/// Returns the replicas from which an artifact can be restored. They have its bytes, existed when
+/// they were marked, and were not handed out.
 pub(crate) fn restorable(row: &artifact::Model) -> sea_orm::Select<volume::Entity> {
     complete_replicas(row).filter(is_restorable(row))
 }

@@ -1,4 +1,4 @@
-//! Base resource types and the certs of workers: there is one of each, and the next one takes its place.
+//! Base resource types, and certificates of workers. A new version replaces the previous one.
 
 use domain::{ArtifactId, Timestamp, WorkerId};
 use sea_orm::sea_query::Expr;
@@ -11,18 +11,18 @@ use uuid::Uuid;
 use crate::caches::{HandOverError, hand_over};
 use crate::db::entity::{base_resource_type, resource_certs};
 
-/// What a base resource type shall be.
+/// Properties of a base resource type to put.
 #[derive(Debug, Clone)]
 pub(crate) struct BaseType {
     pub(crate) team: String,
     pub(crate) resource_type: String,
     pub(crate) version: String,
-    /// `None`: cluster-wide.
+    /// Worker that has the image. `None`: cluster-wide.
     pub(crate) worker: Option<WorkerId>,
     pub(crate) artifact: ArtifactId,
 }
 
-/// Makes an artifact a base resource type, in the place of what was that before.
+/// Makes an artifact a base resource type, and replaces the previous version.
 pub(crate) async fn put_type(
     txn: &DatabaseTransaction,
     new: &BaseType,
@@ -56,7 +56,8 @@ pub(crate) async fn put_type(
                 worker_id: new.worker.map(WorkerId::uuid),
                 artifact_id: new.artifact.uuid(),
             };
-            // Of two at once the unique index refuses one, which repeats its call.
+            // If two transactions insert at once, the unique index rejects one, which the caller
+            // repeats.
             base_resource_type::Entity::insert(row.into_active_model().reset_all())
                 .exec_without_returning(txn)
                 .await?;
@@ -65,7 +66,7 @@ pub(crate) async fn put_type(
     Ok(())
 }
 
-/// Makes an artifact the certs of a worker, in the place of those before.
+/// Makes an artifact the certificates of a worker, and replaces the previous ones.
 pub(crate) async fn put_certs(
     txn: &DatabaseTransaction,
     team: &str,
@@ -89,22 +90,22 @@ pub(crate) async fn put_certs(
     Ok(())
 }
 
-/// Which base resource types are listed.
+/// Filter of base resource types.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Which {
-    /// `None`: all.
+pub(crate) struct TypeFilter {
+    /// Name of the type. `None`: all types.
     pub(crate) resource_type: Option<String>,
-    /// No worker's.
+    /// Whether only cluster-wide types match.
     pub(crate) cluster_wide: bool,
 }
 
-/// A page of `which` base resource types, the oldest first.
+/// Returns a page of the base resource types that match `which`, oldest first.
 pub(crate) async fn list_types(
     conn: &impl ConnectionTrait,
-    which: Which,
+    which: TypeFilter,
     page: rpc::page::Page,
 ) -> Result<Vec<base_resource_type::Model>, DbErr> {
-    let Which { resource_type, cluster_wide } = which;
+    let TypeFilter { resource_type, cluster_wide } = which;
     base_resource_type::Entity::find()
         .filter(base_resource_type::Column::BaseTypeId.gt(page.after.unwrap_or_default()))
         .apply_if(resource_type, |query, name| {
@@ -119,7 +120,7 @@ pub(crate) async fn list_types(
         .await
 }
 
-/// A page of the certs of workers, by worker.
+/// Returns a page of the certificates of workers, by worker.
 pub(crate) async fn list_certs(
     conn: &impl ConnectionTrait,
     page: rpc::page::Page,

@@ -1,21 +1,28 @@
-//! Caches, and the other owners beside builds: what keeps an artifact because it is likely to be wanted again.
+//! Caches: owners beside builds, which keep artifacts that are likely to be needed again.
 //!
 //! ```text
-//! resource cache:  (asked for) ──claimed──▶ being made ──put──▶ ready ──deleted, or unused for long──▶ (gone)
+//! resource cache:  (requested) ──claimed──▶ being made ──put──▶ ready ──deleted, unused──▶ (gone)
 //!                                  │    ▲ another claim             │
 //!                                  └────┴────────bytes lost─────────┘
-//! task cache:      (asked for) ──▶ empty ──published──▶ with its latest version ──deleted, or unused for long──▶ (gone)
+//! task cache:      (requested) ──▶ empty ──published──▶ with version ──deleted, unused──▶ (gone)
 //! ```
 //!
-//! What one of them owns stands in its row. A transaction that changes that holds the row, then locks the artifacts, the new one and the one before, in the order of
-//! their ids ([`hand_over`]): so the collector either sees the owner, or has marked the artifact before it is owned, and what is let go of is
-//! looked at again in the same transaction. What a workload made is owned from the moment in which it is sealed ([`outputs`]).
+//! The row of a cache names the artifact that it owns. A transaction that changes it locks the row,
+//! and then the new and the previous artifact in the order of their ids ([`hand_over`]). Therefore
+//! the collector either sees the new owner, or has marked the artifact before. The transaction also
+//! schedules a check of the previous artifact. An output that a workload makes for a cache is owned
+//! from the moment in which it is sealed ([`outputs`]).
 //!
-//! Invariants: of a resource cache one claim is valid at a time, and only what is put under it counts. A use is worth as much as its user: it ends
-//! with the build or the workload, even if no call says so ([`crate::marks::cache_uses::uses`]).
+//! Invariants:
 //!
-//! A team's caches are answered to that team. To all teams are answered the resource caches whose scope is [`ALL_TEAMS`], base resource types and certs;
-//! their artifacts every team may locate, pin and copy ([`crate::artifacts::access::usable_by`]).
+//! - A resource cache has at most one valid claim. Only an artifact that is put under the valid
+//!   claim counts.
+//! - A use ends with its build or workload, even if no call ends it
+//!   ([`crate::marks::cache_uses::uses`]).
+//!
+//! A cache is available to its own team. Resource caches with the scope [`ALL_TEAMS`], base
+//! resource types and certificates are available to every team. Every team may locate, pin and copy
+//! their artifacts ([`crate::artifacts::access::usable_by`]).
 
 pub(crate) mod base_types;
 pub(crate) mod outputs;
@@ -32,7 +39,7 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::db::entity::{ALL_TEAMS, ArtifactState, artifact, resource_cache, task_cache};
 use crate::db::ids;
 
@@ -45,8 +52,8 @@ pub(crate) enum HandOverError {
     Database(#[from] DbErr),
 }
 
-/// Locks what a cache shall own and what it owned before, for the caller to write that down: the first has an owner from now on, the other is
-/// looked at.
+/// Locks the new and the previous artifact of a cache, so that the caller can change the owner.
+/// Records that the new one had an owner, and schedules a check of the previous one.
 async fn hand_over(
     txn: &DatabaseTransaction,
     team: &str,
@@ -72,12 +79,12 @@ async fn hand_over(
         .filter(artifact::Column::HadOwner.eq(false))
         .exec(txn)
         .await?;
-    look_at_locked(txn, before.filter(|before| *before != new.uuid()), now).await?;
+    make_locked_due(txn, before.filter(|before| *before != new.uuid()), now).await?;
     Ok(())
 }
 
-/// Locks what caches own that are about to go, and has it looked at.
-pub(crate) async fn let_go(
+/// Locks artifacts whose caches are about to be deleted, and schedules checks of them.
+pub(crate) async fn release_artifacts(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
@@ -95,11 +102,11 @@ pub(crate) async fn let_go(
         .into_tuple()
         .all(txn)
         .await?;
-    look_at_locked(txn, locked, now).await
+    make_locked_due(txn, locked, now).await
 }
 
-/// Makes artifacts due whose rows the caller holds, even if others keep them besides.
-async fn look_at_locked(
+/// Makes locked artifacts due, even if other owners keep them.
+async fn make_locked_due(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
     now: Timestamp,
@@ -117,27 +124,31 @@ async fn look_at_locked(
         .map(drop)
 }
 
-/// A sealed artifact with the bytes that are left of it. `None`: there is none, or they are lost.
-async fn with_bytes(conn: &impl ConnectionTrait, artifact: Option<Uuid>) -> Result<Option<Located>, DbErr> {
+/// Returns a sealed artifact with its locations. `None` if there is none or its bytes are lost.
+async fn with_bytes(
+    conn: &impl ConnectionTrait,
+    artifact: Option<Uuid>,
+) -> Result<Option<LocatedArtifact>, DbErr> {
     let Some(id) = artifact else { return Ok(None) };
     let row = artifact::Entity::find_by_id(id)
         .filter(artifact::Column::State.eq(ArtifactState::Sealed))
         .one(conn)
         .await?;
     let located = artifacts::locate_rows(conn, row.into_iter().collect()).await?.pop();
-    Ok(located.filter(Located::has_bytes))
+    Ok(located.filter(LocatedArtifact::has_bytes))
 }
 
-/// Where caches are.
+/// Result of a lookup of caches.
 #[derive(Default)]
 pub(crate) struct LocatedCaches {
-    /// Those that have bytes.
-    pub(crate) located: Vec<(CacheId, Located)>,
-    /// Those that are none of the team's.
+    /// Caches with bytes.
+    pub(crate) located: Vec<(CacheId, LocatedArtifact)>,
+    /// Ids of caches that are not available to the team.
     pub(crate) unknown: Vec<CacheId>,
 }
 
-/// Where the bytes of caches are that are answered to `team`, in the order asked.
+/// Returns the caches among `ids` that are available to `team`, with their locations, in the order
+/// of `ids`.
 pub(crate) async fn locate(
     conn: &impl ConnectionTrait,
     team: &str,
@@ -176,7 +187,7 @@ pub(crate) async fn locate(
     let located: HashMap<_, _> = artifacts::locate_rows(conn, rows)
         .await?
         .into_iter()
-        .filter(Located::has_bytes)
+        .filter(LocatedArtifact::has_bytes)
         .map(|located| (located.artifact.artifact_id, located))
         .collect();
     // Two caches may own one artifact.

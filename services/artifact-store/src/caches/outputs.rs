@@ -1,6 +1,10 @@
-//! Caches that come to own what a workload made, and those that it used, in the transaction that seals it.
+//! Outputs of settled workloads that caches own.
 //!
-//! A maker that lost its claim, and one that publishes to a task cache that is gone, publish nothing; other owners of the output are not concerned.
+//! The transaction that seals the outputs gives them to the caches, and ends the workload's uses of
+//! caches.
+//!
+//! A maker with a lost claim publishes nothing, and neither does a workload whose task cache is
+//! gone. Other owners of the output still get it.
 
 use std::time::Duration;
 
@@ -10,25 +14,27 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{ColumnTrait, DatabaseTransaction, DbErr, EntityTrait, QueryFilter};
 use uuid::Uuid;
 
-use crate::caches::{let_go, resource_caches, task_caches};
+use crate::caches::{release_artifacts, resource_caches, task_caches};
 use crate::db::entity::artifact;
 
-/// An output, and what shall own it.
-pub(crate) type Owned = (OutputOwner, ArtifactId);
+/// An output, and its future owner.
+pub(crate) type OwnedOutput = (OutputOwner, ArtifactId);
 
-/// Gives caches of `team` their outputs, which the caller has just made, sealed, and ends the uses of task caches by their maker. Answers those that
-/// are not to be had. Builds are the caller's business.
+/// Gives caches of `team` their sealed outputs, and ends the maker's uses of task caches. Returns
+/// the outputs whose caches are not available.
 ///
-/// The rows of caches are locked in the order of their ids, those of claims first; what they owned before, after all of them: so two that settle
-/// with the same caches do not wait for one another.
+/// The caller gives outputs to builds.
+///
+/// To prevent deadlocks, rows of resource caches are locked before those of task caches, in the
+/// order of claims and ids. Their previous artifacts are locked last.
 pub(crate) async fn give(
     txn: &DatabaseTransaction,
     team: &str,
     maker: WorkloadId,
-    owned: impl IntoIterator<Item = Owned>,
+    owned: impl IntoIterator<Item = OwnedOutput>,
     now: Timestamp,
     ttl: Duration,
-) -> Result<Vec<Owned>, DbErr> {
+) -> Result<Vec<OwnedOutput>, DbErr> {
     let mut owned: Vec<_> = owned.into_iter().filter(|(owner, _)| owner.is_cache()).collect();
     owned.sort_unstable_by_key(|(owner, _)| {
         let is_task_cache = matches!(owner, OutputOwner::TaskCache(_));
@@ -65,12 +71,12 @@ pub(crate) async fn give(
         }
     }
     task_caches::end_uses(txn, maker, &used, now).await?;
-    had_owner(txn, given).await?;
-    let_go(txn, before, now).await?;
+    record_owner(txn, given).await?;
+    release_artifacts(txn, before, now).await?;
     Ok(missing)
 }
 
-async fn had_owner(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), DbErr> {
+async fn record_owner(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), DbErr> {
     if artifacts.is_empty() {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Resource caches: found or made, put, used, deleted.
+//! Resource caches: lookup, claims, uses and deletion.
 
 use std::time::Duration;
 
@@ -10,9 +10,9 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::Located;
+use crate::artifacts::LocatedArtifact;
 use crate::builds::{self, OwnerEnded};
-use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::caches::{HandOverError, hand_over, release_artifacts, with_bytes};
 use crate::db::entity::{ALL_TEAMS, UserKind, cache_use, resource_cache};
 use crate::db::ids;
 use crate::holders::{self, HolderError};
@@ -20,14 +20,14 @@ use crate::marks::cache_uses;
 use crate::marks::deletion_log::{self, LogEntry};
 use crate::policy::retention::CacheEndReason;
 
-/// What uses a cache.
+/// User of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum User {
+pub(crate) enum CacheUser {
     Build(BuildId),
     Workload(WorkloadId),
 }
 
-impl User {
+impl CacheUser {
     fn columns(self) -> (UserKind, Uuid) {
         match self {
             Self::Build(build) => (UserKind::Build, build.uuid()),
@@ -43,22 +43,22 @@ pub(crate) enum UserError {
     Build(#[from] OwnerEnded),
     #[error(transparent)]
     Workload(#[from] HolderError),
-    #[error("workload {0} was settled before")]
+    #[error("workload {0} is already settled")]
     Settled(WorkloadId),
 }
 
-/// Locks a user that goes on, so that it does not end before the caller commits.
+/// Locks a user that has not ended, so that it does not end before the caller commits.
 async fn lock_user(
     txn: &DatabaseTransaction,
-    user: User,
+    user: CacheUser,
     team: &str,
     now: Timestamp,
 ) -> Result<(), UserError> {
     match user {
-        User::Build(build) => {
+        CacheUser::Build(build) => {
             builds::lock_live(txn, build, team).await?;
         }
-        User::Workload(workload) => {
+        CacheUser::Workload(workload) => {
             let holder = holders::lock(txn, workload, team, now).await?;
             if holder.settled_at.is_some() {
                 return Err(UserError::Settled(workload));
@@ -68,8 +68,8 @@ async fn lock_user(
     Ok(())
 }
 
-/// Writes down that a user that was locked uses a cache that was locked.
-async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(), DbErr> {
+/// Records that a locked user uses a locked cache.
+async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: CacheUser) -> Result<(), DbErr> {
     let (user_kind, user_id) = user.columns();
     let row =
         cache_use::ActiveModel { cache_id: Set(cache), user_kind: Set(user_kind), user_id: Set(user_id) };
@@ -84,58 +84,58 @@ async fn add_use(txn: &DatabaseTransaction, cache: Uuid, user: User) -> Result<(
         .map(drop)
 }
 
-/// A request for a cache.
+/// Request for a cache.
 #[derive(Debug, Clone)]
-pub(crate) struct Ask {
+pub(crate) struct CacheRequest {
     pub(crate) team: String,
-    /// Whether the cache is one for every team.
+    /// Whether the cache is available to every team.
     pub(crate) shared: bool,
     pub(crate) key: Digest,
     pub(crate) claim: ClaimId,
     pub(crate) resource_type: String,
     pub(crate) version: String,
     pub(crate) params: String,
-    pub(crate) user: Option<User>,
+    pub(crate) user: Option<CacheUser>,
 }
 
-impl Ask {
+impl CacheRequest {
     fn scope(&self) -> &str {
         if self.shared { ALL_TEAMS } else { &self.team }
     }
 }
 
-/// The answer to a request for a cache.
+/// Result of a request for a cache.
 #[derive(Debug)]
-pub(crate) enum Found {
-    /// It is there.
-    Ready(Box<Located>),
-    /// It is the asker's to make.
+pub(crate) enum CacheOutcome {
+    /// The cache is ready.
+    Ready(Box<LocatedArtifact>),
+    /// The caller must make the artifact.
     Yours,
-    /// Under this claim.
+    /// Another maker holds this claim.
     BeingMade(ClaimId),
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FindError {
-    #[error("claim {0} was used for another cache")]
+    #[error("claim {0} belongs to another cache")]
     ClaimTaken(ClaimId),
     #[error(transparent)]
     User(#[from] UserError),
-    #[error("database failed while looking for a resource cache")]
+    #[error("database failed while finding a resource cache")]
     Database(#[from] DbErr),
 }
 
-/// Finds a cache, or hands it to the caller to make: of all that ask at once, to one.
+/// Finds a cache, or gives its claim to the caller. Of concurrent callers, one gets the claim.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
-) -> Result<(CacheId, Found), FindError> {
-    if let Some(user) = ask.user {
-        lock_user(txn, user, &ask.team, now).await?;
+) -> Result<(CacheId, CacheOutcome), FindError> {
+    if let Some(user) = cache_request.user {
+        lock_user(txn, user, &cache_request.team, now).await?;
     }
-    let row = lock(txn, ask, now, term).await?;
+    let row = lock(txn, cache_request, now, term).await?;
     let found = match with_bytes(txn, row.artifact_id).await? {
         Some(located) => {
             resource_cache::Entity::update_many()
@@ -143,87 +143,90 @@ pub(crate) async fn find_or_create(
                 .filter(resource_cache::Column::CacheId.eq(row.cache_id))
                 .exec(txn)
                 .await?;
-            Found::Ready(Box::new(located))
+            CacheOutcome::Ready(Box::new(located))
         }
         None => {
             let claim = ClaimId::from_uuid(row.claim_id);
             let goes_on = row.claimed_until.is_some_and(|until| until > now.0);
-            if goes_on && claim != ask.claim {
-                Found::BeingMade(claim)
+            if goes_on && claim != cache_request.claim {
+                CacheOutcome::BeingMade(claim)
             } else {
-                claim_it(txn, &row, ask, now, term).await?;
-                Found::Yours
+                take_claim(txn, &row, cache_request, now, term).await?;
+                CacheOutcome::Yours
             }
         }
     };
-    if let Some(user) = ask.user {
+    if let Some(user) = cache_request.user {
         add_use(txn, row.cache_id, user).await?;
     }
     Ok((CacheId::from_uuid(row.cache_id), found))
 }
 
-/// Finds or makes the row of a cache, claimed by the asker, and locks it.
+/// Finds or creates the row of a cache, claimed by the caller, and locks it.
 async fn lock(
     txn: &DatabaseTransaction,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
 ) -> Result<resource_cache::Model, FindError> {
     let claimed_until = (now + term).0;
     let fresh = resource_cache::Model {
         cache_id: CacheId::new().uuid(),
-        scope: ask.scope().to_owned(),
-        key_digest: ask.key.as_bytes().to_vec(),
-        resource_type: ask.resource_type.clone(),
-        version: ask.version.clone(),
-        params: ask.params.clone(),
-        team: ask.team.clone(),
-        claim_id: ask.claim.uuid(),
+        scope: cache_request.scope().to_owned(),
+        key_digest: cache_request.key.as_bytes().to_vec(),
+        resource_type: cache_request.resource_type.clone(),
+        version: cache_request.version.clone(),
+        params: cache_request.params.clone(),
+        team: cache_request.team.clone(),
+        claim_id: cache_request.claim.uuid(),
         claimed_until: Some(claimed_until),
         artifact_id: None,
         last_used: now.0,
         created_at: now.0,
         look_at: claimed_until,
     };
-    let by_claim =
-        || resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(ask.claim.uuid()));
-    let taken =
-        |row: &resource_cache::Model| row.scope != ask.scope() || row.key_digest != ask.key.as_bytes();
+    let by_claim = || {
+        resource_cache::Entity::find().filter(resource_cache::Column::ClaimId.eq(cache_request.claim.uuid()))
+    };
+    let taken = |row: &resource_cache::Model| {
+        row.scope != cache_request.scope() || row.key_digest != cache_request.key.as_bytes()
+    };
     if by_claim().one(txn).await?.is_some_and(|row| taken(&row)) {
-        return Err(FindError::ClaimTaken(ask.claim));
+        return Err(FindError::ClaimTaken(cache_request.claim));
     }
     resource_cache::Entity::insert(fresh.into_active_model().reset_all())
         .on_conflict_do_nothing_on([resource_cache::Column::Scope, resource_cache::Column::KeyDigest])
         .exec_without_returning(txn)
         .await?;
     let row = resource_cache::Entity::find()
-        .filter(resource_cache::Column::Scope.eq(ask.scope()))
-        .filter(resource_cache::Column::KeyDigest.eq(ask.key.as_bytes()))
+        .filter(resource_cache::Column::Scope.eq(cache_request.scope()))
+        .filter(resource_cache::Column::KeyDigest.eq(cache_request.key.as_bytes()))
         .lock_exclusive()
         .one(txn)
         .await?;
-    // It may have gone since: a caller that asks again makes it.
-    row.ok_or_else(|| DbErr::RecordNotFound("a resource cache that was just there".to_owned()).into())
+    // The row may have been deleted meanwhile. The caller repeats the call and creates it.
+    row.ok_or_else(|| DbErr::RecordNotFound("resource cache".to_owned()).into())
 }
 
-/// Gives a cache that is not there to the asker to make. What it owned is lost, and let go.
-async fn claim_it(
+/// Gives the claim of a cache that is not ready to the caller. Its previous artifact has no bytes,
+/// and the cache lets go of it.
+async fn take_claim(
     txn: &DatabaseTransaction,
     row: &resource_cache::Model,
-    ask: &Ask,
+    cache_request: &CacheRequest,
     now: Timestamp,
     term: Duration,
 ) -> Result<(), DbErr> {
     if row.artifact_id.is_some() {
-        let_go(txn, row.artifact_id, now).await?;
+        release_artifacts(txn, row.artifact_id, now).await?;
     }
     let claimed_until = (now + term).0;
     resource_cache::Entity::update_many()
-        .col_expr(resource_cache::Column::Team, Expr::value(&*ask.team))
-        .col_expr(resource_cache::Column::ResourceType, Expr::value(&*ask.resource_type))
-        .col_expr(resource_cache::Column::Version, Expr::value(&*ask.version))
-        .col_expr(resource_cache::Column::Params, Expr::value(&*ask.params))
-        .col_expr(resource_cache::Column::ClaimId, Expr::value(ask.claim.uuid()))
+        .col_expr(resource_cache::Column::Team, Expr::value(&*cache_request.team))
+        .col_expr(resource_cache::Column::ResourceType, Expr::value(&*cache_request.resource_type))
+        .col_expr(resource_cache::Column::Version, Expr::value(&*cache_request.version))
+        .col_expr(resource_cache::Column::Params, Expr::value(&*cache_request.params))
+        .col_expr(resource_cache::Column::ClaimId, Expr::value(cache_request.claim.uuid()))
         .col_expr(resource_cache::Column::ClaimedUntil, Expr::value(claimed_until))
         .col_expr(resource_cache::Column::ArtifactId, Expr::value(None::<Uuid>))
         .col_expr(resource_cache::Column::LookAt, Expr::value(claimed_until))
@@ -240,11 +243,11 @@ pub(crate) enum ClaimError {
     Lost(ClaimId),
     #[error(transparent)]
     Artifact(#[from] HandOverError),
-    #[error("database failed while looking for a claim")]
+    #[error("database failed while reading a claim")]
     Database(#[from] DbErr),
 }
 
-/// The cache that is made under a claim of `team`, or was, locked.
+/// Locks and returns the cache that is or was made under a claim of `team`.
 async fn lock_claimed(
     txn: &DatabaseTransaction,
     team: &str,
@@ -259,12 +262,12 @@ async fn lock_claimed(
     row.ok_or(ClaimError::Lost(claim))
 }
 
-/// Whether the holder of the claim of a cache may still put something.
+/// Returns whether the maker of a cache may still put an artifact.
 fn is_being_made(row: &resource_cache::Model, now: Timestamp) -> bool {
     row.artifact_id.is_none() && row.claimed_until.is_some_and(|until| until > now.0)
 }
 
-/// Renews a claim. One under which the cache was made needs no more renewing.
+/// Renews a claim. A claim whose cache is ready needs no renewal.
 pub(crate) async fn renew(
     txn: &DatabaseTransaction,
     team: &str,
@@ -287,7 +290,7 @@ pub(crate) async fn renew(
     }
 }
 
-/// Makes a cache ready, under a claim that is valid.
+/// Makes a cache ready, under a valid claim.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     team: &str,
@@ -309,7 +312,7 @@ pub(crate) async fn put(
     Ok(cache)
 }
 
-/// The cache that is being made under a claim of `team` that is valid, locked.
+/// Locks and returns the cache that is being made under a valid claim of `team`.
 pub(super) async fn lock_being_made(
     txn: &DatabaseTransaction,
     team: &str,
@@ -323,7 +326,7 @@ pub(super) async fn lock_being_made(
     }
 }
 
-/// Makes a cache ready that is locked and being made.
+/// Makes a locked cache ready that is being made.
 pub(super) async fn make_ready(
     txn: &DatabaseTransaction,
     cache: Uuid,
@@ -345,7 +348,7 @@ pub(super) async fn make_ready(
 /// A cache cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum UseError {
-    #[error("no resource cache {0} for this team")]
+    #[error("resource cache {0} is not available to this team")]
     NotFound(CacheId),
     #[error(transparent)]
     User(#[from] UserError),
@@ -353,7 +356,7 @@ pub(crate) enum UseError {
     Database(#[from] DbErr),
 }
 
-/// Locks a cache that is answered to `team`.
+/// Locks a cache that is available to `team`.
 async fn lock_for(
     txn: &DatabaseTransaction,
     team: &str,
@@ -366,12 +369,12 @@ async fn lock_for(
         .await
 }
 
-/// Writes down that a cache is used.
-pub(crate) async fn use_it(
+/// Records that a user uses a cache.
+pub(crate) async fn use_cache(
     txn: &DatabaseTransaction,
     team: &str,
     cache: CacheId,
-    user: User,
+    user: CacheUser,
     now: Timestamp,
 ) -> Result<(), UseError> {
     lock_user(txn, user, team, now).await?;
@@ -381,12 +384,12 @@ pub(crate) async fn use_it(
     Ok(())
 }
 
-/// Ends a use.
+/// Ends a use of a cache.
 pub(crate) async fn release(
     txn: &DatabaseTransaction,
     team: &str,
     cache: CacheId,
-    user: User,
+    user: CacheUser,
     now: Timestamp,
 ) -> Result<(), DbErr> {
     let Some(row) = lock_for(txn, team, cache).await? else { return Ok(()) };
@@ -410,9 +413,9 @@ async fn touch(txn: &DatabaseTransaction, cache: Uuid, now: Timestamp) -> Result
 /// A cache cannot be deleted.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DeleteError {
-    #[error("this team made no resource cache {0}")]
+    #[error("no resource cache {0} made by this team")]
     NotFound(CacheId),
-    #[error("resource cache {0} is used")]
+    #[error("cannot delete resource cache {0}: a build or workload uses it")]
     InUse(CacheId),
     #[error("database failed while deleting a resource cache")]
     Database(#[from] DbErr),
@@ -436,21 +439,22 @@ pub(crate) async fn delete(
     if uses.values().any(|uses| uses.used) {
         return Err(DeleteError::InUse(cache));
     }
-    let_go(txn, row.artifact_id, now).await?;
+    release_artifacts(txn, row.artifact_id, now).await?;
     remove(txn, &[row.cache_id]).await?;
     deletion_log::append(txn, &[LogEntry::of_resource_cache(&row, CacheEndReason::Deleted)], now, tombstone)
         .await?;
     Ok(())
 }
 
-/// Removes the rows of caches that are locked.
+/// Deletes the rows of locked caches.
 pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<(), DbErr> {
     let those = || ids::among(txn.get_database_backend(), "cache_id", caches.iter().copied());
     cache_use::Entity::delete_many().filter(those()).exec(txn).await?;
     resource_cache::Entity::delete_many().filter(those()).exec(txn).await.map(drop)
 }
 
-/// Gives every claim at least a full `term` from `now`: its maker could perhaps not renew it.
+/// Extends all claims to at least `now + term`, because their makers may have been unable to renew
+/// them.
 pub(crate) async fn extend_terms(
     txn: &DatabaseTransaction,
     now: Timestamp,
@@ -464,7 +468,7 @@ pub(crate) async fn extend_terms(
         .map(drop)
 }
 
-/// A page of the caches that are answered to `team`, the oldest first.
+/// Returns a page of the caches that are available to `team`, oldest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     team: &str,

@@ -1,7 +1,8 @@
-//! Task caches: found or made, used by workloads, given their next version, deleted.
+//! Task caches: lookup, uses by workloads, publication of versions, and deletion.
 //!
-//! A workload uses the caches that it finds as directories from when it is pinned until it is settled. Which version it finds is decided when it is
-//! prepared ([`latest`]), and kept from then on by the volume that starts with it.
+//! A workload uses its mounted caches from when it is pinned until it is settled. Its version of a
+//! cache is chosen when it is prepared ([`latest`]). The volume that starts with the version keeps
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
@@ -14,33 +15,33 @@ use sea_orm::{
 };
 use uuid::Uuid;
 
-use crate::artifacts::{self, Located};
-use crate::caches::{HandOverError, hand_over, let_go, with_bytes};
+use crate::artifacts::{self, LocatedArtifact};
+use crate::caches::{HandOverError, hand_over, release_artifacts, with_bytes};
 use crate::db::entity::{ArtifactState, artifact, task_cache, task_cache_use};
 use crate::db::ids;
 use crate::db::units::micros;
 use crate::marks::deletion_log::{self, LogEntry};
 use crate::policy::retention::CacheEndReason;
 
-/// How many are deleted in one transaction.
+/// Maximum number of caches deleted in one transaction.
 pub(crate) const BATCH: u64 = 500;
 
-/// What a task cache is of.
+/// Key of a task cache.
 #[derive(Debug, Clone)]
-pub(crate) struct Key {
+pub(crate) struct TaskCacheKey {
     pub(crate) team: String,
     pub(crate) job: String,
     pub(crate) step: String,
     pub(crate) path: String,
 }
 
-/// Finds or makes a cache, which counts as use, and answers what it owns, if the bytes are left.
+/// Finds or creates a cache, which counts as a use, and returns its artifact if the bytes exist.
 pub(crate) async fn find_or_create(
     txn: &DatabaseTransaction,
-    key: &Key,
+    key: &TaskCacheKey,
     ttl: Duration,
     now: Timestamp,
-) -> Result<(CacheId, Option<Located>), DbErr> {
+) -> Result<(CacheId, Option<LocatedArtifact>), DbErr> {
     let fresh = task_cache::Model {
         cache_id: CacheId::new().uuid(),
         team: key.team.clone(),
@@ -68,7 +69,7 @@ pub(crate) async fn find_or_create(
     Ok((CacheId::from_uuid(row.cache_id), located))
 }
 
-/// A cache cannot be given a version.
+/// A version cannot be published.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PublishError {
     #[error("no task cache {0} in this team")]
@@ -79,7 +80,7 @@ pub(crate) enum PublishError {
     Database(#[from] DbErr),
 }
 
-/// Gives a cache its next version, and lets go of the one before.
+/// Publishes the next version of a cache, which lets go of the previous one.
 pub(crate) async fn publish(
     txn: &DatabaseTransaction,
     team: &str,
@@ -93,7 +94,7 @@ pub(crate) async fn publish(
     Ok(())
 }
 
-/// A cache of `team`, locked.
+/// Locks and returns a cache of `team`.
 pub(super) async fn lock(
     txn: &DatabaseTransaction,
     team: &str,
@@ -106,7 +107,7 @@ pub(super) async fn lock(
         .await
 }
 
-/// Writes down the next version of a cache that is locked.
+/// Sets the version of a locked cache.
 pub(super) async fn set_version(
     txn: &DatabaseTransaction,
     cache: CacheId,
@@ -122,7 +123,7 @@ pub(super) async fn set_version(
         .map(drop)
 }
 
-/// Caches of `team`, locked in the order of their ids.
+/// Locks and returns caches of `team`, in the order of their ids.
 pub(super) async fn lock_all(
     txn: &DatabaseTransaction,
     team: &str,
@@ -150,14 +151,15 @@ pub(crate) enum UseError {
     Database(#[from] DbErr),
 }
 
-/// Writes down that a workload, whose holder is locked, uses caches, all or none. Answers where their latest versions are.
-pub(crate) async fn use_them(
+/// Records that a workload, whose holder is locked, uses caches, all or none. Returns the locations
+/// of their latest versions.
+pub(crate) async fn use_caches(
     txn: &DatabaseTransaction,
     team: &str,
     holder: WorkloadId,
     caches: &[CacheId],
     now: Timestamp,
-) -> Result<Vec<Located>, UseError> {
+) -> Result<Vec<LocatedArtifact>, UseError> {
     if caches.is_empty() {
         return Ok(Vec::new());
     }
@@ -177,11 +179,11 @@ pub(crate) async fn use_them(
     Ok(sealed_with_bytes(txn, versions).await?)
 }
 
-/// Of these artifacts those that are sealed and whose bytes are left.
+/// Returns the artifacts that are sealed and whose bytes exist.
 async fn sealed_with_bytes(
     txn: &DatabaseTransaction,
     artifacts: impl Iterator<Item = Uuid>,
-) -> Result<Vec<Located>, DbErr> {
+) -> Result<Vec<LocatedArtifact>, DbErr> {
     let artifacts: Vec<_> = artifacts.collect();
     if artifacts.is_empty() {
         return Ok(Vec::new());
@@ -192,7 +194,7 @@ async fn sealed_with_bytes(
         .all(txn)
         .await?;
     let located = artifacts::locate_rows(txn, rows).await?;
-    Ok(located.into_iter().filter(Located::has_bytes).collect())
+    Ok(located.into_iter().filter(LocatedArtifact::has_bytes).collect())
 }
 
 async fn touch(
@@ -208,7 +210,7 @@ async fn touch(
         .map(drop)
 }
 
-/// The caches that a workload uses.
+/// Returns the caches that a workload uses.
 pub(crate) async fn used_by(txn: &DatabaseTransaction, holder: WorkloadId) -> Result<Vec<Uuid>, DbErr> {
     task_cache_use::Entity::find()
         .select_only()
@@ -219,7 +221,7 @@ pub(crate) async fn used_by(txn: &DatabaseTransaction, holder: WorkloadId) -> Re
         .await
 }
 
-/// Ends the uses of a workload. The caches are locked.
+/// Ends the uses of a workload. The caller has locked the caches.
 pub(super) async fn end_uses(
     txn: &DatabaseTransaction,
     holder: WorkloadId,
@@ -237,7 +239,7 @@ pub(super) async fn end_uses(
         .map(drop)
 }
 
-/// Which of these caches workloads use.
+/// Returns the caches that workloads use, among `caches`.
 pub(crate) async fn in_use(conn: &impl ConnectionTrait, caches: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
     if caches.is_empty() {
         return Ok(HashSet::new());
@@ -253,7 +255,8 @@ pub(crate) async fn in_use(conn: &impl ConnectionTrait, caches: &[Uuid]) -> Resu
     Ok(used.into_iter().collect())
 }
 
-/// What caches of `team` have now, of those that have something with bytes. It stays theirs until the caller commits.
+/// Returns the latest versions of caches of `team` whose bytes exist. The versions do not change
+/// before the caller commits.
 pub(crate) async fn latest(
     txn: &DatabaseTransaction,
     team: &str,
@@ -278,30 +281,30 @@ pub(crate) async fn latest(
     Ok(rows.iter().filter_map(version).collect())
 }
 
-/// Which caches of a team are meant.
+/// Filter of task caches of a team.
 #[derive(Debug, Clone)]
-pub(crate) enum Which {
-    One(CacheId),
-    /// Those of a job; of a step, and of a path.
-    Of {
+pub(crate) enum TaskCacheFilter {
+    Cache(CacheId),
+    /// All caches of a job, or of one step, or of one path.
+    Job {
         job: String,
         step: Option<String>,
         path: Option<String>,
     },
 }
 
-/// Deletes caches, a batch at most. Answers how many.
+/// Deletes at most [`BATCH`] caches, and returns their number.
 pub(crate) async fn delete(
     txn: &DatabaseTransaction,
     team: &str,
-    which: &Which,
+    which: &TaskCacheFilter,
     now: Timestamp,
     tombstone: Duration,
 ) -> Result<u64, DbErr> {
     let mut query = task_cache::Entity::find().filter(task_cache::Column::Team.eq(team));
     query = match which {
-        Which::One(cache) => query.filter(task_cache::Column::CacheId.eq(cache.uuid())),
-        Which::Of { job, step, path } => {
+        TaskCacheFilter::Cache(cache) => query.filter(task_cache::Column::CacheId.eq(cache.uuid())),
+        TaskCacheFilter::Job { job, step, path } => {
             query = query.filter(task_cache::Column::Job.eq(&**job));
             if let Some(step) = step {
                 query = query.filter(task_cache::Column::Step.eq(&**step));
@@ -316,7 +319,7 @@ pub(crate) async fn delete(
     if rows.is_empty() {
         return Ok(0);
     }
-    let_go(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
+    release_artifacts(txn, rows.iter().filter_map(|row| row.artifact_id), now).await?;
     let gone = remove(txn, &rows.iter().map(|row| row.cache_id).collect::<Vec<_>>()).await?;
     let entries: Vec<_> =
         rows.iter().map(|row| LogEntry::of_task_cache(row, CacheEndReason::Deleted)).collect();
@@ -324,7 +327,7 @@ pub(crate) async fn delete(
     Ok(gone)
 }
 
-/// Removes the rows of caches that are locked, used or not. Answers how many.
+/// Deletes the rows of locked caches, used or not, and returns their number.
 pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result<u64, DbErr> {
     if caches.is_empty() {
         return Ok(0);
@@ -335,7 +338,7 @@ pub(crate) async fn remove(txn: &DatabaseTransaction, caches: &[Uuid]) -> Result
     Ok(gone.rows_affected)
 }
 
-/// A page of the caches of `team`, or of one job of it, the oldest first.
+/// Returns a page of the caches of `team`, or of one of its jobs, oldest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     team: &str,

@@ -1,6 +1,6 @@
-//! The tables, as sea-orm sees them. `migrations/` says what each column means.
+//! Sea-orm entities of the tables. `migrations/` documents each column.
 
-/// Where a volume or container is in its life.
+/// State of a volume or container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum State {
@@ -13,9 +13,10 @@ pub(crate) enum State {
 }
 
 impl State {
-    /// What is marked for a reason of its own, whether its gateway was told or not. Replicas that go with their artifacts are marked beside ([`crate::marks::sweep_queue`]).
+    /// Marked for a reason of its own, whether or not it was handed out. A replica that is deleted
+    /// with its artifact is marked in the sweep queue instead ([`crate::marks::sweep_queue`]).
     pub(crate) const GARBAGE: [Self; 2] = [Self::Destroying, Self::Sweeping];
-    /// What is there, as far as we know.
+    /// Present on the worker, as far as the store knows.
     pub(crate) const PRESENT: [Self; 2] = [Self::Created, Self::Unconfirmed];
 
     pub(crate) fn is_garbage(self) -> bool {
@@ -27,7 +28,7 @@ impl State {
     }
 }
 
-/// What a volume is for.
+/// Purpose of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum Purpose {
@@ -37,7 +38,7 @@ pub(crate) enum Purpose {
     Scratch,
 }
 
-/// Whether an artifact's bytes are final.
+/// State of an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum ArtifactState {
@@ -46,7 +47,7 @@ pub(crate) enum ArtifactState {
     Deleting,
 }
 
-/// How a build ended.
+/// Status of an ended build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum BuildStatus {
@@ -56,7 +57,7 @@ pub(crate) enum BuildStatus {
     Aborted,
 }
 
-/// What kind of thing an orphan is.
+/// Kind of an orphan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum OrphanKind {
@@ -64,7 +65,7 @@ pub(crate) enum OrphanKind {
     Container,
 }
 
-/// What kind of thing is gone.
+/// Kind of an entry in the deletion log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum DeletionKind {
@@ -83,7 +84,7 @@ impl From<OrphanKind> for DeletionKind {
     }
 }
 
-/// What uses a resource cache.
+/// Kind of a user of a resource cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, sea_orm::EnumIter, sea_orm::DeriveActiveEnum)]
 #[sea_orm(rs_type = "String", db_type = "Text", rename_all = "snake_case")]
 pub(crate) enum UserKind {
@@ -91,7 +92,7 @@ pub(crate) enum UserKind {
     Workload,
 }
 
-/// The scope of a resource cache that is answered to every team. No team has this name.
+/// Scope of a resource cache that is available to every team. No team has this name.
 pub(crate) const ALL_TEAMS: &str = "";
 
 macro_rules! entity {
@@ -118,11 +119,11 @@ macro_rules! entity {
     };
 }
 
-/// The id of the one row of the table `store`.
+/// Id of the only row of the table `store`.
 pub(crate) const STORE_ROW: i64 = 1;
 
 entity! {
-    /// What this database is.
+    /// The identity and counters of this database.
     store, "store" {
         #[sea_orm(primary_key, auto_increment = false)]
         id: i64,
@@ -146,7 +147,7 @@ entity! {
 }
 
 entity! {
-    /// Worker-independent names for bytes.
+    /// Artifacts.
     artifact, "artifacts" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
@@ -167,7 +168,7 @@ entity! {
 }
 
 entity! {
-    /// Artifacts that are deleted.
+    /// Deleted artifacts that can still be restored.
     tombstone, "tombstones" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
@@ -176,7 +177,7 @@ entity! {
 }
 
 entity! {
-    /// Small trees, from which artifacts were made.
+    /// Bytes of small trees.
     tree, "trees" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
@@ -197,7 +198,7 @@ entity! {
 }
 
 entity! {
-    /// Owners that live until they ended, and then as long as their caller asked.
+    /// Builds.
     build, "builds" {
         #[sea_orm(primary_key, auto_increment = false)]
         build_id: Uuid,
@@ -218,7 +219,7 @@ entity! {
 }
 
 entity! {
-    /// Which builds own which artifacts.
+    /// Artifacts owned by builds.
     owner, "owners" {
         #[sea_orm(primary_key, auto_increment = false)]
         artifact_id: Uuid,
@@ -228,7 +229,7 @@ entity! {
 }
 
 entity! {
-    /// What was fetched for a resource, to be fetched once.
+    /// Resource caches.
     resource_cache, "resource_caches" {
         #[sea_orm(primary_key, auto_increment = false)]
         cache_id: Uuid,
@@ -248,7 +249,7 @@ entity! {
 }
 
 entity! {
-    /// What uses which resource cache.
+    /// Uses of resource caches by builds and workloads.
     cache_use, "cache_uses" {
         #[sea_orm(primary_key, auto_increment = false)]
         cache_id: Uuid,
@@ -260,7 +261,7 @@ entity! {
 }
 
 entity! {
-    /// What a step of a job leaves in a path for the next time.
+    /// Task caches.
     task_cache, "task_caches" {
         #[sea_orm(primary_key, auto_increment = false)]
         cache_id: Uuid,
@@ -277,7 +278,7 @@ entity! {
 }
 
 entity! {
-    /// Which workloads find which task caches as directories.
+    /// Task caches that workloads mount as directories.
     task_cache_use, "task_cache_uses" {
         #[sea_orm(primary_key, auto_increment = false)]
         cache_id: Uuid,
@@ -287,7 +288,7 @@ entity! {
 }
 
 entity! {
-    /// Images of the types of resources that come with the system.
+    /// Base resource types.
     base_resource_type, "base_resource_types" {
         #[sea_orm(primary_key, auto_increment = false)]
         base_type_id: Uuid,
@@ -299,7 +300,7 @@ entity! {
 }
 
 entity! {
-    /// The certs that workers give to resources.
+    /// Resource certificates of workers.
     resource_certs, "resource_certs" {
         #[sea_orm(primary_key, auto_increment = false)]
         worker_id: Uuid,
@@ -308,7 +309,7 @@ entity! {
 }
 
 entity! {
-    /// What workers bring along.
+    /// Images and certificates that workers provide.
     import, "imports" {
         #[sea_orm(primary_key, auto_increment = false)]
         worker_id: Uuid,
@@ -325,7 +326,7 @@ entity! {
 }
 
 entity! {
-    /// Workloads, as far as they pin artifacts or have attempts.
+    /// Workloads that pin artifacts or have attempts.
     holder, "holders" {
         #[sea_orm(primary_key, auto_increment = false)]
         holder_id: Uuid,
@@ -337,7 +338,7 @@ entity! {
 }
 
 entity! {
-    /// What workloads use.
+    /// Pins of workloads on artifacts.
     pin, "pins" {
         #[sea_orm(primary_key, auto_increment = false)]
         holder_id: Uuid,
@@ -348,7 +349,7 @@ entity! {
 }
 
 entity! {
-    /// Tries at workloads.
+    /// Attempts.
     attempt, "attempts" {
         #[sea_orm(primary_key, auto_increment = false)]
         attempt_id: Uuid,
@@ -360,7 +361,7 @@ entity! {
 }
 
 entity! {
-    /// Directories on workers.
+    /// Volumes.
     volume, "volumes" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
@@ -392,7 +393,7 @@ entity! {
 }
 
 entity! {
-    /// What was lost, in the order in which it was noticed.
+    /// Losses of volumes and containers, in the order in which they were noticed.
     loss, "losses" {
         #[sea_orm(primary_key, auto_increment = false)]
         revision: i64,
@@ -407,7 +408,7 @@ entity! {
 }
 
 entity! {
-    /// Containers on workers.
+    /// Containers.
     container, "containers" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
@@ -426,7 +427,7 @@ entity! {
 }
 
 entity! {
-    /// Orphans: what a store that came out of a backup does not know.
+    /// Orphans.
     orphan, "orphans" {
         #[sea_orm(primary_key, auto_increment = false)]
         handle: Uuid,
@@ -444,7 +445,7 @@ entity! {
 }
 
 entity! {
-    /// Volumes, containers and caches that are gone.
+    /// Volumes, containers and caches that were deleted.
     deletion, "deletion_log" {
         #[sea_orm(primary_key, auto_increment = false)]
         id: Uuid,

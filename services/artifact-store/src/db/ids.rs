@@ -1,7 +1,10 @@
-//! Many ids as one value, so that a statement is the same however many they are, and is parsed and planned once.
+//! Lists of ids as one value of a statement.
 //!
-//! PostgreSQL is given an array, SQLite a JSON text. PostgreSQL is given it as a text, and reads it in a query of its own, so that it does not
-//! count them when it plans: it would read a whole table rather than look for some thousand rows by an index.
+//! A statement has the same text for any number of ids, so that it is parsed and planned once.
+//!
+//! SQLite gets a JSON text. PostgreSQL gets an array, as a text that a subquery converts. The
+//! planner cannot count its elements then. Otherwise it would scan a whole table for some thousand
+//! ids instead of using an index.
 
 use std::fmt::Write;
 
@@ -9,7 +12,7 @@ use sea_orm::sea_query::Expr;
 use sea_orm::{DbBackend, Value};
 use uuid::Uuid;
 
-/// A query that answers, as `id`, the ids that [`value`] made the value `$n`.
+/// Returns a query that yields, as `id`, the ids of the list [`value`], which is value `$n`.
 pub(crate) fn query(backend: DbBackend, n: usize) -> String {
     match backend {
         DbBackend::Postgres => {
@@ -19,7 +22,7 @@ pub(crate) fn query(backend: DbBackend, n: usize) -> String {
     }
 }
 
-/// These ids, for [`query`].
+/// Returns a list of ids as a value for [`query`].
 pub(crate) fn value(backend: DbBackend, ids: impl IntoIterator<Item = Uuid>) -> Value {
     match backend {
         DbBackend::Postgres => list("{", ids, "}", |text, id| write!(text, "{}", id.simple())),
@@ -27,15 +30,16 @@ pub(crate) fn value(backend: DbBackend, ids: impl IntoIterator<Item = Uuid>) -> 
     }
 }
 
-/// The condition that `column` is one of these ids.
+/// Returns the condition that `column` is one of the ids.
 pub(crate) fn among(backend: DbBackend, column: &str, ids: impl IntoIterator<Item = Uuid>) -> Expr {
     let query = query(backend, 1);
-    // How a value is written in a text that becomes a part of a statement.
+    // Expressions number their values with `?` on SQLite.
     let query = if backend == DbBackend::Postgres { query } else { query.replace("$1", "?") };
     Expr::cust_with_values(format!("{column} IN ({query})"), [value(backend, ids)])
 }
 
-/// A query that answers, as `id` and `at`, the pairs that [`pairs`] made the value `$n`.
+/// Returns a query that yields, as `id` and `at`, the pairs of the list [`pairs`], which is value
+/// `$n`.
 pub(crate) fn pairs_query(backend: DbBackend, n: usize) -> String {
     match backend {
         DbBackend::Postgres => format!(
@@ -48,7 +52,7 @@ pub(crate) fn pairs_query(backend: DbBackend, n: usize) -> String {
     }
 }
 
-/// These ids, each with an instant or none, for [`pairs_query`].
+/// Returns a list of ids, each with an optional instant, as a value for [`pairs_query`].
 pub(crate) fn pairs(pairs: impl IntoIterator<Item = (Uuid, Option<i64>)>) -> Value {
     list("[", pairs, "]", |text, (id, at)| match at {
         Some(at) => write!(text, "[\"{}\",{at}]", id.simple()),
@@ -56,7 +60,7 @@ pub(crate) fn pairs(pairs: impl IntoIterator<Item = (Uuid, Option<i64>)>) -> Val
     })
 }
 
-/// A lock of the rows that a query names, where there are locks.
+/// Returns the locking clause of a query, or nothing on a database without row locks.
 pub(crate) fn lock(backend: DbBackend, lock: &'static str) -> &'static str {
     match backend {
         DbBackend::Postgres => lock,
@@ -75,7 +79,7 @@ fn list<T>(
         if place > 0 {
             text.push(',');
         }
-        // A String takes everything.
+        // Writing to a String cannot fail.
         write(&mut text, item).ok();
     }
     text.push_str(close);
@@ -94,17 +98,17 @@ mod tests {
     use crate::db::migrations::Schema;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_statement_takes_any_number_of_ids_on_sqlite() {
-        a_statement_takes_any_number_of_ids(databases::sqlite()).await;
+    async fn statement_takes_any_number_of_ids_on_sqlite() {
+        statement_takes_any_number_of_ids(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn a_statement_takes_any_number_of_ids_on_postgres() {
-        a_statement_takes_any_number_of_ids(databases::postgres().await).await;
+    async fn statement_takes_any_number_of_ids_on_postgres() {
+        statement_takes_any_number_of_ids(databases::postgres().await).await;
     }
 
-    /// More than either database takes values.
-    async fn a_statement_takes_any_number_of_ids(database: TestDatabase) {
+    /// Uses more ids than either database allows as separate values.
+    async fn statement_takes_any_number_of_ids(database: TestDatabase) {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         let backend = db.read().get_database_backend();
         let ids: HashSet<_> = (0..100_000).map(|_| Uuid::new_v4()).collect();

@@ -1,5 +1,4 @@
-//! The schema: one file, for nothing has been released yet. A later change is a migration of its
-//! own.
+//! The schema of the store's database, as a list of migrations.
 
 use db::{Migrations, SqlMigration};
 

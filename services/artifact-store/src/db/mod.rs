@@ -1,4 +1,4 @@
-//! The database: its tables as sea-orm sees them, its schema, and what statements are made of.
+//! The database: entities, schema, and helpers to build statements.
 
 pub(crate) mod entity;
 pub(crate) mod ids;

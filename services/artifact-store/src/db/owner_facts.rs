@@ -1,6 +1,6 @@
-//! What the retention rules need to know of the rows of owners.
+//! Facts about owners, for the retention rules.
 //!
-//! Called by the collector, by explanations and by the modules of these owners.
+//! The collector, explanations and the modules of these owners call it.
 //! [`crate::policy::retention`] has the rules.
 
 use std::time::Duration;
@@ -13,24 +13,25 @@ use crate::policy::retention::{
 };
 
 impl resource_cache::Model {
-    /// What it is called, for people.
+    /// Returns the cache's name for people.
     pub(crate) fn name(&self) -> String {
         format!("{} {}", self.resource_type, self.version).trim().to_owned()
     }
 
-    /// Why it goes when it goes by itself.
-    pub(crate) fn goes(&self) -> CacheEndReason {
+    /// Returns the reason for the cache's automatic deletion.
+    pub(crate) fn end_reason(&self) -> CacheEndReason {
         if self.claimed_until.is_some() { CacheEndReason::NotMade } else { CacheEndReason::Unused }
     }
 
-    /// When it goes by itself though it is used, if all that uses it ends by itself.
-    pub(crate) fn goes_at(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
+    /// Returns the time of the cache's automatic deletion if all of its uses end as scheduled.
+    /// `None` if a use has no scheduled end.
+    pub(crate) fn deletion_time(&self, uses: &Uses, ttl: Duration) -> Option<Timestamp> {
         let last_use = uses.last_end.map_or(self.last_used, |end| Ord::max(self.last_used, end.0));
         (!uses.endless).then(|| Timestamp(last_use) + ttl)
     }
 
-    /// What the rule needs to know of it.
-    pub(crate) fn standing(&self, uses: Uses) -> ResourceCache {
+    /// Returns the facts for the retention rule.
+    pub(crate) fn facts(&self, uses: Uses) -> ResourceCache {
         match self.claimed_until {
             Some(until) => ResourceCache::BeingMade { claimed_until: Timestamp(until) },
             None => {
@@ -43,19 +44,19 @@ impl resource_cache::Model {
 }
 
 impl task_cache::Model {
-    /// What it is called, for people.
+    /// Returns the cache's name for people.
     pub(crate) fn name(&self) -> String {
         format!("{} {} {}", self.job, self.step, self.path)
     }
 
-    /// `used`: a workload that was not settled uses it.
-    pub(crate) fn lets_go(&self, used: bool) -> ReleaseTime {
-        TaskCache { used, last_used: Timestamp(self.last_used), ttl: self.ttl }.lets_go()
+    /// Returns when the cache lets go. `used`: whether a workload that is not settled uses it.
+    pub(crate) fn release_time(&self, used: bool) -> ReleaseTime {
+        TaskCache { used, last_used: Timestamp(self.last_used), ttl: self.ttl }.release_time()
     }
 }
 
 impl build::Model {
-    /// What the rule needs to know of a build that ends so.
+    /// Returns the facts for the retention rule if the build ends at `at` with `status`.
     pub(crate) fn ending(&self, status: BuildStatus, at: Timestamp, latest_of_its_job: bool) -> Build {
         let end = match status {
             BuildStatus::Succeeded | BuildStatus::Aborted => BuildEnd::Done,
@@ -74,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cache_lets_go_when_it_was_unused_for_long() {
+    fn unused_cache_lets_go_after_its_ttl() {
         let cache = resource_cache::Model {
             cache_id: uuid::Uuid::now_v7(),
             scope: String::new(),
@@ -98,7 +99,7 @@ mod tests {
             (true, Some(at(500)), None),
         ] {
             let uses = Uses { used: true, ended: None, endless, last_end };
-            assert_eq!(cache.goes_at(&uses, ttl), expected);
+            assert_eq!(cache.deletion_time(&uses, ttl), expected);
         }
         for (claimed_until, used, ended, expected) in [
             (None, false, None, ReleaseTime::At(at(110))),
@@ -106,12 +107,12 @@ mod tests {
             (None, false, Some(at(20)), ReleaseTime::At(at(120))),
             (None, true, Some(at(20)), ReleaseTime::NotYet),
             (Some(at(30).0), false, None, ReleaseTime::At(at(30))),
-            // Waiting for it does not keep it from being made by another.
+            // A waiting user does not extend the claim.
             (Some(at(30).0), true, None, ReleaseTime::At(at(30))),
         ] {
             let cache = resource_cache::Model { claimed_until, ..cache.clone() };
             let uses = Uses { used, ended, ..Uses::default() };
-            assert_eq!(cache.standing(uses).lets_go(ttl), expected);
+            assert_eq!(cache.facts(uses).release_time(ttl), expected);
         }
     }
 }

@@ -1,16 +1,18 @@
-//! Rows of volumes.
+//! Conditions on volumes, and new rows of volumes.
 
 use domain::{Timestamp, VolumeHandle, WorkerId};
 
 use crate::db::entity::{Purpose, State, volume};
 
-/// Written out, for there are partial indexes of those that are not: for a parameter in its place SQLite would plan the statement each time.
+/// Condition that a volume is complete. It is a literal because partial indexes exclude complete
+/// volumes. With a parameter, SQLite would plan the statement on each execution.
 pub(crate) const COMPLETE: &str = "complete = TRUE";
 
-/// The same of what is there, as far as we know ([`State::PRESENT`]).
+/// Condition that a volume is present ([`State::PRESENT`]). A literal, so that SQLite plans the
+/// statement once.
 pub(crate) const PRESENT: &str = "state IN ('created', 'unconfirmed')";
 
-/// The row of a volume that may not be there yet, as far as all volumes are alike.
+/// Returns a new row of a volume that may not exist yet, with defaults for all optional columns.
 pub(crate) fn new_volume(
     handle: VolumeHandle,
     worker: WorkerId,

@@ -1,4 +1,4 @@
-//! Why an artifact is there, or went.
+//! Explanations of artifacts.
 
 use std::collections::HashMap;
 
@@ -14,14 +14,15 @@ use crate::db::entity::{
 };
 use crate::db::units::size;
 use crate::explain::{
-    Explanation, Keeper, Keepers, Question, Stage, Thing, caches, child, holders, keep_periods, related,
+    ExplainContext, Explanation, ItemKind, Keeper, Keepers, Stage, caches, child, holders, keep_periods,
+    related,
 };
 use crate::marks::references;
 use crate::policy::garbage::{self, KeeperKind};
 
 pub(super) async fn artifact(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: artifact::Model,
 ) -> Result<Explanation, DbErr> {
     let state = match row.state {
@@ -35,14 +36,14 @@ pub(super) async fn artifact(
             .filter(volume::Column::Purpose.eq(Purpose::Replica))
     };
     let lost = replicas().filter(volume::Column::State.eq(State::Lost));
-    let lost = related(conn, "lost replicas", Thing::Volume, lost, volume::Column::Handle).await?;
+    let lost = related(conn, "lost replicas", ItemKind::Volume, lost, volume::Column::Handle).await?;
     let left = replicas().filter(volume::Column::State.ne(State::Lost));
-    let left = related(conn, "replicas", Thing::Volume, left, volume::Column::Handle).await?;
+    let left = related(conn, "replicas", ItemKind::Volume, left, volume::Column::Handle).await?;
     let mut explanation = Explanation {
         size_bytes: size(row.size_bytes),
         created_at: Some(Timestamp(row.created_at)),
         in_store: row.in_store,
-        ..Explanation::of(Thing::Artifact, row.artifact_id, state)
+        ..Explanation::of(ItemKind::Artifact, row.artifact_id, state)
     };
     explanation.relate(left);
     explanation.relate(lost);
@@ -50,7 +51,7 @@ pub(super) async fn artifact(
         let restorable = restore::restorable(&row).one(conn).await?;
         explanation.can_be_undeleted = row.digest.is_some() && (row.in_store || restorable.is_some());
         explanation.marked_at = row.marked_at.map(Timestamp);
-        explanation.remembered_until = explanation.marked_at.map(|at| at + question.tombstone);
+        explanation.remembered_until = explanation.marked_at.map(|at| at + context.tombstone);
         explanation.why = row.marked_why.unwrap_or_default();
     } else {
         explanation.bytes_lost = row.state == ArtifactState::Sealed
@@ -59,15 +60,17 @@ pub(super) async fn artifact(
         if explanation.bytes_lost {
             explanation.lost_at = lost_at(conn, row.artifact_id).await?;
         }
-        explanation.kept_by = keepers(conn, question, &row).await?;
-        let unheld = references::unheld(&(&row).into());
-        explanation.goes(question.now, |at| garbage::artifact(&unheld, at, &question.policy));
+        explanation.kept_by = keepers(conn, context, &row).await?;
+        let without_references = references::without_references(&(&row).into());
+        explanation
+            .set_deletion_time(context.now, |at| garbage::artifact(&without_references, at, &context.policy));
     }
     explanation.label = row.label;
     Ok(explanation)
 }
 
-/// When the last replica of an artifact went that was lost. `None`: that is not known, or not any more.
+/// Returns when the last lost replica of an artifact was lost. `None` if that is unknown or
+/// forgotten.
 async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<Timestamp>, DbErr> {
     let lost = volume::Entity::find()
         .select_only()
@@ -78,7 +81,7 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     if let Some(at) = known.flatten() {
         return Ok(Some(Timestamp(at)));
     }
-    // Its worker was forgotten with all that it held.
+    // The replica's worker was forgotten, with all of its volumes.
     let noticed = loss::Entity::find()
         .select_only()
         .column_as(loss::Column::LostAt.max(), "lost_at")
@@ -87,16 +90,17 @@ async fn lost_at(conn: &impl ConnectionTrait, artifact: Uuid) -> Result<Option<T
     Ok(known.flatten().map(Timestamp))
 }
 
-/// An artifact that the store does not know, and of which workers hold orphans. `None`: none does, or it is another team's.
+/// Explains an artifact that is unknown to the store and of which workers have orphans. `None` if
+/// there are none, or they belong to another team.
 pub(super) async fn orphan(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
     let held = orphan::Entity::find().filter(orphan::Column::ArtifactId.eq(id)).filter(
-        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(question.team)),
+        Condition::any().add(orphan::Column::Team.is_null()).add(orphan::Column::Team.eq(context.team)),
     );
-    let volumes = related(conn, "volumes", Thing::Volume, held.clone(), orphan::Column::Handle).await?;
+    let volumes = related(conn, "volumes", ItemKind::Volume, held.clone(), orphan::Column::Handle).await?;
     if volumes.total == 0 {
         return Ok(None);
     }
@@ -105,35 +109,36 @@ pub(super) async fn orphan(
     let mut explanation = Explanation {
         size_bytes: whole.as_ref().map(|row| size(row.size_bytes)).unwrap_or_default(),
         can_be_adopted: whole.is_some(),
-        ..Explanation::of(Thing::Artifact, id, Stage::Orphaned)
+        ..Explanation::of(ItemKind::Artifact, id, Stage::Orphaned)
     };
     explanation.relate(volumes);
     Ok(Some(explanation))
 }
 
-/// When an artifact goes that nothing keeps without end. `None`: something does.
-pub(super) async fn goes_at(
+/// Returns when an artifact will be deleted. `None` if something keeps it indefinitely.
+pub(super) async fn deletion_time(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &artifact::Model,
 ) -> Result<Option<Timestamp>, DbErr> {
-    let holds = keep_periods::of_artifact(conn, question, row.artifact_id).await?;
-    let unheld = references::unheld(&row.into());
+    let holds = keep_periods::of_artifact(conn, context, row.artifact_id).await?;
+    let without_references = references::without_references(&row.into());
     let last =
-        (!holds.endless).then(|| holds.until.map_or(question.now, |until| Ord::max(until, question.now)));
-    let fate =
-        last.and_then(|last| garbage::fate(last, |at| garbage::artifact(&unheld, at, &question.policy)));
+        (!holds.endless).then(|| holds.until.map_or(context.now, |until| Ord::max(until, context.now)));
+    let fate = last.and_then(|last| {
+        garbage::predict_mark(last, |at| garbage::artifact(&without_references, at, &context.policy))
+    });
     Ok(fate.map(|(at, _)| at))
 }
 
 async fn keepers(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &artifact::Model,
 ) -> Result<Keepers, DbErr> {
-    let (id, now) = (row.artifact_id, question.now);
-    let held = keep_periods::of_artifact(conn, question, id).await?;
-    let builds = held.first.iter().filter_map(|keeper| match keeper.what {
+    let (id, now) = (row.artifact_id, context.now);
+    let held = keep_periods::of_artifact(conn, context, id).await?;
+    let builds = held.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::Build(build) => Some(build.uuid()),
         _ => None,
     });
@@ -144,7 +149,7 @@ async fn keepers(
         .into_iter()
         .map(|row| (row.build_id, row))
         .collect();
-    let types = held.first.iter().filter_map(|keeper| match keeper.what {
+    let types = held.first.iter().filter_map(|keeper| match keeper.kind {
         KeeperKind::BaseResourceType(id) => Some(id),
         _ => None,
     });
@@ -156,39 +161,40 @@ async fn keepers(
         .map(|row| (row.base_type_id, row))
         .collect();
     let first = held.first.iter().map(|keeper| {
-        let (thing, text) = match keeper.what {
+        let (thing, text) = match keeper.kind {
             KeeperKind::Build(id) => {
                 let which = builds.get(&id.uuid()).map(holders::which_build).unwrap_or_default();
-                (Some((Thing::Build, id.uuid())), format!("build {id}{which}"))
+                (Some((ItemKind::Build, id.uuid())), format!("build {id}{which}"))
             }
             KeeperKind::Pin(id) => {
                 let text = format!("workload or lease {id}, which pins it until it is settled");
-                (Some((Thing::Workload, id.uuid())), text)
+                (Some((ItemKind::Workload, id.uuid())), text)
             }
-            KeeperKind::Volume(id) => (Some((Thing::Volume, id.uuid())), child(id.uuid(), keeper.until)),
+            KeeperKind::Volume(id) => (Some((ItemKind::Volume, id.uuid())), child(id.uuid(), keeper.until)),
             KeeperKind::Transfer(id) => {
-                let text =
-                    format!("transfer {id}, which brings its bytes; it renews its claim while it goes on");
-                (Some((Thing::Transfer, id.uuid())), text)
+                let text = format!("transfer {id}, which fills it and renews its claim");
+                (Some((ItemKind::Transfer, id.uuid())), text)
             }
-            KeeperKind::Import(id) => (Some((Thing::Volume, id.uuid())), keeper.what.to_string()),
+            KeeperKind::Import(id) => (Some((ItemKind::Volume, id.uuid())), keeper.kind.to_string()),
             KeeperKind::ResourceCache(id) => {
-                (Some((Thing::ResourceCache, id.uuid())), keeper.what.to_string())
+                (Some((ItemKind::ResourceCache, id.uuid())), keeper.kind.to_string())
             }
-            KeeperKind::TaskCache(id) => (Some((Thing::TaskCache, id.uuid())), keeper.what.to_string()),
+            KeeperKind::TaskCache(id) => (Some((ItemKind::TaskCache, id.uuid())), keeper.kind.to_string()),
             KeeperKind::BaseResourceType(id) => {
                 let which = types.get(&id).map(caches::which_type).unwrap_or_default();
-                (Some((Thing::BaseResourceType, id)), format!("base resource type {id}{which}"))
+                (Some((ItemKind::BaseResourceType, id)), format!("base resource type {id}{which}"))
             }
-            KeeperKind::ResourceCerts(id) => (Some((Thing::Worker, id.uuid())), keeper.what.to_string()),
-            KeeperKind::Youth | KeeperKind::Reprieve => (None, keeper.what.to_string()),
+            KeeperKind::ResourceCerts(id) => (Some((ItemKind::Worker, id.uuid())), keeper.kind.to_string()),
+            KeeperKind::Unowned | KeeperKind::Reprieve => (None, keeper.kind.to_string()),
         };
         Keeper { thing, text, until: keeper.until }
     });
     let mut keepers = Keepers::default();
     keepers.add_all(first, &held);
-    if let Some(keeper) = garbage::unowned_keeper(&references::unheld(&row.into()), now, &question.policy) {
-        keepers.add(Keeper { thing: None, text: keeper.what.to_string(), until: keeper.until });
+    if let Some(keeper) =
+        garbage::unowned_keeper(&references::without_references(&row.into()), now, &context.policy)
+    {
+        keepers.add(Keeper { thing: None, text: keeper.kind.to_string(), until: keeper.until });
     }
     Ok(keepers)
 }

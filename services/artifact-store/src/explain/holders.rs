@@ -1,4 +1,4 @@
-//! What builds, workloads, attempts, transfers and workers are, and what they keep.
+//! Explanations of builds, workloads, attempts, transfers and workers.
 
 use domain::Timestamp;
 use sea_orm::{
@@ -9,12 +9,12 @@ use crate::db::entity::{
     BuildStatus, attempt, build, container, holder, orphan, owner, pin, resource_certs, volume, worker,
 };
 use crate::db::units::size;
-use crate::explain::{Explanation, Keeper, Question, Stage, Thing, is_of_team, related};
+use crate::explain::{ExplainContext, Explanation, ItemKind, Keeper, Stage, is_of_team, related};
 use crate::policy::garbage::MarkReason;
 
 pub(super) async fn build(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &build::Model,
 ) -> Result<Explanation, DbErr> {
     let label = match (&row.job, row.number) {
@@ -24,21 +24,21 @@ pub(super) async fn build(
     let mut explanation = Explanation {
         label,
         created_at: Some(Timestamp(row.created_at)),
-        ..Explanation::of(Thing::Build, row.build_id, status(row.status))
+        ..Explanation::of(ItemKind::Build, row.build_id, status(row.status))
     };
     let owned = owner::Entity::find().filter(owner::Column::BuildId.eq(row.build_id));
-    explanation.relate(related(conn, "owns", Thing::Artifact, owned, owner::Column::ArtifactId).await?);
-    explanation.relate_one("ends with", Thing::Workload, row.ends_with);
+    explanation.relate(related(conn, "owns", ItemKind::Artifact, owned, owner::Column::ArtifactId).await?);
+    explanation.relate_one("ends with", ItemKind::Workload, row.ends_with);
     explanation.goes_at = row.kept_until.map(Timestamp);
-    if row.kept_until.is_none_or(|until| until > question.now.0) {
+    if row.kept_until.is_none_or(|until| until > context.now.0) {
         explanation.kept_by.add(keeps(row));
     } else {
-        explanation.why = "its end, and the time that it was to keep after that, are over".to_owned();
+        explanation.why = "it has ended, and its keep time has passed".to_owned();
     }
     Ok(explanation)
 }
 
-/// Why a build has not let go.
+/// Returns why a build has not let go.
 fn keeps(row: &build::Model) -> Keeper {
     let rule = |text: &str, until: Option<i64>| Keeper {
         thing: None,
@@ -46,30 +46,28 @@ fn keeps(row: &build::Model) -> Keeper {
         until: until.map(Timestamp),
     };
     match (row.ended_at, row.ends_with) {
-        (Some(_), _) if row.kept_until.is_some() => {
-            rule("it has ended, and keeps for as long as its caller asked", row.kept_until)
-        }
+        (Some(_), _) if row.kept_until.is_some() => rule("its keep time after its end", row.kept_until),
         (Some(_), _) => rule("it did not succeed, and is the latest build of its job", None),
         (None, Some(workload)) if row.bound => Keeper {
-            thing: Some((Thing::Workload, workload)),
-            text: format!("workload {workload}, whose end is its end"),
+            thing: Some((ItemKind::Workload, workload)),
+            text: format!("workload {workload}, which ends it"),
             until: None,
         },
         (None, _) if row.term_ends_at.is_some() => {
             rule("its term, unless its caller renews it or its workload is submitted", row.term_ends_at)
         }
-        (None, _) => rule("its caller, which says when it has ended", None),
+        (None, _) => rule("its caller, which ends it", None),
     }
 }
 
-/// What to say of a build that keeps something, behind its id.
+/// Describes a build that keeps something, as a suffix of its id.
 pub(super) fn which_build(row: &build::Model) -> String {
     let job = match (&row.job, row.number) {
         (Some(job), Some(number)) => format!(" ({job} #{number})"),
         _ => String::new(),
     };
     let state = match row.status {
-        None => "which goes on",
+        None => "which is open",
         Some(BuildStatus::Succeeded) => "which has succeeded",
         Some(BuildStatus::Aborted) => "which was aborted",
         Some(BuildStatus::Failed) => "which has failed",
@@ -97,48 +95,48 @@ pub(super) async fn workload(conn: &impl ConnectionTrait, row: &holder::Model) -
     let state = if row.settled_at.is_some() { Stage::Settled } else { Stage::GoingOn };
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
-        ..Explanation::of(Thing::Workload, id, state)
+        ..Explanation::of(ItemKind::Workload, id, state)
     };
     let pins = pin::Entity::find().filter(pin::Column::HolderId.eq(id));
-    explanation.relate(related(conn, "pins", Thing::Artifact, pins, pin::Column::ArtifactId).await?);
+    explanation.relate(related(conn, "pins", ItemKind::Artifact, pins, pin::Column::ArtifactId).await?);
     let attempts = attempt::Entity::find().filter(attempt::Column::HolderId.eq(id));
     explanation
-        .relate(related(conn, "attempts", Thing::Attempt, attempts, attempt::Column::AttemptId).await?);
+        .relate(related(conn, "attempts", ItemKind::Attempt, attempts, attempt::Column::AttemptId).await?);
     let builds = build::Entity::find().filter(build::Column::EndsWith.eq(id));
-    explanation.relate(related(conn, "ends", Thing::Build, builds, build::Column::BuildId).await?);
+    explanation.relate(related(conn, "ends", ItemKind::Build, builds, build::Column::BuildId).await?);
     Ok(explanation)
 }
 
 pub(super) async fn attempt(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &attempt::Model,
 ) -> Result<Option<Explanation>, DbErr> {
-    if !is_of_team(conn, question, [None, None], Some(row.holder_id)).await? {
+    if !is_of_team(conn, context, [None, None], Some(row.holder_id)).await? {
         return Ok(None);
     }
     let id = row.attempt_id;
     let state = if row.ended_at.is_some() { Stage::Ended } else { Stage::GoingOn };
-    let mut explanation = Explanation::of(Thing::Attempt, id, state);
-    explanation.relate_one("workload", Thing::Workload, Some(row.holder_id));
-    explanation.relate_one("worker", Thing::Worker, row.worker_id);
+    let mut explanation = Explanation::of(ItemKind::Attempt, id, state);
+    explanation.relate_one("workload", ItemKind::Workload, Some(row.holder_id));
+    explanation.relate_one("worker", ItemKind::Worker, row.worker_id);
     let containers = container::Entity::find().filter(container::Column::AttemptId.eq(id));
     let containers =
-        related(conn, "containers", Thing::Container, containers, container::Column::Handle).await?;
+        related(conn, "containers", ItemKind::Container, containers, container::Column::Handle).await?;
     explanation.relate(containers);
     let volumes = volume::Entity::find().filter(volume::Column::AttemptId.eq(id));
-    explanation.relate(related(conn, "volumes", Thing::Volume, volumes, volume::Column::Handle).await?);
+    explanation.relate(related(conn, "volumes", ItemKind::Volume, volumes, volume::Column::Handle).await?);
     Ok(Some(explanation))
 }
 
-/// What brings bytes into this volume, or has.
+/// Explains the transfer that fills or filled a volume.
 pub(super) async fn transfer(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     row: &volume::Model,
 ) -> Result<Option<Explanation>, DbErr> {
     let Some(id) = row.transfer_id else { return Ok(None) };
-    if !is_of_team(conn, question, [row.artifact_id, row.from_artifact_id], None).await? {
+    if !is_of_team(conn, context, [row.artifact_id, row.from_artifact_id], None).await? {
         return Ok(None);
     }
     let claimed_until = row.claimed_until.filter(|_| !row.complete).map(Timestamp);
@@ -146,21 +144,21 @@ pub(super) async fn transfer(
     let mut explanation = Explanation {
         created_at: Some(Timestamp(row.created_at)),
         size_bytes: size(row.size_bytes),
-        ..Explanation::of(Thing::Transfer, id, state)
+        ..Explanation::of(ItemKind::Transfer, id, state)
     };
-    explanation.relate_one("brings", Thing::Artifact, row.artifact_id);
-    explanation.relate_one("into", Thing::Volume, Some(row.handle));
-    explanation.relate_one("worker", Thing::Worker, Some(row.worker_id));
+    explanation.relate_one("brings", ItemKind::Artifact, row.artifact_id);
+    explanation.relate_one("into", ItemKind::Volume, Some(row.handle));
+    explanation.relate_one("worker", ItemKind::Worker, Some(row.worker_id));
     if let Some(until) = claimed_until {
-        let text = "its claim, which it renews while it goes on".to_owned();
+        let text = "its claim, which it renews until it ends".to_owned();
         explanation.kept_by.add(Keeper { thing: None, text, until: Some(until) });
         explanation.goes_at = Some(until);
-        explanation.why = MarkReason::ClaimRanOut.to_string();
+        explanation.why = MarkReason::ClaimExpired.to_string();
     }
     Ok(Some(explanation))
 }
 
-/// What the store knows of a worker: what it holds.
+/// Explains a worker by its inventory.
 pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> Result<Explanation, DbErr> {
     #[derive(FromQueryResult)]
     struct Volumes {
@@ -175,15 +173,15 @@ pub(super) async fn worker(conn: &impl ConnectionTrait, row: &worker::Model) -> 
     let volumes = Volumes::find_by_statement(volumes).one(conn).await?;
     let (volumes, bytes) = volumes.map(|row| (size(row.number), size(row.bytes))).unwrap_or_default();
     let containers = container::Entity::find().filter(container::Column::WorkerId.eq(id)).count(conn).await?;
-    let aside = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id)).count(conn).await?;
+    let orphans = orphan::Entity::find().filter(orphan::Column::WorkerId.eq(id)).count(conn).await?;
     let mut label = format!("{} and {}", count(volumes, "volume"), count(containers, "container"));
-    if aside > 0 {
-        label.push_str(&format!(", and {aside} orphaned"));
+    if orphans > 0 {
+        label.push_str(&format!(", and {orphans} orphaned"));
     }
     let mut explanation =
-        Explanation { label, size_bytes: bytes, ..Explanation::of(Thing::Worker, id, Stage::Known) };
+        Explanation { label, size_bytes: bytes, ..Explanation::of(ItemKind::Worker, id, Stage::Known) };
     let certs = resource_certs::Entity::find_by_id(id).one(conn).await?;
-    explanation.relate_one("certs", Thing::Artifact, certs.map(|row| row.artifact_id));
+    explanation.relate_one("certs", ItemKind::Artifact, certs.map(|row| row.artifact_id));
     Ok(explanation)
 }
 

@@ -1,7 +1,7 @@
-//! How long the things that keep something keep it, if they end by themselves.
+//! Times for which references keep an item, if they end automatically.
 //!
-//! Called by the explanations. The rows come from [`crate::marks::references`], and
-//! [`crate::policy::retention`] and [`crate::policy::garbage`] say until when.
+//! The explanations call it. The rows come from [`crate::marks::references`].
+//! [`crate::policy::retention`] and [`crate::policy::garbage`] have the rules.
 
 use std::collections::HashMap;
 
@@ -12,84 +12,84 @@ use uuid::Uuid;
 use crate::caches::task_caches;
 use crate::db::entity::{resource_cache, task_cache};
 use crate::db::ids;
-use crate::explain::{MOST, Question};
+use crate::explain::{ExplainContext, MAX};
 use crate::marks::cache_uses;
 use crate::marks::references::{self, Keepers};
 use crate::policy::garbage::{self, Keeper, KeeperKind};
 use crate::policy::retention::ReleaseTime;
 
-/// How many of the things that keep something are judged. If there are more, when it goes is not
-/// told.
-const MOST_JUDGED: u64 = 10_000;
+/// Maximum number of references that are judged. If there are more, the time of the deletion is
+/// unknown.
+const MAX_JUDGED: u64 = 10_000;
 
-/// What keeps something, and for how long.
+/// References that keep an item, and until when.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Holds {
-    /// The first few things.
+pub(super) struct KeepPeriod {
+    /// The first few references.
     pub(super) first: Vec<Keeper>,
     pub(super) total: u64,
-    /// Whether something of it does not say until when.
+    /// Whether a reference has no scheduled end.
     pub(super) endless: bool,
-    /// When the last of the rest lets go. `None`: there is none.
+    /// Last scheduled end. `None` if there is none.
     pub(super) until: Option<Timestamp>,
 }
 
-/// What holds an artifact.
+/// Returns the references that keep an artifact.
 pub(super) async fn of_artifact(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     artifact: Uuid,
-) -> Result<Holds, DbErr> {
-    let mut found = references::keepers(conn, &[artifact], question.now, MOST_JUDGED).await?;
-    judged(conn, question, found.remove(&artifact).unwrap_or_default()).await
+) -> Result<KeepPeriod, DbErr> {
+    let mut found = references::keepers(conn, &[artifact], context.now, MAX_JUDGED).await?;
+    with_ends(conn, context, found.remove(&artifact).unwrap_or_default()).await
 }
 
-/// What is made from a volume.
+/// Returns the volumes that were created from a volume.
 pub(super) async fn of_volume(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     parent: Uuid,
-) -> Result<Holds, DbErr> {
-    judged(conn, question, references::children(conn, parent, MOST_JUDGED).await?).await
+) -> Result<KeepPeriod, DbErr> {
+    with_ends(conn, context, references::children(conn, parent, MAX_JUDGED).await?).await
 }
 
-/// Until when volumes of attempts that have ended are kept. Those from which something is made are
-/// not answered, nor those whose attempts go on.
+/// Returns until when volumes of ended attempts are kept. Omits volumes with children, and volumes
+/// of active attempts.
 pub(super) async fn volumes_until(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
-    let left = references::left_volumes(conn, volumes).await?;
+    let left = references::volumes_of_ended_attempts(conn, volumes).await?;
     let alone = left.into_iter().filter(|volume| !volume.has_live_child);
     let until = alone.map(|volume| {
         let touched_at = volume.touched_at.map(Timestamp);
-        (volume.handle, garbage::grace_ends(Timestamp(volume.ended_at), touched_at, &question.policy))
+        (volume.handle, garbage::grace_ends(Timestamp(volume.ended_at), touched_at, &context.policy))
     });
     Ok(until.collect())
 }
 
-/// Adds until when each thing keeps what it does.
-async fn judged(
+/// Adds the end of each reference.
+async fn with_ends(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     keepers: Keepers,
-) -> Result<Holds, DbErr> {
+) -> Result<KeepPeriod, DbErr> {
     let Keepers { mut first, total } = keepers;
     let (mut resource_caches, mut task_caches, mut volumes) = (Vec::new(), Vec::new(), Vec::new());
     for keeper in &first {
-        match keeper.what {
+        match keeper.kind {
             KeeperKind::ResourceCache(id) => resource_caches.push(id.uuid()),
             KeeperKind::TaskCache(id) => task_caches.push(id.uuid()),
             KeeperKind::Volume(handle) => volumes.push(handle.uuid()),
             _ => {}
         }
     }
-    let mut known = resource_caches_until(conn, question, &resource_caches).await?;
+    let mut known = resource_caches_until(conn, context, &resource_caches).await?;
     known.extend(task_caches_until(conn, &task_caches).await?);
-    known.extend(volumes_until(conn, question, volumes).await?);
+    known.extend(volumes_until(conn, context, volumes).await?);
     for keeper in &mut first {
-        match keeper.what {
+        match keeper.kind {
             KeeperKind::ResourceCache(id) | KeeperKind::TaskCache(id) => {
                 keeper.until = known.get(&id.uuid()).copied();
             }
@@ -97,32 +97,32 @@ async fn judged(
             _ => {}
         }
     }
-    let endless = total > MOST_JUDGED || first.iter().any(|keeper| keeper.until.is_none());
+    let endless = total > MAX_JUDGED || first.iter().any(|keeper| keeper.until.is_none());
     let until = first.iter().filter_map(|keeper| keeper.until).max();
-    first.truncate(usize::try_from(MOST).unwrap_or(usize::MAX));
-    Ok(Holds { first, total, endless, until })
+    first.truncate(usize::try_from(MAX).unwrap_or(usize::MAX));
+    Ok(KeepPeriod { first, total, endless, until })
 }
 
-/// When resource caches go that are used by nothing but what ends by itself.
+/// Returns when resource caches will be deleted. Omits caches with a use that has no scheduled end.
 async fn resource_caches_until(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     caches: &[Uuid],
 ) -> Result<HashMap<Uuid, Timestamp>, DbErr> {
     if caches.is_empty() {
         return Ok(HashMap::new());
     }
-    let uses = cache_uses::uses(conn, caches, question.now).await?;
+    let uses = cache_uses::uses(conn, caches, context.now).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = resource_cache::Entity::find().filter(among).all(conn).await?;
     let until = rows.into_iter().filter_map(|row| {
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
-        Some((row.cache_id, row.goes_at(&uses, question.resource_cache_ttl)?))
+        Some((row.cache_id, row.deletion_time(&uses, context.resource_cache_ttl)?))
     });
     Ok(until.collect())
 }
 
-/// When task caches go that nothing uses.
+/// Returns when unused task caches will be deleted.
 async fn task_caches_until(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],
@@ -133,7 +133,7 @@ async fn task_caches_until(
     let in_use = task_caches::in_use(conn, caches).await?;
     let among = ids::among(conn.get_database_backend(), "cache_id", caches.iter().copied());
     let rows = task_cache::Entity::find().filter(among).all(conn).await?;
-    let until = rows.into_iter().filter_map(|row| match row.lets_go(in_use.contains(&row.cache_id)) {
+    let until = rows.into_iter().filter_map(|row| match row.release_time(in_use.contains(&row.cache_id)) {
         ReleaseTime::At(at) => Some((row.cache_id, at)),
         ReleaseTime::NotYet => None,
     });

@@ -1,7 +1,10 @@
-//! Explanations: why something that the store knows is there, or went.
+//! Explanations: why an item is kept, when it will be deleted, or why it was deleted.
 //!
-//! When something goes is derived by what will mark it: [`crate::policy::garbage`] is asked about the moment after the last thing that keeps it. Reads
-//! only, in as many statements however much there is; of everything that may be much, the first few things and how many there are.
+//! The time of the deletion comes from the garbage rules: [`crate::policy::garbage`] judges the
+//! moment after the last reference ends.
+//!
+//! It only reads. The number of statements does not depend on the number of rows. Long lists are
+//! cut off after the first few elements and have a total.
 
 mod artifacts;
 mod caches;
@@ -25,14 +28,14 @@ use crate::db::entity::{
 };
 use crate::inventory;
 use crate::policy::garbage::{self, Policy, Verdict};
-use keep_periods::Holds;
+use keep_periods::KeepPeriod;
 
-/// How many things of a kind are named.
-const MOST: u64 = 50;
+/// Maximum number of items in a list.
+const MAX: u64 = 50;
 
-/// What an id can be the id of.
+/// Kind of an item that has an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Thing {
+pub(crate) enum ItemKind {
     Artifact,
     Volume,
     Container,
@@ -46,7 +49,7 @@ pub(crate) enum Thing {
     BaseResourceType,
 }
 
-/// Where something is in its life.
+/// State of an item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     Open,
@@ -75,10 +78,10 @@ pub(crate) enum Stage {
     Orphaned,
 }
 
-/// What something is, and why it is there or went.
+/// An item with its state, references and reasons.
 #[derive(Debug, Clone)]
 pub(crate) struct Explanation {
-    pub(crate) thing: Thing,
+    pub(crate) thing: ItemKind,
     pub(crate) id: Uuid,
     pub(crate) state: Stage,
     pub(crate) label: String,
@@ -92,20 +95,20 @@ pub(crate) struct Explanation {
     pub(crate) why: String,
     pub(crate) remembered_until: Option<Timestamp>,
     pub(crate) can_be_undeleted: bool,
-    /// Whether no worker has the bytes of a sealed artifact any more, nor the store.
+    /// Whether the bytes of a sealed artifact are neither on a worker nor in the store.
     pub(crate) bytes_lost: bool,
-    /// Since when something is missing on its worker.
+    /// Since when it is missing on its worker.
     pub(crate) lost_at: Option<Timestamp>,
-    /// The team of an orphan. Empty: that is not known.
+    /// Team of an orphan. Empty if unknown.
     pub(crate) team: String,
-    /// Whether an orphan has final bytes that are known.
+    /// Whether an orphan has a known digest.
     pub(crate) can_be_adopted: bool,
     /// Whether the store itself has its bytes.
     pub(crate) in_store: bool,
 }
 
 impl Explanation {
-    fn of(thing: Thing, id: Uuid, state: Stage) -> Self {
+    fn of(thing: ItemKind, id: Uuid, state: Stage) -> Self {
         Self {
             thing,
             id,
@@ -129,37 +132,38 @@ impl Explanation {
         }
     }
 
-    /// Names things that it has to do with, if there are any.
+    /// Adds a relation, unless it is empty.
     fn relate(&mut self, relation: Relation) {
         if relation.total > 0 {
             self.relations.push(relation);
         }
     }
 
-    /// Names one thing that it has to do with, if there is one.
-    fn relate_one(&mut self, relation: &'static str, thing: Thing, id: Option<Uuid>) {
+    /// Adds a relation to one item, if there is one.
+    fn relate_one(&mut self, relation: &'static str, thing: ItemKind, id: Option<Uuid>) {
         if let Some(id) = id {
             self.relate(Relation { relation, thing, ids: vec![id], total: 1 });
         }
     }
 
-    /// Says when it goes, if what keeps it ends by itself: when nothing of that is left, `judge` says.
-    fn goes(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
-        if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::fate(last, judge)) {
+    /// Sets the time of the deletion if all references have scheduled ends. `judge` judges the item
+    /// without references.
+    fn set_deletion_time(&mut self, now: Timestamp, judge: impl Fn(Timestamp) -> Verdict) {
+        if let Some((at, why)) = self.kept_by.last(now).and_then(|last| garbage::predict_mark(last, judge)) {
             self.goes_at = Some(at);
             self.why = why.to_string();
         }
     }
 }
 
-/// What keeps something: the first few things, and how many there are.
+/// References that keep an item: the first few, and their number.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Keepers {
     pub(crate) first: Vec<Keeper>,
     pub(crate) total: u64,
-    /// Whether one of them does not say until when.
+    /// Whether a reference has no scheduled end.
     endless: bool,
-    /// When the last of the others ends.
+    /// Last scheduled end.
     until: Option<Timestamp>,
 }
 
@@ -171,42 +175,42 @@ impl Keepers {
         self.first.push(keeper);
     }
 
-    /// Adds things of which the first are named, and says how long all of them keep it.
-    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &Holds) {
+    /// Adds the first references of a list, and the total and ends of the whole list.
+    fn add_all(&mut self, first: impl Iterator<Item = Keeper>, holds: &KeepPeriod) {
         self.total += holds.total;
         self.endless |= holds.endless;
         self.until = Ord::max(self.until, holds.until);
         self.first.extend(first);
     }
 
-    /// When nothing of it is left, if all of it ends by itself.
+    /// Returns when the last reference ends, if all have scheduled ends.
     fn last(&self, now: Timestamp) -> Option<Timestamp> {
         (!self.endless).then(|| self.until.map_or(now, |until| Ord::max(until, now)))
     }
 }
 
-/// One thing that keeps something.
+/// A reference that keeps an item.
 #[derive(Debug, Clone)]
 pub(crate) struct Keeper {
-    /// `None`: a rule.
-    pub(crate) thing: Option<(Thing, Uuid)>,
+    /// The referring item. `None` for a rule.
+    pub(crate) thing: Option<(ItemKind, Uuid)>,
     pub(crate) text: String,
-    /// `None`: not before something happens.
+    /// Scheduled end. `None` if it depends on an event.
     pub(crate) until: Option<Timestamp>,
 }
 
-/// What something has to do with other things: the first of them, and how many there are.
+/// Items related to an item: the first few, and their number.
 #[derive(Debug, Clone)]
 pub(crate) struct Relation {
     pub(crate) relation: &'static str,
-    pub(crate) thing: Thing,
+    pub(crate) thing: ItemKind,
     pub(crate) ids: Vec<Uuid>,
     pub(crate) total: u64,
 }
 
-/// The asking team, the instant, and the settings by which it is judged.
+/// Context of an explanation: the calling team, the time, and the settings.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Question<'a> {
+pub(crate) struct ExplainContext<'a> {
     pub(crate) team: &'a str,
     pub(crate) now: Timestamp,
     pub(crate) policy: Policy,
@@ -214,32 +218,32 @@ pub(crate) struct Question<'a> {
     pub(crate) resource_cache_ttl: Duration,
 }
 
-/// Explains the thing with this id. `None`: the team has no such thing, or it is forgotten.
+/// Explains the item with this id. `None` if it is unknown to the team or forgotten.
 pub(crate) async fn explain(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     id: Uuid,
 ) -> Result<Option<Explanation>, DbErr> {
-    let of_team = |team: &str| team == question.team || team == ALL_TEAMS;
+    let of_team = |team: &str| team == context.team || team == ALL_TEAMS;
     if let Some(row) = artifact::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
-            artifacts::artifact(conn, question, row).await.map(Some)
+            artifacts::artifact(conn, context, row).await.map(Some)
         } else {
             Ok(None)
         };
     }
     if let Some(row) = inventory::volume(conn, VolumeHandle::from_uuid(id)).await? {
-        return volumes::volume(conn, question, row).await;
+        return volumes::volume(conn, context, row).await;
     }
     if let Some(row) = container::Entity::find_by_id(id).one(conn).await? {
-        return volumes::container(conn, question, row).await;
+        return volumes::container(conn, context, row).await;
     }
     if let Some(row) = orphan::Entity::find_by_id(id).one(conn).await? {
         return Ok(row.team.as_deref().is_none_or(of_team).then(|| volumes::orphan(&row)));
     }
     if let Some(row) = build::Entity::find_by_id(id).one(conn).await? {
         return if of_team(&row.team) {
-            holders::build(conn, question, &row).await.map(Some)
+            holders::build(conn, context, &row).await.map(Some)
         } else {
             Ok(None)
         };
@@ -248,55 +252,56 @@ pub(crate) async fn explain(
         return if of_team(&row.team) { holders::workload(conn, &row).await.map(Some) } else { Ok(None) };
     }
     if let Some(row) = attempt::Entity::find_by_id(id).one(conn).await? {
-        return holders::attempt(conn, question, &row).await;
+        return holders::attempt(conn, context, &row).await;
     }
     if let Some(row) = resource_cache::Entity::find_by_id(id).one(conn).await? {
-        return caches::resource_cache(conn, question, &row).await;
+        return caches::resource_cache(conn, context, &row).await;
     }
     if let Some(row) = task_cache::Entity::find_by_id(id).one(conn).await? {
-        return caches::task_cache(conn, question, &row).await;
+        return caches::task_cache(conn, context, &row).await;
     }
     if let Some(row) = base_resource_type::Entity::find_by_id(id).one(conn).await? {
         return Ok(Some(caches::base_resource_type(&row)));
     }
-    // Nothing that is garbage is in its index.
+    // The index of transfers excludes garbage.
     let transfer = volume::Entity::find()
         .filter(volume::Column::TransferId.eq(id))
         .filter(Expr::cust("given_up = FALSE"));
     if let Some(row) = transfer.one(conn).await? {
-        return holders::transfer(conn, question, &row).await;
+        return holders::transfer(conn, context, &row).await;
     }
     if let Some(row) = worker::Entity::find_by_id(id).one(conn).await? {
         return holders::worker(conn, &row).await.map(Some);
     }
     if let Some(row) = deletion::Entity::find_by_id(id).one(conn).await? {
-        return Ok(row.team.as_deref().is_none_or(of_team).then(|| logged(question, row)));
+        return Ok(row.team.as_deref().is_none_or(of_team).then(|| from_log_entry(context, row)));
     }
-    artifacts::orphan(conn, question, id).await
+    artifacts::orphan(conn, context, id).await
 }
 
-/// What is gone, as far as it is remembered.
-fn logged(question: &Question<'_>, row: deletion::Model) -> Explanation {
+/// Explains an item by its entry in the deletion log.
+fn from_log_entry(context: &ExplainContext<'_>, row: deletion::Model) -> Explanation {
     let thing = match row.kind {
-        DeletionKind::Volume => Thing::Volume,
-        DeletionKind::Container => Thing::Container,
-        DeletionKind::ResourceCache => Thing::ResourceCache,
-        DeletionKind::TaskCache => Thing::TaskCache,
+        DeletionKind::Volume => ItemKind::Volume,
+        DeletionKind::Container => ItemKind::Container,
+        DeletionKind::ResourceCache => ItemKind::ResourceCache,
+        DeletionKind::TaskCache => ItemKind::TaskCache,
     };
     Explanation {
         marked_at: row.marked_at.map(Timestamp),
         gone_at: Some(Timestamp(row.gone_at)),
         why: row.marked_why.unwrap_or_default(),
         label: row.label,
-        remembered_until: Some(Timestamp(row.gone_at) + question.tombstone),
+        remembered_until: Some(Timestamp(row.gone_at) + context.tombstone),
         ..Explanation::of(thing, row.id, Stage::Gone)
     }
 }
 
-/// Whether what belongs to these artifacts and to this attempt may be shown to the team: whose it is says whichever is still known.
+/// Returns whether the team may see an item of these artifacts and this holder. All of their rows
+/// that still exist must belong to the team.
 async fn is_of_team(
     conn: &impl ConnectionTrait,
-    question: &Question<'_>,
+    context: &ExplainContext<'_>,
     artifacts: [Option<Uuid>; 2],
     holder: Option<Uuid>,
 ) -> Result<bool, DbErr> {
@@ -308,14 +313,14 @@ async fn is_of_team(
     if let Some(holder) = holder {
         teams.extend(holder::Entity::find_by_id(holder).one(conn).await?.map(|row| row.team));
     }
-    Ok(teams.iter().all(|team| team == question.team || team == ALL_TEAMS))
+    Ok(teams.iter().all(|team| team == context.team || team == ALL_TEAMS))
 }
 
-/// The first things of a query, and how many there are.
+/// Returns the first items of a query, and their number.
 async fn related<E>(
     conn: &impl ConnectionTrait,
     relation: &'static str,
-    thing: Thing,
+    thing: ItemKind,
     query: Select<E>,
     column: E::Column,
 ) -> Result<Relation, DbErr>
@@ -323,10 +328,10 @@ where
     E: EntityTrait,
     E::Model: Send + Sync,
 {
-    let ids = query.clone().select_only().column(column).order_by_asc(column).limit(MOST);
+    let ids = query.clone().select_only().column(column).order_by_asc(column).limit(MAX);
     let ids: Vec<Uuid> = ids.into_tuple().all(conn).await?;
     let named = u64::try_from(ids.len()).unwrap_or(u64::MAX);
-    let total = if named < MOST { named } else { query.count(conn).await? };
+    let total = if named < MAX { named } else { query.count(conn).await? };
     Ok(Relation { relation, thing, ids, total })
 }
 
@@ -341,7 +346,7 @@ fn inventory_state(state: State) -> Stage {
     }
 }
 
-/// What to say of a volume that keeps what it is made from.
+/// Describes a volume that keeps its parent.
 fn child(id: Uuid, until: Option<Timestamp>) -> String {
     let ended = if until.is_some() { " for an attempt that has ended" } else { "" };
     format!("volume {id}, which is made from it{ended}")

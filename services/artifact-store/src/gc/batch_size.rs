@@ -1,40 +1,40 @@
-//! The size of a batch: as many rows as are done in a time that others may wait for them.
+//! The batch size of the collector, adapted to limit the time for which a batch holds locks.
 
 use std::time::Duration;
 
 use crate::app::Store;
 
-/// The pace of one step of a round.
+/// Batch size of one step of a round.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BatchSize {
-    /// How many rows the next batch has.
+    /// Number of rows in the next batch.
     pub(super) rows: u64,
-    /// How long a batch shall take.
+    /// Target duration of a batch.
     aim: Duration,
-    /// As many rows it has at least, however slow the database is.
+    /// Minimum number of rows, however slow the database is.
     fewest: u64,
 }
 
-/// As many rows a batch has at most.
-const MOST: u64 = 10_000;
+/// Maximum number of rows in a batch.
+const MAX: u64 = 10_000;
 
 impl BatchSize {
-    /// The pace to begin with.
+    /// Returns the initial batch size.
     pub(super) fn of(store: &Store) -> Self {
         if store.db.is_sqlite() {
-            // A writer waits for the whole batch.
+            // All writers wait for the whole batch.
             Self { rows: 100, aim: Duration::from_millis(10), fewest: 20 }
         } else {
-            // A transaction that needs one of its rows does.
+            // Only transactions that need one of the batch's rows wait for it.
             Self { rows: 2000, aim: Duration::from_millis(80), fewest: 500 }
         }
     }
 
-    /// A batch took so long. The next one is at most twice as large.
-    pub(super) fn took(&mut self, took: Duration) {
+    /// Adapts the batch size after a batch that took `took`. It at most doubles.
+    pub(super) fn adapt(&mut self, took: Duration) {
         let fits = self.aim.as_secs_f64() / took.as_secs_f64().max(1e-6);
         let rows = self.rows as f64 * fits.clamp(0.1, 2.0);
-        self.rows = (rows as u64).clamp(self.fewest, MOST);
+        self.rows = (rows as u64).clamp(self.fewest, MAX);
     }
 }
 
@@ -43,21 +43,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_come_to_take_what_they_shall() {
+    fn batch_size_converges_to_target_duration() {
         let mut pace = BatchSize { rows: 500, aim: Duration::from_millis(40), fewest: 200 };
         let mut batches = Vec::new();
         for micros_a_row in [10, 100, 4] {
             for _ in 0..10 {
-                pace.took(Duration::from_micros(pace.rows * micros_a_row));
+                pace.adapt(Duration::from_micros(pace.rows * micros_a_row));
             }
             batches.push(pace.rows);
         }
         assert_eq!(batches, [4000, 400, 10_000]);
-        // One that was held up by others does not make the next ones tiny.
-        pace.took(Duration::from_secs(10));
+        // A single slow batch reduces the size to at most a tenth.
+        pace.adapt(Duration::from_secs(10));
         assert_eq!(pace.rows, 1000);
         for _ in 0..10 {
-            pace.took(Duration::from_secs(10));
+            pace.adapt(Duration::from_secs(10));
         }
         assert_eq!(pace.rows, 200);
     }

@@ -1,69 +1,73 @@
-//! The dry run of a round: its batches in one transaction, which is rolled back.
+//! The dry run of a collection: one transaction with all batches, which is rolled back.
 //!
-//! Called by the handler of `Collect`. What it tells is what [`super::full_round`] would mark, for
-//! the same steps work it out; [`LIMIT`] bounds for how long its locks hold up callers that write.
+//! The handler of `Collect` calls it. It runs the same steps as [`super::full_round`], so that it
+//! reports what that would mark. [`LIMIT`] bounds the time for which its locks block writers.
 
 use std::time::{Duration, Instant};
 
 use sea_orm::{DatabaseTransaction, DbErr};
 
 use crate::app::Store;
-use crate::gc::{Collected, Settings, Step, make_all_due};
+use crate::gc::{CollectedItem, Settings, Step, make_all_due};
 
-/// How long the transaction of a dry run goes on at most, in seconds: callers that write may wait
-/// for its locks, and give up after ten.
+/// Maximum duration of the transaction, in seconds. Writers that wait for its locks give up after
+/// ten seconds.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// How many rows are in one batch of a dry run. All batches hold their locks until the end.
+/// Number of rows in a batch of a dry run. All batches hold their locks until the end.
 const ROWS: u64 = 2000;
 
-/// What a dry run found.
+/// Result of a dry run.
 #[derive(Debug, Default)]
-pub(crate) struct WouldGo {
-    pub(crate) collected: Vec<Collected>,
-    /// Whether there may be more: it found as many as were asked for, or its time was over.
+pub(crate) struct DryRunResult {
+    pub(crate) collected: Vec<CollectedItem>,
+    /// Whether the list may be incomplete, because it is long enough or the time is over.
     pub(crate) is_cut_off: bool,
 }
 
-/// How the transaction of a dry run ends: an error, so that it is rolled back.
+/// Error that rolls back the transaction of a dry run.
 #[derive(Debug, thiserror::Error)]
-enum RolledBack {
+enum DryRunEnd {
     #[error("a dry run changes nothing")]
-    Done(WouldGo),
+    Done(DryRunResult),
     #[error("database failed during a dry run")]
     Database(#[from] DbErr),
 }
 
-/// What a round would mark, at least the first `most`.
-pub(crate) async fn round(store: &Store, most: usize) -> Result<WouldGo, DbErr> {
+/// Returns what a round would mark, at least the first `most` items.
+pub(crate) async fn round(store: &Store, most: usize) -> Result<DryRunResult, DbErr> {
     let settings = Settings { batch: ROWS, ..Settings::of(store) };
     let run = store.db.write(|txn| async move {
-        let would_go = run_batches(&txn, &settings, most).await?;
-        Err::<WouldGo, _>(RolledBack::Done(would_go))
+        let result = run_batches(&txn, &settings, most).await?;
+        Err::<DryRunResult, _>(DryRunEnd::Done(result))
     });
     match run.await {
-        Ok(would_go) | Err(RolledBack::Done(would_go)) => Ok(would_go),
-        Err(RolledBack::Database(error)) => Err(error),
+        Ok(result) | Err(DryRunEnd::Done(result)) => Ok(result),
+        Err(DryRunEnd::Database(error)) => Err(error),
     }
 }
 
-/// Runs the steps that mark something, one batch after the other.
-async fn run_batches(txn: &DatabaseTransaction, settings: &Settings, most: usize) -> Result<WouldGo, DbErr> {
+/// Runs the batches of all steps that mark.
+async fn run_batches(
+    txn: &DatabaseTransaction,
+    settings: &Settings,
+    most: usize,
+) -> Result<DryRunResult, DbErr> {
     let begun = Instant::now();
-    let mut would_go = WouldGo::default();
+    let mut result = DryRunResult::default();
     make_all_due(txn, settings).await?;
     for step in Step::MARKING {
         while step.is_due(txn, settings).await? {
             let batch = step.run(txn, settings).await?;
-            would_go.collected.extend(batch.collected);
-            would_go.is_cut_off = would_go.collected.len() >= most || begun.elapsed() > LIMIT;
-            if would_go.is_cut_off {
-                return Ok(would_go);
+            result.collected.extend(batch.collected);
+            result.is_cut_off = result.collected.len() >= most || begun.elapsed() > LIMIT;
+            if result.is_cut_off {
+                return Ok(result);
             }
-            if !batch.looked {
+            if !batch.checked {
                 break;
             }
         }
     }
-    Ok(would_go)
+    Ok(result)
 }

@@ -1,29 +1,36 @@
-//! The garbage collector: looks at what is due, gathers the facts, lets [`crate::policy::garbage`] judge them, and carries that out.
+//! The garbage collector: checks rows that are due, and marks or forgets them.
 //!
-//! Every row that may become garbage, or may be forgotten, says in `look_at` when it is to be looked at, so a round reads what is due and
-//! nothing else. It is a sequence of steps, each in batches, each batch in one transaction:
+//! It gathers facts, lets [`crate::policy::garbage`] judge them, and applies the verdicts.
+//!
+//! The column `look_at` of a row says when it must be checked next. A round reads only the rows
+//! that are due. It is a sequence of steps. Each step runs in batches, and each batch is one
+//! transaction:
 //!
 //! ```text
-//! builds     ended by their terms; those that let go lose their artifacts, which are judged with them
-//! caches     that were unused for long, or not made; what they owned is due then
-//! attempts   that ended: their containers, their volumes
-//! claims     that ran out: the volumes of their transfers
-//! artifacts  that nothing keeps, and their replicas that have no children
-//! deleted    artifacts: replicas that are left, children first; and in the end their tombstones
-//! holders    that can be forgotten
-//! deletions  in the log, that can be forgotten
-//! losses     that are noticed, and those that are forgotten
+//! builds     ends overdue builds; removes and judges artifacts of builds that let go
+//! caches     deletes unused and unfinished caches, whose artifacts become due
+//! attempts   marks containers and volumes of ended attempts
+//! claims     marks volumes of transfers whose claims have expired
+//! artifacts  marks artifacts without references, and their replicas without children
+//! deleted    marks the other replicas of deleted artifacts, children first, and removes tombstones
+//! holders    forgets settled workloads
+//! deletions  forgets entries of the deletion log
+//! losses     records new losses, and forgets old ones
 //! ```
 //!
-//! A batch locks the rows that are due and skips what others have locked, so it is a slice of the work that belongs to the holder of its
-//! locks: any number of replicas may run rounds at once, and one that dies in a batch leaves it to the next. Facts are gathered in a later
-//! statement, behind the locks. A batch is as large as can be done in a time that others may wait for it, and takes as many statements however
-//! large it is; what is marked is written once, with its next look. Where there is more than one of a step whose batches do not meet, two are done
-//! side by side on PostgreSQL, as two replicas would.
+//! A batch locks its rows and skips rows that others have locked. Therefore any number of replicas
+//! may run rounds at once. If a replica dies in a batch, the next round repeats it. Facts are
+//! gathered in a later statement, behind the locks.
 //!
-//! Invariant: what nothing keeps is due some time. A row is given its next look in the transaction that judged it; only what is kept by
-//! something that says when it ends ([`NextLook::WhenTold`]) gets none, and the call that ends that gives it one ([`crate::marks::schedule`]). What is kept by something
-//! that may end unseen is looked at again after a while, so a look that no call asked for costs time and no more.
+//! The batch size adapts to a target duration. The number of statements does not depend on it, and
+//! each marked row is written once. On PostgreSQL, two batches of a step run side by side if their
+//! rows do not overlap.
+//!
+//! Invariant: an item without references is checked eventually. The transaction that judges a row
+//! also sets its next check. If a row is kept until an event ([`NextCheck::OnEvent`]), it has no
+//! next check, and the transaction of that event sets one ([`crate::marks::schedule`]). If it is
+//! kept by something that may end without an event, it is checked again after a fixed time. An
+//! extra check costs only time.
 
 mod batch_size;
 pub(crate) mod dry_run;
@@ -49,14 +56,14 @@ use uuid::Uuid;
 use crate::app::Store;
 use crate::artifacts::replicas;
 use crate::db::ids;
-use crate::policy::garbage::{Collected, Kind, MarkReason, NextLook, Policy};
+use crate::policy::garbage::{CollectedItem, Kind, MarkReason, NextCheck, Policy};
 use crate::{builds, caches as cache_rows, clock};
 use batch_size::BatchSize;
 
-/// After how long something is looked at again that may change unseen.
-const LATER: Duration = Duration::from_secs(60);
+/// Time after which a row is checked again whose references may end without an event.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What a round goes by.
+/// Time and settings of a round.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
     pub(crate) now: Timestamp,
@@ -65,7 +72,7 @@ pub(crate) struct Settings {
     pub(crate) remember: Duration,
     pub(crate) resource_cache_ttl: Duration,
     pub(crate) lost_grace: Duration,
-    /// How many rows are looked at in one transaction.
+    /// Number of rows checked in one transaction.
     pub(crate) batch: u64,
 }
 
@@ -83,20 +90,21 @@ impl Settings {
         }
     }
 
-    /// As the column `look_at` has it.
-    fn column(&self, look: NextLook) -> Option<i64> {
+    /// Returns the value of the column `look_at`.
+    fn column(&self, look: NextCheck) -> Option<i64> {
         match look {
-            NextLook::WhenTold => None,
-            NextLook::At(at) => Some(at.0),
-            NextLook::Later => Some((self.now + LATER).0),
+            NextCheck::OnEvent => None,
+            NextCheck::At(at) => Some(at.0),
+            NextCheck::Later => Some((self.now + RECHECK_INTERVAL).0),
         }
     }
 }
 
 /// Runs rounds until the store stops.
 pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationToken) {
-    // When a round last got to what must be renewed, and after how long silence proves nothing.
-    let mut looked = store.now();
+    // The last time at which a round ended expired terms, and the delay after which missing
+    // renewals prove nothing.
+    let mut checked = store.now();
     let blindness = Ord::max(store.config.claim_term, store.config.collect_interval * 3);
     loop {
         let pause = clock::jittered(store.config.collect_interval);
@@ -105,27 +113,26 @@ pub(crate) async fn collect_forever(store: Arc<Store>, stopping: CancellationTok
             () = tokio::time::sleep(pause) => {}
         }
         let collected = async {
-            if store.now().since(looked) > blindness {
-                tracing::warn!(
-                    "could not look for a while: transfers, builds and makers of caches get a full term"
-                );
+            if store.now().since(checked) > blindness {
+                tracing::warn!("collector was delayed: extending the terms of transfers, builds and caches");
                 extend_terms(&store).await?;
             }
-            run_round(&store, &stopping, &mut looked).await
+            run_round(&store, &stopping, &mut checked).await
         };
         match collected.await {
             Ok(collected) if collected.is_empty() => {}
             Ok(collected) => {
                 let sizes = collected.iter().map(|collected| collected.size_bytes);
                 let size_bytes = sizes.fold(0, u64::saturating_add);
-                tracing::info!(collected = collected.len(), size_bytes, "garbage marked");
+                tracing::info!(collected = collected.len(), size_bytes, "collector marked garbage");
             }
-            Err(error) => tracing::warn!(error = %error, "cannot collect garbage just now"),
+            Err(error) => tracing::warn!(error = %error, "cannot collect garbage"),
         }
     }
 }
 
-/// Gives every claim and build that must be renewed a full term from now on, in one transaction: no caller could renew one while the store was away.
+/// Extends all claims and terms to at least a full term from now, in one transaction, because
+/// callers may have been unable to renew them.
 pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
     let (now, claim_term) = (store.now(), store.config.claim_term);
     store
@@ -138,49 +145,52 @@ pub(crate) async fn extend_terms(store: &Store) -> Result<(), DbErr> {
         .await
 }
 
-/// A round that an operator asked for: it looks also at what would be looked at after a while, for something may have changed unseen.
-pub(crate) async fn full_round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
+/// Runs a round for an operator. It also checks rows that would be checked after a fixed time,
+/// because their references may have ended.
+pub(crate) async fn full_round(
+    store: &Store,
+    stopping: &CancellationToken,
+) -> Result<Vec<CollectedItem>, DbErr> {
     let settings = Settings::of(store);
     store.db.write(|txn| async move { make_all_due(&txn, &settings).await }).await?;
     round(store, stopping).await
 }
 
-/// Makes due what is looked at after a while.
+/// Makes rows due that would be checked after a fixed time.
 async fn make_all_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<(), DbErr> {
-    // Tombstones come last: see there.
+    // Tombstones last, because of their lock order (see `crate::marks::tombstones`).
     for table in
         ["attempts", "artifacts", "builds", "holders", "resource_caches", "task_caches", "tombstones"]
     {
         let sql = format!("UPDATE {table} SET look_at = $1 WHERE look_at > $1 AND look_at <= $2");
-        let values = [settings.now.0.into(), (settings.now + LATER).0.into()];
+        let values = [settings.now.0.into(), (settings.now + RECHECK_INTERVAL).0.into()];
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values);
         txn.execute_raw(statement).await?;
     }
     Ok(())
 }
 
-/// Marks what is garbage now, and tells the streams.
-///
-/// A round that is told to stop ends after the batch it is at.
-pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<Collected>, DbErr> {
+/// Marks current garbage, and wakes the sweep streams. If the store stops, it ends after the
+/// current batch.
+pub(crate) async fn round(store: &Store, stopping: &CancellationToken) -> Result<Vec<CollectedItem>, DbErr> {
     run_round(store, stopping, &mut store.now()).await
 }
 
-/// The same, and notes when all steps were done that end what was not renewed.
+/// Runs a round like [`round`], and sets `checked` when all steps that end expired terms are done.
 async fn run_round(
     store: &Store,
     stopping: &CancellationToken,
-    looked: &mut Timestamp,
-) -> Result<Vec<Collected>, DbErr> {
+    checked: &mut Timestamp,
+) -> Result<Vec<CollectedItem>, DbErr> {
     let settings = Settings::of(store);
     let mut collected = Vec::new();
     for step in Step::ALL {
         if step == Step::AFTER_TERMS {
-            *looked = store.now();
+            *checked = store.now();
         }
         let mut pace = BatchSize::of(store);
         let mut side_by_side = false;
-        // Rows that are looked at are not due any more, unless there is more to do about them: this ends.
+        // Checked rows are no longer due, unless more must be done. The loop therefore ends.
         while step.is_due(store.db.read(), &settings).await? {
             let settings = Settings { batch: pace.rows, ..settings };
             let begun = Instant::now();
@@ -189,28 +199,28 @@ async fn run_round(
                 true => <[_; 2]>::from(tokio::join!(slice(), slice())).into(),
                 false => vec![slice().await],
             };
-            pace.took(begun.elapsed());
-            // There was more than one batch of it. PostgreSQL works on one while we read another.
+            pace.adapt(begun.elapsed());
+            // There is more than one batch. PostgreSQL executes one while the other reads.
             side_by_side = !store.db.is_sqlite() && step.has_slices_apart();
-            let (mut looked, mut failed) = (false, None);
+            let (mut checked, mut failed) = (false, None);
             for slice in slices {
                 match slice {
                     Ok(batch) => {
-                        looked |= batch.looked;
+                        checked |= batch.checked;
                         store.sweep_wakers.wake(batch.workers);
-                        store.feed.tell(&batch.collected);
+                        store.feed.publish(&batch.collected);
                         collected.extend(batch.collected);
                     }
                     Err(error) => failed = Some(error),
                 }
             }
-            // What the other did is told.
+            // The other batch was committed and published.
             failed.map_or(Ok(()), Err)?;
             if stopping.is_cancelled() {
                 return Ok(collected);
             }
-            if !looked {
-                // Others have locked what is left.
+            if !checked {
+                // Other transactions have locked the remaining rows.
                 break;
             }
         }
@@ -218,7 +228,7 @@ async fn run_round(
     Ok(collected)
 }
 
-/// The steps of a round, each after those that give it something to do.
+/// Steps of a round, in an order in which each step finds the work of earlier ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Builds,
@@ -234,12 +244,12 @@ enum Step {
     OldLosses,
 }
 
-/// What a batch did.
+/// Result of a batch.
 #[derive(Debug, Default)]
 pub(crate) struct Batch {
-    /// Whether there was anything to look at that was not locked.
-    looked: bool,
-    collected: Vec<Collected>,
+    /// Whether it checked any row.
+    checked: bool,
+    collected: Vec<CollectedItem>,
     workers: Vec<WorkerId>,
 }
 
@@ -258,7 +268,7 @@ impl Step {
         Self::OldLosses,
     ];
 
-    /// Those that mark something.
+    /// The steps that mark.
     const MARKING: [Self; 7] = [
         Self::Builds,
         Self::ResourceCaches,
@@ -269,17 +279,18 @@ impl Step {
         Self::Deleted,
     ];
 
-    /// The first after those that end what was not renewed.
+    /// The first step after those that end expired terms.
     const AFTER_TERMS: Self = Self::Artifacts;
 
-    /// Whether two slices of it are done at once. Those of other steps meet in rows that they do not begin with, as parents, or what several caches
-    /// own: what one of them has locked the other leaves for a minute.
+    /// Returns whether two batches of the step may run at once. Batches of other steps share rows,
+    /// for example parents or artifacts of several caches, so that one would postpone rows that the
+    /// other has locked.
     fn has_slices_apart(self) -> bool {
         matches!(self, Self::Builds | Self::Attempts | Self::Artifacts)
     }
 
-    /// Whether anything is to be looked at. Reads an index: without an order PostgreSQL may hope to find a first row sooner in the table, and where
-    /// there is none reads all of it.
+    /// Returns whether a row is due. The ORDER BY makes PostgreSQL use the index. Otherwise it may
+    /// scan the whole table for a first row.
     async fn is_due(self, conn: &impl ConnectionTrait, settings: &Settings) -> Result<bool, DbErr> {
         let sql = match self {
             Self::Builds => "SELECT 1 AS due FROM builds WHERE look_at <= $1 ORDER BY look_at LIMIT 1",
@@ -316,27 +327,28 @@ impl Step {
 
     async fn run(self, txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
         if txn.get_database_backend() == DbBackend::Postgres {
-            // No statement here is planned better for its values, which are lists of ids for the most part. To plan some for each of the first batches
-            // of a connection, as PostgreSQL does to find that out, takes as long as to run them.
+            // Plans do not depend on the values, which are mostly lists of ids. PostgreSQL would
+            // plan the first executions on each connection for their values, which takes as long as
+            // running them.
             txn.execute_unprepared("SET LOCAL plan_cache_mode = force_generic_plan").await?;
         }
         match self {
-            Self::Builds => steps::builds::look(txn, settings).await,
-            Self::ResourceCaches => steps::caches::look_at_resource_caches(txn, settings).await,
-            Self::TaskCaches => steps::caches::look_at_task_caches(txn, settings).await,
-            Self::Attempts => steps::attempts::look(txn, settings).await,
-            Self::Claims => steps::claims::look(txn, settings).await,
-            Self::Artifacts => steps::artifacts::look(txn, settings).await,
-            Self::Deleted => steps::deleted::look(txn, settings).await,
-            Self::Holders => steps::holders::look(txn, settings).await,
-            Self::DeletionLog => steps::deletion_log::look(txn, settings).await,
+            Self::Builds => steps::builds::check_due(txn, settings).await,
+            Self::ResourceCaches => steps::caches::check_resource_caches(txn, settings).await,
+            Self::TaskCaches => steps::caches::check_task_caches(txn, settings).await,
+            Self::Attempts => steps::attempts::check_due(txn, settings).await,
+            Self::Claims => steps::claims::check_due(txn, settings).await,
+            Self::Artifacts => steps::artifacts::check_due(txn, settings).await,
+            Self::Deleted => steps::deleted::check_due(txn, settings).await,
+            Self::Holders => steps::holders::check_due(txn, settings).await,
+            Self::DeletionLog => steps::deletion_log::check_due(txn, settings).await,
             Self::Losses => steps::losses::notice(txn, settings).await,
             Self::OldLosses => steps::losses::forget(txn, settings).await,
         }
     }
 }
 
-/// A table of things that are looked at.
+/// A table whose rows are checked at scheduled times.
 trait Scheduled: EntityTrait {
     const ID: Self::Column;
     const LOOK_AT: Self::Column;
@@ -362,7 +374,7 @@ scheduled!(
     tombstone: ArtifactId
 );
 
-/// Locks the rows that are due longest, as many as a batch has, without those that others have locked.
+/// Locks the rows that are due longest, up to the batch size, and skips locked ones.
 async fn lock_due<E: Scheduled>(
     txn: &DatabaseTransaction,
     query: sea_orm::Select<E>,
@@ -377,13 +389,13 @@ async fn lock_due<E: Scheduled>(
         .await
 }
 
-/// Says when each of these rows is looked at next.
-async fn look_next<E: Scheduled>(
+/// Sets the next check of rows.
+async fn schedule_next<E: Scheduled>(
     txn: &DatabaseTransaction,
     settings: &Settings,
-    looks: &[(Uuid, NextLook)],
+    checks: &[(Uuid, NextCheck)],
 ) -> Result<(), DbErr> {
-    if looks.is_empty() {
+    if checks.is_empty() {
         return Ok(());
     }
     let backend = txn.get_database_backend();
@@ -392,12 +404,12 @@ async fn look_next<E: Scheduled>(
     let next = ids::pairs_query(backend, 1);
     let sql =
         format!("UPDATE {table} SET look_at = next.at FROM ({next}) AS next WHERE {table}.{id} = next.id");
-    let pairs = ids::pairs(looks.iter().map(|(id, look)| (*id, settings.column(*look))));
+    let pairs = ids::pairs(checks.iter().map(|(id, look)| (*id, settings.column(*look))));
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [pairs])).await.map(drop)
 }
 
-/// What was marked, by the reason.
-fn by_reason(collected: &[Collected]) -> HashMap<MarkReason, Vec<Uuid>> {
+/// Groups marked items by reason.
+fn by_reason(collected: &[CollectedItem]) -> HashMap<MarkReason, Vec<Uuid>> {
     let mut by_reason: HashMap<_, Vec<_>> = HashMap::new();
     for collected in collected {
         by_reason.entry(collected.why).or_default().push(collected.id);

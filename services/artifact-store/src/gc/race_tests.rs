@@ -1,7 +1,10 @@
-//! A transaction that begins to use something, and one that marks it, at the same moment: one transaction waits in its middle while the other runs.
+//! Tests of races between a transaction that adds a reference and one that marks its target.
 //!
-//! Each kind of reference is tried in both orders on PostgreSQL. Then once more with the locks taken out: between the store and its database
-//! stands a proxy that blanks every `FOR SHARE` and `FOR UPDATE`. Then it must go wrong; else this would prove nothing about the locks.
+//! One transaction waits in its middle while the other runs. Each kind of reference is tried in
+//! both orders on PostgreSQL.
+//!
+//! A second run removes the locks: a proxy between the store and its database blanks every `FOR
+//! SHARE` and `FOR UPDATE`. It must fail. Otherwise the tests would prove nothing about the locks.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,24 +26,24 @@ use tokio::task::JoinSet;
 use crate::artifacts::replicas::{self, Plan};
 use crate::artifacts::restore::{self, KeptBy};
 use crate::builds::NewBuild;
-use crate::caches::resource_caches::{self, Ask, Found, User};
-use crate::caches::task_caches::{self, Key};
+use crate::caches::resource_caches::{self, CacheOutcome, CacheRequest, CacheUser};
+use crate::caches::task_caches::{self, TaskCacheKey};
 use crate::db::entity::{BuildStatus, Purpose};
 use crate::db::migrations::Schema;
 use crate::gc::{self, Settings};
 use crate::inventory::sweep;
 use crate::inventory::{self, orphans};
-use crate::inventory::{NeededVolume, Needs, StartsWith};
+use crate::inventory::{AttemptNeeds, NeededVolume, VolumeSource};
 use crate::pins::{self, PinRequest, Settlement};
 use crate::policy::garbage::Policy;
 use crate::{artifacts, builds};
 
 const TEAM: &str = "main";
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Long after everything was made.
+/// Long after all rows were created.
 const NOW: Timestamp = Timestamp(1_000_000_000_000_000);
 
-/// How something comes to be used.
+/// Kind of a reference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reference {
     Pin,
@@ -49,16 +52,16 @@ enum Reference {
     ChildVolume,
     ResourceCache,
     TaskCache,
-    /// A transfer copies it to another worker.
+    /// A transfer that copies the artifact to another worker.
     Copy,
     Undeletion,
-    /// An orphan becomes a replica of it.
+    /// The adoption of an orphan as a replica.
     ReplicaOrphaned,
     ResourceCacheUse,
     TaskCacheUse,
 }
 
-/// How an artifact does.
+/// References to artifacts.
 const OF_ARTIFACTS: [Reference; 9] = [
     Reference::Pin,
     Reference::Owner,
@@ -72,26 +75,26 @@ const OF_ARTIFACTS: [Reference; 9] = [
 ];
 
 impl Reference {
-    /// Whether it takes the mark back of what was marked before it.
+    /// Returns whether the reference removes an earlier mark.
     fn takes_back(self) -> bool {
         matches!(self, Self::Undeletion | Self::ReplicaOrphaned)
     }
 }
 
-/// What marks it, or has it go.
+/// Step that marks or deletes the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Marker {
-    /// The step of artifacts that are due.
+    /// Step of artifacts that are due.
     Artifacts,
-    /// The step of builds that have let go.
+    /// Step of builds that have let go.
     Builds,
-    /// The step of resource caches that are due.
+    /// Step of resource caches that are due.
     ResourceCaches,
-    /// The step of task caches that are due.
+    /// Step of task caches that are due.
     TaskCaches,
 }
 
-/// Every reference, with each step that might mark at that moment what is referred to.
+/// Returns every reference with each step that may mark its target.
 fn pairs() -> impl Iterator<Item = (Reference, Marker)> {
     const OF_CACHES: [(Reference, Marker); 2] = [
         (Reference::ResourceCacheUse, Marker::ResourceCaches),
@@ -103,27 +106,28 @@ fn pairs() -> impl Iterator<Item = (Reference, Marker)> {
     of_artifacts.chain(OF_CACHES)
 }
 
-/// An artifact that nothing needs, with its replica, and a build that may own it. If a step looks at caches, an unused cache owns it.
+/// An artifact without references, with its replica, and a build that may own it. If the step
+/// checks caches, an unused cache owns it.
 struct Target {
     marker: Marker,
     artifact: ArtifactId,
     digest: Digest,
     build: BuildId,
     claims: SessionClaims,
-    /// A worker that has nothing of it, and a volume with its bytes there that is an orphan.
+    /// A worker without a replica, with an orphaned volume of the artifact's bytes.
     elsewhere: WorkerId,
-    aside: VolumeHandle,
+    orphan: VolumeHandle,
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Failed {
+enum PartyError {
     #[error("refused")]
     Refused,
     #[error(transparent)]
     Database(#[from] DbErr),
 }
 
-/// Runs a statement with the values `$1` and so on.
+/// Runs a statement with the values `$1` and following.
 async fn execute(db: &Database, sql: &str, values: Vec<Value>) {
     db.write(|txn| {
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), sql, values.clone());
@@ -144,7 +148,7 @@ impl Target {
         let (artifact, build, worker) = (ArtifactId::new(), BuildId::new(), WorkerId::new());
         let digest = artifact.uuid().as_bytes().repeat(2);
         let digest = Digest::try_from(&digest[..]).expect("32 bytes");
-        let (elsewhere, aside) = (WorkerId::new(), VolumeHandle::new());
+        let (elsewhere, orphan) = (WorkerId::new(), VolumeHandle::new());
         for worker in [worker, elsewhere] {
             execute(db, "INSERT INTO workers VALUES ($1, 1, 1, 1, 0)", vec![worker.uuid().into()]).await;
         }
@@ -166,7 +170,7 @@ impl Target {
             db,
             "INSERT INTO orphans (handle, kind, worker_id, first_seen_at, judged_after, described, team, artifact_id, digest, size_bytes)
              VALUES ($1, 'volume', $2, 0, 0, TRUE, 'main', $3, $4, 0)",
-            vec![aside.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
+            vec![orphan.uuid().into(), elsewhere.uuid().into(), artifact.uuid().into(), digest.as_bytes().to_vec().into()],
         )
         .await;
         execute(
@@ -178,7 +182,7 @@ impl Target {
         match marker {
             Marker::Artifacts => {}
             Marker::Builds => {
-                // It is due because of its owner only.
+                // The artifact is due only through its build.
                 let ended = BuildId::new();
                 execute(
                     db,
@@ -217,16 +221,16 @@ impl Target {
             session: Session(1),
             instance: GatewayInstance::new(),
         };
-        Self { marker, artifact, digest, build, claims, elsewhere, aside }
+        Self { marker, artifact, digest, build, claims, elsewhere, orphan }
     }
 
-    /// The cache that owns it, which has its id.
+    /// Returns the cache that owns the artifact, which has the same id.
     fn cache(&self) -> CacheId {
         CacheId::from_uuid(self.artifact.uuid())
     }
 
-    /// Begins to use it.
-    async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), Failed> {
+    /// Adds the reference.
+    async fn refer(&self, txn: &DatabaseTransaction, reference: Reference) -> Result<(), PartyError> {
         let refused = match reference {
             Reference::Pin => {
                 let used = PinRequest {
@@ -253,14 +257,14 @@ impl Target {
                 adopted.is_ok_and(|adopted| adopted.is_none())
             }
             Reference::ChildVolume => {
-                let needs = Needs {
+                let needs = AttemptNeeds {
                     holder: WorkloadId::new(),
                     attempt: AttemptId::new(),
                     team: TEAM.to_owned(),
                     volumes: vec![NeededVolume {
                         name: "in".to_owned(),
                         purpose: Purpose::Input,
-                        from: Some(StartsWith::Artifact(self.artifact)),
+                        from: Some(VolumeSource::Artifact(self.artifact)),
                         output: None,
                     }],
                     unreachable: HashSet::new(),
@@ -268,7 +272,7 @@ impl Target {
                 inventory::prepare(txn, &self.claims, &needs, NOW).await.is_err()
             }
             Reference::ResourceCache => {
-                let ask = Ask {
+                let cache_request = CacheRequest {
                     team: TEAM.to_owned(),
                     shared: false,
                     key: self.digest,
@@ -278,14 +282,16 @@ impl Target {
                     params: String::new(),
                     user: None,
                 };
-                let found = resource_caches::find_or_create(txn, &ask, NOW, PATIENCE)
+                let found = resource_caches::find_or_create(txn, &cache_request, NOW, PATIENCE)
                     .await
                     .expect("it is to be made");
-                assert!(matches!(found.1, Found::Yours), "{found:?}");
-                resource_caches::put(txn, TEAM, ask.claim, self.artifact, NOW, PATIENCE).await.is_err()
+                assert!(matches!(found.1, CacheOutcome::Yours), "{found:?}");
+                resource_caches::put(txn, TEAM, cache_request.claim, self.artifact, NOW, PATIENCE)
+                    .await
+                    .is_err()
             }
             Reference::TaskCache => {
-                let key = Key {
+                let key = TaskCacheKey {
                     team: TEAM.to_owned(),
                     job: self.artifact.to_string(),
                     step: "step".to_owned(),
@@ -310,7 +316,7 @@ impl Target {
             Reference::ReplicaOrphaned => {
                 let adoption = orphans::Adoption {
                     team: TEAM.to_owned(),
-                    volume: self.aside,
+                    volume: self.orphan,
                     worker: Some(self.elsewhere),
                     artifact: None,
                     kept_by: KeptBy::Build(self.build),
@@ -318,19 +324,19 @@ impl Target {
                 orphans::adopt(txn, &adoption, NOW).await.is_err()
             }
             Reference::ResourceCacheUse => {
-                let user = User::Workload(WorkloadId::new());
-                resource_caches::use_it(txn, TEAM, self.cache(), user, NOW).await.is_err()
+                let user = CacheUser::Workload(WorkloadId::new());
+                resource_caches::use_cache(txn, TEAM, self.cache(), user, NOW).await.is_err()
             }
             Reference::TaskCacheUse => {
                 let holder = WorkloadId::new();
                 crate::holders::lock(txn, holder, TEAM, NOW).await.expect("no other has it");
-                task_caches::use_them(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
+                task_caches::use_caches(txn, TEAM, holder, &[self.cache()], NOW).await.is_err()
             }
         };
-        if refused { Err(Failed::Refused) } else { Ok(()) }
+        if refused { Err(PartyError::Refused) } else { Ok(()) }
     }
 
-    /// Whether it is marked; a cache, whether it is gone.
+    /// Returns whether the artifact is marked, or the cache deleted.
     async fn is_marked(&self, db: &Database) -> bool {
         let sql = match self.marker {
             Marker::Artifacts | Marker::Builds => {
@@ -359,7 +365,7 @@ impl Target {
     }
 }
 
-/// One of two transactions: it does its part, says so, and commits once it is told to.
+/// One of two transactions. It runs its part, reports that, and commits after it gets permission.
 #[derive(Clone, Default)]
 struct Party {
     reached: Arc<Notify>,
@@ -371,9 +377,9 @@ impl Party {
         self,
         db: Database,
         part: impl Fn(db::Transaction) -> F + Send + Sync,
-    ) -> Result<(), Failed>
+    ) -> Result<(), PartyError>
     where
-        F: Future<Output = Result<(), Failed>> + Send,
+        F: Future<Output = Result<(), PartyError>> + Send,
     {
         db.write(|txn| {
             let done = part(txn);
@@ -388,7 +394,7 @@ impl Party {
     }
 }
 
-/// Waits until `party` has done its part, or cannot go on before the other one has ended.
+/// Waits until `party` has run its part, or is blocked by the other one.
 async fn reached_or_held_up(party: &Party, watching: &Database) {
     let held_up = async {
         let sql = "SELECT COUNT(*) AS n FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'";
@@ -405,7 +411,7 @@ async fn reached_or_held_up(party: &Party, watching: &Database) {
     tokio::time::timeout(PATIENCE, either).await.expect("it goes on, or waits for a lock");
 }
 
-/// What nothing keeps goes at once.
+/// Settings that mark everything without references at once.
 fn settings() -> Settings {
     let forever = Duration::MAX;
     Settings {
@@ -419,8 +425,8 @@ fn settings() -> Settings {
     }
 }
 
-/// Runs a reference and a mark of its target so that the first waits in its middle for the second, and answers what came of them:
-/// whether the target is marked, and whether it is used.
+/// Runs a reference and a mark of its target, so that the first waits in its middle for the second.
+/// Returns whether the target is marked, and whether it is used.
 async fn interleave(
     watching: &Database,
     working: &Database,
@@ -439,7 +445,7 @@ async fn interleave(
                 let target = target.clone();
                 async move { target.refer(&txn, reference).await }
             };
-            // Refused: it was too late.
+            // A rejection means that it was too late.
             _ = party.run(db, part).await;
         });
     };
@@ -448,12 +454,12 @@ async fn interleave(
         both.spawn(async move {
             let part = |txn: db::Transaction| async move {
                 match marker {
-                    Marker::Artifacts => gc::steps::artifacts::look(&txn, &settings).await?,
-                    Marker::Builds => gc::steps::builds::look(&txn, &settings).await?,
+                    Marker::Artifacts => gc::steps::artifacts::check_due(&txn, &settings).await?,
+                    Marker::Builds => gc::steps::builds::check_due(&txn, &settings).await?,
                     Marker::ResourceCaches => {
-                        gc::steps::caches::look_at_resource_caches(&txn, &settings).await?
+                        gc::steps::caches::check_resource_caches(&txn, &settings).await?
                     }
-                    Marker::TaskCaches => gc::steps::caches::look_at_task_caches(&txn, &settings).await?,
+                    Marker::TaskCaches => gc::steps::caches::check_task_caches(&txn, &settings).await?,
                 };
                 Ok(())
             };
@@ -480,7 +486,7 @@ async fn interleave(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_used() {
+async fn references_and_marks_exclude_each_other() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     for (reference, marker) in pairs() {
@@ -493,7 +499,7 @@ async fn what_somebody_begins_to_use_is_not_marked_and_what_is_marked_is_not_use
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_that_lets_go() {
+async fn artifact_of_late_renewed_build_is_not_marked() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     let target = Target::new(&db, Marker::Builds).await;
@@ -517,17 +523,17 @@ async fn what_a_build_owns_that_is_renewed_at_last_is_not_marked_with_another_th
     });
     tokio::time::timeout(PATIENCE, renews.reached.notified()).await.expect("nothing holds it up");
     let settings = settings();
-    db.write(|txn| async move { gc::steps::builds::look(&txn, &settings).await.map(drop) })
+    db.write(|txn| async move { gc::steps::builds::check_due(&txn, &settings).await.map(drop) })
         .await
-        .expect("looked");
+        .expect("checked");
     renews.go.notify_one();
     renewal.join_all().await;
     assert!(target.is_used(&db).await && !target.is_marked(&db).await);
 }
 
-/// A build is made that ends with a workload of which nothing is known, and which is settled at the same moment.
+/// The unknown workload of a new build is settled at the same moment.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_build_does_not_outlive_the_workload_that_ends_it() {
+async fn build_ends_when_its_workload_settles_concurrently() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     for build_is_first in [true, false] {
@@ -556,9 +562,9 @@ async fn a_build_does_not_outlive_the_workload_that_ends_it() {
             both.spawn(async move {
                 let part = |txn: db::Transaction| {
                     let new = new.clone();
-                    async move { builds::put_build(&txn, &new, NOW).await.map_err(|_| Failed::Refused) }
+                    async move { builds::put_build(&txn, &new, NOW).await.map_err(|_| PartyError::Refused) }
                 };
-                // Refused: it was too late.
+                // A rejection means that it was too late.
                 _ = party.run(db, part).await;
             });
         };
@@ -569,7 +575,7 @@ async fn a_build_does_not_outlive_the_workload_that_ends_it() {
                     let settlement = settlement.clone();
                     async move {
                         let settled = pins::settle(&txn, &settlement, NOW, PATIENCE).await;
-                        settled.map(drop).map_err(|_| Failed::Refused)
+                        settled.map(drop).map_err(|_| PartyError::Refused)
                     }
                 };
                 party.run(db, part).await.expect("settled");
@@ -599,15 +605,15 @@ async fn a_build_does_not_outlive_the_workload_that_ends_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-#[ignore = "slow, and of the test rather than the store: make full"]
-async fn without_the_locks_it_would_be() {
+#[ignore = "slow, and checks the tests rather than the store: make full"]
+async fn races_are_lost_without_locks() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     let mut proxy = JoinSet::new();
     let unlocked = blank_locks(&database, &mut proxy).await;
     let unlocked = Database::connect::<Schema>(&unlocked).await.expect("the database, by the proxy");
-    // The foreign key of a use keeps it from a cache that goes, too: as an error, with all else that was looked at beside it. That is not what is
-    // tried here.
+    // The foreign key of a use also protects its cache, with an error that rolls back the whole
+    // batch. This test is about locks only.
     for table in ["cache_uses", "task_cache_uses"] {
         let key = format!("ALTER TABLE {table} DROP CONSTRAINT {table}_cache_id_fkey");
         execute(&db, &key, Vec::new()).await;
@@ -618,14 +624,14 @@ async fn without_the_locks_it_would_be() {
             assert_eq!(
                 both,
                 (true, true),
-                "{reference:?}, the mark {marker:?} first: {mark_first}: the locks are not what keeps them apart"
+                "{reference:?}, the mark {marker:?} first: {mark_first}: the locks do not separate them"
             );
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed_out() {
+async fn restoring_and_handing_out_exclude_each_other() {
     let database = databases::postgres().await;
     let db = Database::connect::<Schema>(&database.url).await.expect("the database");
     for undelete_first in [false, true] {
@@ -651,13 +657,13 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
                             let kept_by = KeptBy::Reprieve(Duration::from_secs(1));
                             let undeleted =
                                 restore::undelete(&txn, TEAM, target.artifact, kept_by, NOW).await;
-                            undeleted.map_err(|_| Failed::Refused)
+                            undeleted.map_err(|_| PartyError::Refused)
                         } else {
-                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| Failed::Refused)
+                            sweep::hand_out(&txn, &target.claims).await.map_err(|_| PartyError::Refused)
                         }
                     }
                 };
-                // An undeletion that is refused was too late.
+                // An undeletion that is rejected was too late.
                 _ = party.run(db, part).await;
             });
         };
@@ -681,7 +687,7 @@ async fn what_is_handed_out_does_not_come_back_and_what_comes_back_is_not_handed
     }
 }
 
-/// Stands between a database and its callers, and blanks the locks in every statement. Answers its URL.
+/// Runs a proxy to a database that blanks the locks in every statement. Returns its URL.
 async fn blank_locks(database: &TestDatabase, tasks: &mut JoinSet<()>) -> String {
     let (before, rest) = database.url.split_once('@').expect("a user");
     let (server, name) = rest.split_once('/').expect("a name");
@@ -696,7 +702,7 @@ async fn blank_locks(database: &TestDatabase, tasks: &mut JoinSet<()>) -> String
             let (mut from_client, mut to_client) = client.into_split();
             let (mut from_server, mut to_server) = server.into_split();
             connections.spawn(async move {
-                // Either side may go when it likes.
+                // Either side may close the connection.
                 tokio::io::copy(&mut from_server, &mut to_client).await.ok();
             });
             connections.spawn(async move {
@@ -707,7 +713,7 @@ async fn blank_locks(database: &TestDatabase, tasks: &mut JoinSet<()>) -> String
     url
 }
 
-/// Forwards messages of the PostgreSQL protocol: until the start-up message without a type, then with one.
+/// Forwards messages of the PostgreSQL protocol. Messages before the start-up message have no type.
 async fn forward(
     from: &mut (impl AsyncReadExt + Unpin),
     to: &mut (impl AsyncWriteExt + Unpin),

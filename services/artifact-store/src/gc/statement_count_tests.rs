@@ -1,4 +1,4 @@
-//! A round takes as many statements, with the same texts, however much there is: never one for each row.
+//! Tests that the statements of a round do not depend on the number of rows.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,16 +23,16 @@ use crate::store_life;
 const NOW: Timestamp = Timestamp(1_000_000_000_000_000);
 const TEAM: &str = "main";
 
-/// How many of each kind of garbage there are.
+/// Number of rows of each kind of garbage.
 const FEW: usize = 4;
 const MANY: usize = 10 * FEW;
 
-/// What was asked of a database.
+/// Log of the statements on a connection.
 #[derive(Debug, Clone, Default)]
 struct StatementLog(Arc<Mutex<Vec<String>>>);
 
 impl StatementLog {
-    /// A connection of which everything is noted that is asked by it.
+    /// Opens a connection whose statements are logged.
     async fn connect(&self, url: &str) -> DatabaseConnection {
         let mut connection = sea_orm::Database::connect(url).await.expect("the database");
         let asked = self.clone();
@@ -57,7 +57,7 @@ fn settings() -> Settings {
         remember: Duration::ZERO,
         resource_cache_ttl: Duration::ZERO,
         lost_grace: Duration::ZERO,
-        // One batch has all, also of those steps whose rows have many others.
+        // One batch for all rows.
         batch: 100_000,
     }
 }
@@ -95,7 +95,7 @@ fn artifact(state: ArtifactState, look_at: Option<i64>) -> artifact::Model {
     }
 }
 
-/// The replica of an artifact, and what was made for an attempt from it.
+/// Returns a complete replica of an artifact.
 fn replica(of: &artifact::Model, worker: WorkerId) -> volume::Model {
     volume::Model {
         state: State::Created,
@@ -131,8 +131,12 @@ async fn add_worker(db: &Database) -> WorkerId {
     id
 }
 
-/// So much garbage of each kind: what builds owned that let go, or ended by their terms; what caches owned; what had no owner; what is deleted; what
-/// attempts made; what transfers left; workloads, deletions and losses that can be forgotten.
+/// Adds `count` rows of each kind of garbage:
+///
+/// - artifacts of ended and overdue builds, of caches, and without owners
+/// - deleted artifacts
+/// - volumes of attempts and transfers
+/// - workloads, log entries and losses that can be forgotten
 async fn fill(db: &Database, count: usize) {
     db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("minted");
     let worker = add_worker(db).await;
@@ -148,7 +152,7 @@ async fn fill(db: &Database, count: usize) {
             settled_at: Some(2),
             look_at: 3,
         });
-        // Every other one of a batch is to be looked at another time.
+        // Every other row of a batch gets another next check.
         let own = artifact(ArtifactState::Sealed, None);
         let build = build::Model {
             build_id: BuildId::new().uuid(),
@@ -216,7 +220,7 @@ async fn fill(db: &Database, count: usize) {
         artifacts.push(artifact::Model { had_owner: false, ..old });
         let deleted = artifact(ArtifactState::Deleting, None);
         tombstones.push(tombstone::Model { artifact_id: deleted.artifact_id, look_at: 3 });
-        // Some of it is left.
+        // Some replicas are left.
         volumes.extend((number % 2 == 0).then(|| replica(&deleted, worker)));
         artifacts.push(deleted);
         let lost = artifact(ArtifactState::Sealed, None);
@@ -237,7 +241,7 @@ async fn fill(db: &Database, count: usize) {
             ..new_volume(VolumeHandle::new(), worker, Purpose::Input, 1, Timestamp(1))
         });
         let made = container(attempt, workload, worker);
-        // One of which nothing is left, and one that goes on, whose container is lost.
+        // An attempt without remains, and an active one whose container is lost.
         let (empty, going_on) = (Uuid::now_v7(), Uuid::now_v7());
         let other = |attempt_id, ended_at: Option<i64>| attempt::Model {
             attempt_id,
@@ -280,10 +284,11 @@ async fn fill(db: &Database, count: usize) {
     add(db, deletions).await;
 }
 
-/// What rounds ask until there is nothing to do, and how much they mark.
+/// Runs rounds until nothing is due. Returns their statements, and the number of marked items.
 async fn rounds(connection: &DatabaseConnection, asked: &StatementLog) -> (Vec<String>, usize) {
     let mut marked = 0;
-    // What one leaves to the next, and losses that were just noticed.
+    // Several rounds, because steps leave work to the next round, and new losses are forgotten
+    // later.
     for _ in 0..3 {
         for step in Step::ALL {
             while step.is_due(connection, &settings()).await.expect("asked") {
@@ -291,7 +296,7 @@ async fn rounds(connection: &DatabaseConnection, asked: &StatementLog) -> (Vec<S
                 let batch = step.run(&txn, &settings()).await.expect("run");
                 txn.commit().await.expect("committed");
                 marked += batch.collected.len();
-                if !batch.looked {
+                if !batch.checked {
                     break;
                 }
             }
@@ -301,17 +306,17 @@ async fn rounds(connection: &DatabaseConnection, asked: &StatementLog) -> (Vec<S
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_round_takes_as_many_statements_however_much_there_is_on_sqlite() {
-    a_round_takes_as_many_statements_however_much_there_is(databases::sqlite(), databases::sqlite()).await;
+async fn round_statements_do_not_depend_on_rows_on_sqlite() {
+    round_statements_do_not_depend_on_rows(databases::sqlite(), databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_round_takes_as_many_statements_however_much_there_is_on_postgres() {
+async fn round_statements_do_not_depend_on_rows_on_postgres() {
     let (few, many) = (databases::postgres().await, databases::postgres().await);
-    a_round_takes_as_many_statements_however_much_there_is(few, many).await;
+    round_statements_do_not_depend_on_rows(few, many).await;
 }
 
-async fn a_round_takes_as_many_statements_however_much_there_is(few: TestDatabase, many: TestDatabase) {
+async fn round_statements_do_not_depend_on_rows(few: TestDatabase, many: TestDatabase) {
     let mut runs = Vec::new();
     for (database, count) in [(few, FEW), (many, MANY)] {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
@@ -327,7 +332,7 @@ async fn a_round_takes_as_many_statements_however_much_there_is(few: TestDatabas
     let texts = |asked: &[String]| asked.iter().cloned().collect::<BTreeSet<_>>();
     let (of_few, of_many) = (texts(&few), texts(&many));
     let other: Vec<_> = of_few.symmetric_difference(&of_many).collect();
-    assert!(other.is_empty(), "what a round asks depends on how much there is: {other:#?}");
+    assert!(other.is_empty(), "the statements of a round depend on the number of rows: {other:#?}");
     assert_eq!(few.len(), many.len(), "a round takes more statements for more rows");
     assert!(!few.is_empty());
     eprintln!("{} statements, {} texts, of {FEW} and {MANY} of each", few.len(), of_few.len());

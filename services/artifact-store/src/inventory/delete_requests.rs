@@ -1,7 +1,9 @@
-//! Delete requests: what gateways and operators want to be destroyed, although what it belongs to goes on.
+//! Deletion of containers, volumes and replicas at the request of gateways and operators.
 //!
-//! Invariants: a replica goes only by [`drop_replica`], which refuses the last one of what is kept; a volume of an attempt does not go before
-//! its container. What is marked is handed out as everything else is: children before their parents ([`crate::marks`]).
+//! Invariants: a replica is deleted only by [`drop_replica`], which rejects the last replica of a
+//! kept artifact. A volume of an attempt is not deleted before its container.
+//!
+//! Marked items are handed out like all others, children before their parents ([`crate::marks`]).
 
 use domain::worker::SessionClaims;
 use domain::{ArtifactId, ContainerHandle, Timestamp, VolumeHandle, WorkerId};
@@ -17,20 +19,21 @@ use crate::sessions::{SessionError, fence};
 pub(crate) enum DisposeError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("no container {0}, or not on this worker")]
+    #[error("no container {0} on this worker")]
     ContainerNotFound(ContainerHandle),
-    #[error("no volume {0}, or not on this worker")]
+    #[error("no volume {0} on this worker")]
     VolumeNotFound(VolumeHandle),
-    #[error("the container of the attempt of volume {0} is not garbage")]
+    #[error("cannot delete volume {0}: the container of its attempt exists")]
     InUse(VolumeHandle),
-    #[error("volume {0} is a replica, and no attempt's")]
+    #[error("cannot delete volume {0}: it is a replica and belongs to no attempt")]
     Replica(VolumeHandle),
-    #[error("database failed while marking something")]
+    #[error("database failed while marking a container or volume")]
     Database(#[from] DbErr),
 }
 
-/// Marks what a gateway could not make for an attempt. Answers the workers on which something was marked.
-pub(crate) async fn failed(
+/// Marks the container and volumes that a gateway could not create for an attempt. Returns the
+/// affected workers.
+pub(crate) async fn mark_failed(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     container: Option<ContainerHandle>,
@@ -52,7 +55,7 @@ pub(crate) async fn failed(
         .lock_exclusive()
         .all(txn)
         .await?;
-    sweep_queue::show(txn, &mut volumes).await?;
+    sweep_queue::merge_marks(txn, &mut volumes).await?;
     volumes.retain(|row| !row.state.is_garbage());
     if let Some(replica) = volumes.iter().find(|row| row.purpose == Purpose::Replica) {
         return Err(DisposeError::Replica(VolumeHandle::from_uuid(replica.handle)));
@@ -63,7 +66,7 @@ pub(crate) async fn failed(
     Ok(workers)
 }
 
-/// Marks volumes, and has what they were made from looked at.
+/// Marks volumes, and makes the artifacts that they started with due.
 async fn mark_volumes(
     txn: &DatabaseTransaction,
     rows: &[volume::Model],
@@ -76,7 +79,8 @@ async fn mark_volumes(
     Ok(workers)
 }
 
-/// Marks a container. `claims`: the gateway that wants it, of its own worker only.
+/// Marks a container. A gateway passes its `claims`, and may mark only containers of its own
+/// worker.
 pub(crate) async fn mark_container(
     txn: &DatabaseTransaction,
     claims: Option<&SessionClaims>,
@@ -93,7 +97,8 @@ pub(crate) async fn mark_container(
     Ok(marks::mark_containers(txn, &[handle.uuid()], why, now).await?)
 }
 
-/// Marks a volume of an attempt. `claims`: the gateway that wants it, of its own worker only.
+/// Marks a volume of an attempt. A gateway passes its `claims`, and may mark only volumes of its
+/// own worker.
 pub(crate) async fn mark_volume(
     txn: &DatabaseTransaction,
     claims: Option<&SessionClaims>,
@@ -108,13 +113,14 @@ pub(crate) async fn mark_volume(
     let seen = seen
         .filter(|row| claims.is_none_or(|claims| claims.worker.uuid() == row.worker_id))
         .ok_or(DisposeError::VolumeNotFound(handle))?;
-    // Before the volume, as everybody does. The attempt gets no container, and its outputs are not settled, before this is committed.
+    // Locked before the volume, as in all transactions. Until the commit, the attempt gets no
+    // container, and its outputs are not settled.
     worker::Entity::find_by_id(seen.worker_id).lock_shared().one(txn).await?;
     if let Some(id) = seen.attempt_id {
         attempt::Entity::find_by_id(id).lock_exclusive().one(txn).await?;
     }
     let row = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await?;
-    let row = sweep_queue::shown(txn, row.ok_or(DisposeError::VolumeNotFound(handle))?).await?;
+    let row = sweep_queue::merge_mark(txn, row.ok_or(DisposeError::VolumeNotFound(handle))?).await?;
     if row.state.is_garbage() {
         return Ok(Vec::new());
     }
@@ -132,14 +138,14 @@ pub(crate) async fn mark_volume(
     Ok(mark_volumes(txn, &[row], why, now).await?)
 }
 
-/// What shall be dropped, and why.
+/// Request to drop the replicas of an artifact on a worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Drop {
     pub(crate) team: String,
     pub(crate) artifact: ArtifactId,
     pub(crate) worker: WorkerId,
     pub(crate) why: String,
-    /// Even if it is the last of what is kept.
+    /// Whether to drop the last replica of a kept artifact.
     pub(crate) force: bool,
 }
 
@@ -147,13 +153,14 @@ pub(crate) struct Drop {
 pub(crate) enum DropError {
     #[error("no artifact {0} in this team")]
     ArtifactNotFound(ArtifactId),
-    #[error("artifact {0} is kept, and no other replica of it is there for sure")]
+    #[error("cannot drop the replica of artifact {0}: it may be the last one of a kept artifact")]
     LastReplica(ArtifactId),
     #[error("database failed while dropping a replica")]
     Database(#[from] DbErr),
 }
 
-/// Marks the complete replicas of an artifact on a worker. Nothing is made from them any more; they are handed out after what was made before.
+/// Marks the complete replicas of an artifact on a worker. They get no new children, and are handed
+/// out after their existing children.
 pub(crate) async fn drop_replica(
     txn: &DatabaseTransaction,
     drop: &Drop,
@@ -161,7 +168,7 @@ pub(crate) async fn drop_replica(
     policy: &Policy,
 ) -> Result<Vec<WorkerId>, DropError> {
     worker::Entity::find_by_id(drop.worker.uuid()).lock_shared().one(txn).await?;
-    // A transaction that makes something from a replica, or drops another one, holds this row.
+    // A transaction that creates a child of a replica, or drops another replica, locks this row.
     let artifact = artifact::Entity::find_by_id(drop.artifact.uuid()).lock_exclusive().one(txn).await?;
     let artifact = artifact
         .filter(|row| row.team == drop.team && row.state != ArtifactState::Deleting)

@@ -1,19 +1,23 @@
-//! Imports: images of resource types and certs that workers provide, and how they become artifacts.
+//! Imports of worker-provided images and certificates as artifacts.
 //!
 //! ```text
-//! (prepare) ──▶ open, a volume claimed ──complete──▶ sealed, owned by the worker's base type or certs
+//! (prepare) ──▶ open, a volume claimed ──complete──▶ sealed, owned by the worker
 //!                    │       ▲ another volume                 │
-//!                    └───────┘ claim ran out, failed,         └──▶ (prepare) another artifact: version or path are others,
-//!                              another session                       the replica was lost, something else was put in its place
+//!                    └───────┘ claim expired, failed,         └──▶ (prepare) another artifact:
+//!                              another session                       version or path changed,
+//!                                                                    replica lost, owner replaced
 //! ```
 //!
-//! An artifact that is imported is no team's ([`ALL_TEAMS`]), so no call of a team fills, owns or seals it: beside settling and an upload's commit,
-//! [`complete`] is the one way to seal, and this kind of artifact has no other. The worker has had the bytes all along, no other has them, and
-//! no commit is to be waited for; so the gateway's word, spoken in the session that the volume was minted in, is what there is to go by.
+//! An imported artifact belongs to no team ([`ALL_TEAMS`]), so that no call of a team fills, owns
+//! or seals it. Only [`complete`] seals it. No commit is needed, because the worker had the bytes
+//! before and is their only source. The store trusts the gateway's session.
 //!
-//! Invariants: only the session for which a volume was minted can seal its artifact, for a newer one marks what is being imported
-//! ([`crate::sessions`]), and every step runs behind [`fence`]. Of something that a worker brings along one import goes on at a time: what is in its row.
-//! That it was imported is not written there: the owner says so, which has the same artifact.
+//! Invariants:
+//!
+//! - Only the session for which a volume was minted can seal its artifact. A newer session marks
+//!   unfinished imports ([`crate::sessions`]), and every step runs behind [`fence`].
+//! - A provided image or certificate has one import at a time, which its row names. The row does
+//!   not record success: the owner does, by naming the same artifact.
 //!
 //! Locks, in this order: the worker, the row of the import, the owner's row, artifacts, volumes.
 
@@ -40,21 +44,21 @@ use crate::marks::{self, sweep_queue};
 use crate::policy::garbage::MarkReason;
 use crate::sessions::{SessionError, fence};
 
-/// Something that a worker brings along.
+/// An image or certificates that a worker provides.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ProvidedItem {
-    /// Whose image it is. Empty: the certs.
+    /// Resource type of the image. Empty: certificates.
     pub(crate) resource_type: String,
     pub(crate) version: String,
     pub(crate) path: String,
 }
 
-/// What it is or becomes, and the volume on the worker.
+/// The artifact and volume of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedImport {
     pub(crate) artifact: ArtifactId,
     pub(crate) volume: VolumeHandle,
-    /// Whether there is nothing to import.
+    /// Whether the import is complete.
     pub(crate) is_imported: bool,
 }
 
@@ -62,26 +66,30 @@ pub(crate) struct Prepared {
 pub(crate) enum PrepareError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    /// The worker has begun another life, and its first report will tell.
-    #[error("whether artifact {0} is still on this worker is not known yet")]
+    /// The worker has begun a new incarnation and has not reported yet.
+    #[error(
+        "artifact {0} is not confirmed on this worker yet: repeat the call after the worker's next report"
+    )]
     Unconfirmed(ArtifactId),
     #[error("database failed while preparing an import")]
     Database(#[from] DbErr),
 }
 
-/// Finds what something came to be that a worker brings along, or mints what it shall be, with a volume that is claimed until `now + term`.
-/// Answers also the workers on which something was marked.
+/// Finds the artifact of a provided item, or mints one with a volume that is claimed until `now +
+/// term`.
+///
+/// Also returns the workers on which volumes were marked.
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    brought: &ProvidedItem,
+    provided: &ProvidedItem,
     now: Timestamp,
     term: Duration,
-) -> Result<(Prepared, Vec<WorkerId>), PrepareError> {
+) -> Result<(PreparedImport, Vec<WorkerId>), PrepareError> {
     let worker = fence(txn, claims).await?;
-    let row = find_or_begin(txn, claims.worker, brought).await?;
-    let is_same = row.version == brought.version && row.path == brought.path;
-    let owned = owned(txn, claims.worker, &brought.resource_type).await?;
+    let row = find_or_create_import(txn, claims.worker, provided).await?;
+    let is_same = row.version == provided.version && row.path == provided.path;
+    let owned = lock_owner(txn, claims.worker, &provided.resource_type).await?;
     let artifact = artifact::Entity::find_by_id(row.artifact_id).lock_exclusive().one(txn).await?;
     let state = artifact.map(|artifact| artifact.state);
     let mut marked = Vec::new();
@@ -90,11 +98,11 @@ pub(crate) async fn prepare(
             let artifact = ArtifactId::from_uuid(row.artifact_id);
             if let Some(replica) = replica(txn, claims.worker, artifact).await? {
                 let volume = VolumeHandle::from_uuid(replica);
-                return Ok((Prepared { artifact, volume, is_imported: true }, Vec::new()));
+                return Ok((PreparedImport { artifact, volume, is_imported: true }, Vec::new()));
             }
             (new_artifact(txn, now).await?, None)
         }
-        // It was begun, and nothing seals it but this import.
+        // The import has begun, and only it can seal the artifact.
         Some(ArtifactState::Open) => {
             let going_on = volume::Entity::find_by_id(row.volume)
                 .filter(volume::Column::State.eq(State::Creating))
@@ -124,32 +132,32 @@ pub(crate) async fn prepare(
         forget_failure(txn, row.import_id).await?;
     }
     import::Entity::update_many()
-        .col_expr(import::Column::Version, Expr::value(&*brought.version))
-        .col_expr(import::Column::Path, Expr::value(&*brought.path))
+        .col_expr(import::Column::Version, Expr::value(&*provided.version))
+        .col_expr(import::Column::Path, Expr::value(&*provided.path))
         .col_expr(import::Column::ArtifactId, Expr::value(artifact.uuid()))
         .col_expr(import::Column::Volume, Expr::value(volume.uuid()))
         .filter(import::Column::ImportId.eq(row.import_id))
         .exec(txn)
         .await?;
-    Ok((Prepared { artifact, volume, is_imported: false }, marked))
+    Ok((PreparedImport { artifact, volume, is_imported: false }, marked))
 }
 
-/// Holds the row of something that a worker brings along. One that is new names no artifact yet.
-async fn find_or_begin(
+/// Finds or creates the row of a provided item, and locks it. A new row names no artifact yet.
+async fn find_or_create_import(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    brought: &ProvidedItem,
+    provided: &ProvidedItem,
 ) -> Result<import::Model, DbErr> {
-    let key = (worker.uuid(), brought.resource_type.clone());
+    let key = (worker.uuid(), provided.resource_type.clone());
     if let Some(row) = import::Entity::find_by_id(key.clone()).lock_exclusive().one(txn).await? {
         return Ok(row);
     }
     let row = import::Model {
         worker_id: worker.uuid(),
-        resource_type: brought.resource_type.clone(),
+        resource_type: provided.resource_type.clone(),
         import_id: Uuid::now_v7(),
-        version: brought.version.clone(),
-        path: brought.path.clone(),
+        version: provided.version.clone(),
+        path: provided.path.clone(),
         artifact_id: Uuid::nil(),
         volume: Uuid::nil(),
         failed_at: None,
@@ -159,13 +167,13 @@ async fn find_or_begin(
         .on_conflict_do_nothing_on([import::Column::WorkerId, import::Column::ResourceType])
         .exec_without_returning(txn)
         .await?;
-    // It may be that of a faster transaction.
+    // Another transaction may have inserted the row.
     let row = import::Entity::find_by_id(key).lock_exclusive().one(txn).await?;
-    row.ok_or_else(|| DbErr::RecordNotFound(format!("what worker {worker} brings along")))
+    row.ok_or_else(|| DbErr::RecordNotFound(format!("import of worker {worker}")))
 }
 
-/// What the owner has for which something is imported. Holds its row.
-async fn owned(
+/// Locks the owner that a provided item is imported for, and returns its artifact.
+async fn lock_owner(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     resource_type: &str,
@@ -183,7 +191,7 @@ async fn owned(
     Ok(row.map(|row| row.artifact_id))
 }
 
-/// A complete replica of an artifact on a worker. `None`: there was one, and it is lost.
+/// Returns a complete replica of an artifact on a worker. `None` if it was lost.
 async fn replica(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -205,7 +213,7 @@ async fn replica(
     }
 }
 
-/// Makes an artifact of no team, open and without an owner.
+/// Creates an open artifact that belongs to no team and has no owner.
 async fn new_artifact(txn: &DatabaseTransaction, now: Timestamp) -> Result<ArtifactId, DbErr> {
     let id = ArtifactId::new();
     let row = artifacts::unowned(id, ALL_TEAMS, now);
@@ -238,7 +246,7 @@ pub(crate) enum EndError {
     Session(#[from] SessionError),
     #[error("no volume {0} on this worker")]
     NotFound(VolumeHandle),
-    #[error("volume {0} is no import, or has its bytes already")]
+    #[error("volume {0} is not an unfinished import")]
     NoImport(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),
@@ -250,7 +258,7 @@ pub(crate) enum EndError {
     Database(#[from] DbErr),
 }
 
-/// A volume that was minted for an import, and the row of the import if it is still the one that goes on.
+/// Returns a volume of an import, and the locked row of the import if it still names the volume.
 async fn find(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -273,7 +281,8 @@ async fn find(
     Ok((seen, row))
 }
 
-/// Records that a volume has what its worker brings along: its artifact is sealed with these bytes, and takes the place of what was there.
+/// Completes an import: seals its artifact with the volume's bytes, and replaces the worker's
+/// previous version.
 pub(crate) async fn complete(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -287,7 +296,7 @@ pub(crate) async fn complete(
         return Err(EndError::ClaimLost(handle));
     };
     let id = ArtifactId::from_uuid(row.artifact_id);
-    let before = owned(txn, claims.worker, &row.resource_type).await?;
+    let before = lock_owner(txn, claims.worker, &row.resource_type).await?;
     let artifacts = artifact::Entity::find()
         .filter(artifact::Column::ArtifactId.is_in([Some(row.artifact_id), before].into_iter().flatten()))
         .order_by_asc(artifact::Column::ArtifactId)
@@ -299,7 +308,7 @@ pub(crate) async fn complete(
     let Some(volume) = volume::Entity::find_by_id(handle.uuid()).lock_exclusive().one(txn).await? else {
         return Err(EndError::ClaimLost(handle));
     };
-    let volume = sweep_queue::shown(txn, volume).await?;
+    let volume = sweep_queue::merge_mark(txn, volume).await?;
     if volume.state.is_garbage() {
         return Err(EndError::ClaimLost(handle));
     }
@@ -356,7 +365,7 @@ async fn forget_failure(txn: &DatabaseTransaction, import: Uuid) -> Result<(), D
         .map(drop)
 }
 
-/// What an artifact is called that is imported.
+/// Returns the label of an imported artifact.
 fn label(row: &import::Model) -> String {
     if row.resource_type.is_empty() {
         return "certs".to_owned();
@@ -364,7 +373,7 @@ fn label(row: &import::Model) -> String {
     format!("{} {}", row.resource_type, row.version).trim().to_owned()
 }
 
-/// Marks the volume of an import that failed, and keeps why. Answers the workers on which something was marked.
+/// Marks the volume of a failed import, and stores the reason. Returns the affected workers.
 pub(crate) async fn fail(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -389,8 +398,8 @@ pub(crate) async fn fail(
     Ok(marks::mark_volumes(txn, &[handle.uuid()], why, now).await?)
 }
 
-/// What a worker brought along that is gone for good: its base resource types and its certs let go. Answers their artifacts, whose rows the caller
-/// locks and has looked at.
+/// Deletes the base resource types, certificates and imports of a worker that is forgotten. Returns
+/// their artifacts, which the caller locks and makes due.
 pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -> Result<Vec<Uuid>, DbErr> {
     let of_worker = base_resource_type::Column::WorkerId.eq(worker.uuid());
     let types =
@@ -403,7 +412,7 @@ pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -
     Ok(types.chain(certs.map(|row| row.artifact_id)).collect())
 }
 
-/// How far an import is.
+/// State of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     Importing,
@@ -411,7 +420,7 @@ pub(crate) enum Progress {
     Failed,
 }
 
-/// A page of what workers bring along, the oldest first, and how far the import of each is.
+/// Returns a page of the imports of workers, oldest first, with their states.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -453,7 +462,8 @@ pub(crate) async fn list(
 }
 
 impl volume::Model {
-    /// Whether it was minted for an import: of all replicas these alone are made by no transfer before they are complete.
+    /// Returns whether the volume was minted for an import. Other replicas have a transfer until
+    /// they are complete.
     pub(crate) fn is_import(&self) -> bool {
         self.purpose == Purpose::Replica && self.transfer_id.is_none() && self.claimed_until.is_some()
     }

@@ -1,11 +1,14 @@
-//! Losses: what should be on a worker and is not, told in order to callers that watch.
+//! Losses: volumes and containers that should be on a worker and are not, as an ordered feed.
 //!
-//! A report that lacks something makes it lost ([`crate::inventory::report`]). When no report has named it for longer than a grace, the collector notices
-//! it, once, and so does the call that forgets a worker ([`crate::inventory::worker_removal`]): [`append`] gives it a revision. The store calls no service:
-//! those who depend on something watch, and what was lost in one place is brought from another when it is needed.
+//! A report that lacks a volume or container makes it lost ([`crate::inventory::report`]). After a
+//! grace period without it, the collector records the loss, once. So does the call that forgets a
+//! worker ([`crate::inventory::worker_removal`]). [`append`] gives the loss a revision.
 //!
-//! Invariant: revisions rise by one and become visible in their order. They are handed out by an update of the one row of `store`, whose lock
-//! is held until the commit.
+//! The store calls no other service. Callers watch the feed. A lost replica is copied from another
+//! worker when it is needed.
+//!
+//! Invariant: revisions rise by one and become visible in order. An update of the only row of
+//! `store` assigns them, and its lock is held until the commit.
 
 use std::collections::{HashMap, HashSet};
 
@@ -28,10 +31,10 @@ use crate::db::entity::{attempt, container, loss, store, volume};
 use crate::marks::references::Keepers;
 use crate::policy::garbage::{KeeperKind, Policy};
 
-/// How many losses are read at a time.
+/// Maximum number of losses read by one query.
 const PAGE: u64 = 100;
 
-/// Something that was lost.
+/// A loss to record.
 #[derive(Debug, Clone)]
 pub(crate) struct NewLoss {
     worker: Uuid,
@@ -68,7 +71,7 @@ impl From<&container::Model> for NewLoss {
     }
 }
 
-/// Notes what was lost, under the next revisions.
+/// Records losses under the next revisions.
 pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[NewLoss], now: Timestamp) -> Result<(), DbErr> {
     let Some(count) = i64::try_from(lost.len()).ok().filter(|count| *count > 0) else { return Ok(()) };
     let raised = store::Entity::update_many()
@@ -76,7 +79,7 @@ pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[NewLoss], now: Tim
         .exec_with_returning(txn)
         .await?;
     let newest = raised.first().map(|row| row.losses);
-    let newest = newest.ok_or_else(|| DbErr::RecordNotFound("the row of the store".to_owned()))?;
+    let newest = newest.ok_or_else(|| DbErr::RecordNotFound("row of the store".to_owned()))?;
     let rows = lost.iter().zip(newest - count + 1..).map(|(lost, revision)| Row {
         revision,
         worker: lost.worker,
@@ -96,7 +99,7 @@ pub(crate) async fn append(txn: &DatabaseTransaction, lost: &[NewLoss], now: Tim
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, [rows, now.0.into()])).await.map(drop)
 }
 
-/// A row of losses that is added.
+/// A row of `losses` to insert.
 #[derive(Serialize)]
 struct Row {
     revision: i64,
@@ -118,7 +121,7 @@ const ROW: [(&str, Column); 7] = [
     ("lost_at", Column::Integer),
 ];
 
-/// A loss, with what depends on it when it is told.
+/// A loss, with its dependents at the time of the notice.
 #[derive(Debug, Clone)]
 pub(crate) struct LossNotice {
     pub(crate) revision: u64,
@@ -128,28 +131,29 @@ pub(crate) struct LossNotice {
     pub(crate) artifact: Option<Uuid>,
     pub(crate) attempt: Option<Uuid>,
     pub(crate) lost_at: Timestamp,
-    /// What keeps the artifact.
+    /// References that keep the artifact.
     pub(crate) keepers: Keepers,
-    /// Those that pin it, and the one whose attempt it was, if that goes on.
+    /// Workloads that pin the artifact, and the workload of the attempt if the attempt is active.
     pub(crate) workloads: Vec<WorkloadId>,
     pub(crate) builds: Vec<BuildId>,
-    /// What is left of the artifact.
+    /// Remaining replicas of the artifact.
     pub(crate) replicas: Vec<Replica>,
-    /// Whether the store itself has its bytes.
+    /// Whether the store itself has the artifact's bytes.
     pub(crate) in_store: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum WatchError {
     #[error(
-        "losses up to revision {forgotten} are forgotten, and {newest} is the newest: {after} cannot be gone on from"
+        "cannot watch losses after revision {after}: revisions up to {forgotten} are forgotten, and {newest} is the newest"
     )]
     Compacted { after: u64, forgotten: u64, newest: u64 },
-    #[error("database failed while looking for losses")]
+    #[error("database failed while reading losses")]
     Database(#[from] DbErr),
 }
 
-/// Sends what was lost after a revision, and then what is lost, until the watcher leaves or the store stops.
+/// Sends the losses after a revision, and then new ones, until the watcher leaves or the store
+/// stops.
 pub(crate) async fn watch(
     store: &Store,
     mut revision: u64,
@@ -160,11 +164,11 @@ pub(crate) async fn watch(
     loop {
         let page = after(store, revision, policy).await?;
         let is_last = u64::try_from(page.len()).unwrap_or(u64::MAX) < PAGE;
-        for told in page {
-            revision = told.revision;
+        for notice in page {
+            revision = notice.revision;
             tokio::select! {
                 () = stopping.cancelled() => return Ok(()),
-                taken = losses.send(Ok(told)) => if taken.is_err() { return Ok(()) },
+                taken = losses.send(Ok(notice)) => if taken.is_err() { return Ok(()) },
             }
         }
         if is_last {
@@ -177,7 +181,7 @@ pub(crate) async fn watch(
     }
 }
 
-/// The next losses after a revision.
+/// Returns the next losses after a revision.
 async fn after(store: &Store, revision: u64, policy: &Policy) -> Result<Vec<LossNotice>, WatchError> {
     let conn = store.db.read();
     let rows = loss::Entity::find()
@@ -186,7 +190,7 @@ async fn after(store: &Store, revision: u64, policy: &Policy) -> Result<Vec<Loss
         .limit(PAGE)
         .all(conn)
         .await?;
-    // After them: if nothing was forgotten up to now, nothing is missing among them.
+    // Read after the losses: if no revision is forgotten by now, the page is complete.
     let known = store::Entity::find().one(conn).await?;
     let (newest, forgotten) = known.map_or((0, 0), |row| (row.losses, row.losses_forgotten));
     let (newest, forgotten) = (newest.unsigned_abs(), forgotten.unsigned_abs());
@@ -200,7 +204,7 @@ fn column(revision: u64) -> i64 {
     i64::try_from(revision).unwrap_or(i64::MAX)
 }
 
-/// Adds what depends on what was lost, and what is left.
+/// Adds dependents and remaining replicas to losses.
 async fn describe(
     conn: &impl ConnectionTrait,
     rows: Vec<loss::Model>,
@@ -227,7 +231,7 @@ async fn describe(
         .await?
         .into_iter()
         .collect();
-    let told = rows.into_iter().map(|row| {
+    let notices = rows.into_iter().map(|row| {
         let known = row.artifact_id.and_then(|id| artifacts.get(&id));
         let located = known.map(|(located, _)| located);
         let keepers = known.map(|(_, keepers)| keepers.clone()).unwrap_or_default();
@@ -235,7 +239,7 @@ async fn describe(
         let mut workloads: Vec<_> = of_attempt.copied().map(WorkloadId::from_uuid).into_iter().collect();
         let mut builds = Vec::new();
         for keeper in &keepers.first {
-            match keeper.what {
+            match keeper.kind {
                 KeeperKind::Pin(workload) if !workloads.contains(&workload) => workloads.push(workload),
                 KeeperKind::Build(build) => builds.push(build),
                 _ => {}
@@ -256,7 +260,7 @@ async fn describe(
             in_store: located.is_some_and(|located| located.artifact.in_store),
         }
     });
-    Ok(told.collect())
+    Ok(notices.collect())
 }
 
 #[cfg(test)]
@@ -269,17 +273,17 @@ mod tests {
     use crate::store_life;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn any_number_is_noted_at_once_on_sqlite() {
-        any_number_is_noted_at_once(databases::sqlite()).await;
+    async fn append_records_any_number_of_losses_on_sqlite() {
+        append_records_any_number_of_losses(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn any_number_is_noted_at_once_on_postgres() {
-        any_number_is_noted_at_once(databases::postgres().await).await;
+    async fn append_records_any_number_of_losses_on_postgres() {
+        append_records_any_number_of_losses(databases::postgres().await).await;
     }
 
-    /// Of more than a statement takes values.
-    async fn any_number_is_noted_at_once(database: TestDatabase) {
+    /// Appends more losses than a statement takes values.
+    async fn append_records_any_number_of_losses(database: TestDatabase) {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         db.write(|txn| async move { store_life::mint(&txn).await }).await.expect("a store");
         let volumes: Vec<_> = (0..10_001).map(|_| Uuid::now_v7()).collect();
@@ -306,6 +310,6 @@ mod tests {
             .expect("asked");
         let expected: Vec<_> =
             (1_i64..).zip([&volumes[..], &volumes].concat().into_iter().map(Some)).collect();
-        assert!(noted == expected, "{} were noted of {}", noted.len(), expected.len());
+        assert!(noted == expected, "{} of {} losses are recorded", noted.len(), expected.len());
     }
 }

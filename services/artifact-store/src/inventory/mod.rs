@@ -1,4 +1,4 @@
-//! Inventory: the volumes and containers of every worker, from before they are made until they are there.
+//! Inventory: the volumes and containers of every worker.
 //!
 //! ```text
 //! creating ──prepared, complete──▶ created ──new incarnation──▶ unconfirmed ──report──▶ created
@@ -7,9 +7,15 @@
 //!    └──────── marked, from every state ────────▶ destroying ──handed out──▶ sweeping ──report──▶ (gone)
 //! ```
 //!
-//! [`crate::marks`] and [`crate::inventory::report`] do the second half. Invariants: a handle is minted here, in a transaction that writes its row, and
-//! never twice (the primary key, and fresh UUIDs); an attempt has one container and one volume of each name beside what is garbage
-//! (unique indexes); only the session that may speak changes a row ([`crate::sessions::fence`]).
+//! [`crate::marks`] and [`crate::inventory::report`] implement the second half of the diagram.
+//!
+//! Invariants:
+//!
+//! - A handle is minted here, in the transaction that writes its row, and never reused. The primary
+//!   key and random UUIDs enforce it.
+//! - Apart from garbage, an attempt has one container and one volume of each name. Unique indexes
+//!   enforce it.
+//! - Only the current session of a worker changes its rows ([`crate::sessions::fence`]).
 
 pub(crate) mod delete_requests;
 pub(crate) mod imports;
@@ -31,7 +37,7 @@ use sea_orm::{
 };
 
 use crate::db::entity::{ArtifactState, Purpose, State, artifact, container, volume};
-pub(crate) use crate::inventory::prepare::{NeededVolume, Needs, PrepareError, StartsWith, prepare};
+pub(crate) use crate::inventory::prepare::{AttemptNeeds, NeededVolume, PrepareError, VolumeSource, prepare};
 use crate::inventory::prepare::{live_container, lock_attempt};
 use crate::marks::sweep_queue;
 use crate::sessions::{SessionError, fence};
@@ -40,14 +46,14 @@ use crate::sessions::{SessionError, fence};
 pub(crate) enum PreparedError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("attempt {0} is over")]
+    #[error("attempt {0} has ended")]
     AttemptEnded(AttemptId),
     #[error("database failed while recording a container")]
     Database(#[from] DbErr),
 }
 
 /// Records that the container of an attempt and its volumes exist.
-pub(crate) async fn prepared(
+pub(crate) async fn record_prepared(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     id: AttemptId,
@@ -60,12 +66,14 @@ pub(crate) async fn prepared(
         .col_expr(container::Column::State, Expr::value(State::Created))
         .col_expr(container::Column::JudgedAfter, Expr::value(worker.sequence))
         .filter(container::Column::AttemptId.eq(id.uuid()))
-        // Written out, as other states are in partial indexes: for a parameter in its place SQLite would plan the statement each time.
+        // A literal, because partial indexes use it. With a parameter, SQLite would plan the
+        // statement on each execution.
         .filter(Expr::cust("state = 'creating'"))
         .exec(txn)
         .await?;
     if made.rows_affected == 0 {
-        // A repeat finds it made. What was marked since, by a new session, was prepared in vain.
+        // A repeated call finds the container created. If a new session has marked it, the attempt
+        // counts as ended.
         let live = live_container(txn, id).await?;
         return live.map(|_| ()).ok_or(PreparedError::AttemptEnded(id));
     }
@@ -79,7 +87,7 @@ pub(crate) async fn prepared(
     Ok(())
 }
 
-/// The final bytes of a volume.
+/// Digest and size of a complete volume.
 #[derive(Debug, Clone)]
 pub(crate) struct Bytes {
     pub(crate) digest: Digest,
@@ -94,13 +102,13 @@ pub(crate) enum CompleteError {
     Session(#[from] SessionError),
     #[error("no volume {0} on this worker")]
     NotFound(VolumeHandle),
-    #[error("volume {0} is an input, which has no final bytes")]
+    #[error("cannot complete volume {0}: it is an input")]
     Input(VolumeHandle),
-    #[error("volume {0} is an import, which is completed by a call of its own")]
+    #[error("cannot complete volume {0}: use CompleteImport for it")]
     Import(VolumeHandle),
     #[error("volume {0} was completed with other bytes")]
     OtherBytes(VolumeHandle),
-    #[error("the attempt of volume {0} is over")]
+    #[error("the attempt of volume {0} has ended")]
     AttemptEnded(VolumeHandle),
     #[error("the transfer into volume {0} lost its claim")]
     ClaimLost(VolumeHandle),
@@ -108,8 +116,8 @@ pub(crate) enum CompleteError {
     Database(#[from] DbErr),
 }
 
-/// Records that a volume has its final bytes: a planned replica that arrived, or an output candidate. Answers whose bytes they are.
-pub(crate) async fn volume_complete(
+/// Records that a replica or an output volume is complete. Returns the artifact that it belongs to.
+pub(crate) async fn complete_volume(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
     handle: VolumeHandle,
@@ -120,22 +128,22 @@ pub(crate) async fn volume_complete(
     let of_worker = || {
         volume::Entity::find_by_id(handle.uuid()).filter(volume::Column::WorkerId.eq(claims.worker.uuid()))
     };
-    // What the volume is made for is locked before the volume itself, as everybody else does.
+    // The attempt or artifact is locked before the volume, as in all transactions.
     let Some(seen) = of_worker().one(txn).await? else { return Err(CompleteError::NotFound(handle)) };
     if seen.is_import() && !seen.complete {
         return Err(CompleteError::Import(handle));
     }
-    let (wanted, refusal) = match seen.purpose {
+    let (is_expected, refusal) = match seen.purpose {
         Purpose::Input | Purpose::Scratch => return Err(CompleteError::Input(handle)),
         Purpose::Output => {
-            (attempt_wants(txn, &seen, claims.worker).await?, CompleteError::AttemptEnded(handle))
+            (is_attempt_active(txn, &seen, claims.worker).await?, CompleteError::AttemptEnded(handle))
         }
-        Purpose::Replica => (artifact_wants(txn, &seen, bytes).await?, CompleteError::ClaimLost(handle)),
+        Purpose::Replica => (artifact_accepts(txn, &seen, bytes).await?, CompleteError::ClaimLost(handle)),
     };
     let Some(row) = of_worker().lock_exclusive().one(txn).await? else {
         return Err(CompleteError::NotFound(handle));
     };
-    let row = sweep_queue::shown(txn, row).await?;
+    let row = sweep_queue::merge_mark(txn, row).await?;
     if row.state.is_garbage() {
         return Err(refusal);
     }
@@ -145,7 +153,7 @@ pub(crate) async fn volume_complete(
         return if same { Ok(artifact) } else { Err(CompleteError::OtherBytes(handle)) };
     }
     let claim_held = row.purpose == Purpose::Output || row.claimed_until.is_some_and(|until| until > now.0);
-    if !wanted || !claim_held {
+    if !is_expected || !claim_held {
         return Err(refusal);
     }
     volume::Entity::update_many()
@@ -161,8 +169,8 @@ pub(crate) async fn volume_complete(
     Ok(artifact)
 }
 
-/// Whether the attempt of an output goes on. Holds it still.
-async fn attempt_wants(
+/// Returns whether the attempt of an output is active, and locks it in shared mode.
+async fn is_attempt_active(
     txn: &DatabaseTransaction,
     row: &volume::Model,
     worker: WorkerId,
@@ -171,8 +179,8 @@ async fn attempt_wants(
     Ok(lock_attempt(txn, AttemptId::from_uuid(id), worker).await?.is_some())
 }
 
-/// Whether an artifact still wants these bytes. Holds it still.
-async fn artifact_wants(
+/// Returns whether an artifact accepts these bytes, and locks it in shared mode.
+async fn artifact_accepts(
     txn: &DatabaseTransaction,
     row: &volume::Model,
     bytes: &Bytes,
@@ -190,13 +198,13 @@ async fn artifact_wants(
 pub(crate) enum TouchError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("attempt {0} has no container on this worker, or it is garbage")]
+    #[error("attempt {0} has no container on this worker")]
     ContainerNotFound(AttemptId),
-    #[error("database failed while noting that a container is used")]
+    #[error("database failed while recording the use of a container")]
     Database(#[from] DbErr),
 }
 
-/// Notes that the container of an attempt is used interactively.
+/// Records an interactive use of the container of an attempt.
 pub(crate) async fn touch(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -214,18 +222,18 @@ pub(crate) async fn touch(
     if touched.rows_affected == 0 { Err(TouchError::ContainerNotFound(attempt)) } else { Ok(()) }
 }
 
-/// One volume. `None`: there is none.
+/// Returns a volume, with its mark merged into the row.
 pub(crate) async fn volume(
     conn: &impl ConnectionTrait,
     handle: VolumeHandle,
 ) -> Result<Option<volume::Model>, DbErr> {
     match volume::Entity::find_by_id(handle.uuid()).one(conn).await? {
-        Some(row) => sweep_queue::shown(conn, row).await.map(Some),
+        Some(row) => sweep_queue::merge_mark(conn, row).await.map(Some),
         None => Ok(None),
     }
 }
 
-/// One container. `None`: there is none.
+/// Returns a container.
 pub(crate) async fn container(
     conn: &impl ConnectionTrait,
     handle: ContainerHandle,
@@ -233,7 +241,7 @@ pub(crate) async fn container(
     container::Entity::find_by_id(handle.uuid()).one(conn).await
 }
 
-/// A page of volumes, the newest first. `only`: of these, unless there are none.
+/// Returns a page of volumes, newest first. If `only` is not empty, only these volumes.
 pub(crate) async fn list_volumes(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -246,7 +254,7 @@ pub(crate) async fn list_volumes(
         query = query.filter(volume::Column::WorkerId.eq(worker.uuid()));
     }
     if let Some(state) = state {
-        query = query.filter(sweep_queue::is_shown_as(state));
+        query = query.filter(sweep_queue::has_merged_state(state));
     }
     if !only.is_empty() {
         query = query.filter(volume::Column::Handle.is_in(only.iter().map(|handle| handle.uuid())));
@@ -255,11 +263,11 @@ pub(crate) async fn list_volumes(
         query = query.filter(volume::Column::Handle.lt(after));
     }
     let mut rows = query.all(conn).await?;
-    sweep_queue::show(conn, &mut rows).await?;
+    sweep_queue::merge_marks(conn, &mut rows).await?;
     Ok(rows)
 }
 
-/// A page of containers, the newest first.
+/// Returns a page of containers, newest first.
 pub(crate) async fn list_containers(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,

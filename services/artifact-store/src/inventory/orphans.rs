@@ -1,4 +1,4 @@
-//! Orphans: volumes and containers that workers hold and that a store out of a backup does not know.
+//! Orphans: volumes and containers on workers that are unknown to a restored store.
 //!
 //! ```text
 //! unknown, of another store life ──report──▶ orphan ──adopt──▶ created, a replica
@@ -6,12 +6,14 @@
 //!                                              └──────report──▶ (gone)
 //! ```
 //!
-//! Unknown handles are garbage, for their rows would have come first: as long as the worker's volumes are of the life in which
-//! this database is ([`crate::store_life`]). Where they are of another, or of none, the first report that is judged makes orphans of all that is unknown. From
-//! then on the worker's volumes are of this life, and what is unknown then is garbage as ever.
+//! An unknown handle is normally garbage, because its row would have been written first. That holds
+//! while the worker's volumes are of this database's store life ([`crate::store_life`]). If they
+//! are of another life or none, the first judged report makes all unknown items orphans. From then
+//! on, the worker's volumes are of this life, and unknown handles are garbage again.
 //!
-//! Invariants: a handle is here or in one of the tables of the inventory, never in both, for it goes from the one to the other in one
-//! transaction; what is here is not garbage, and a volume that has a child here is not handed out ([`crate::marks`]).
+//! Invariants: a handle is either here or in a table of the inventory, because one transaction
+//! moves it. An orphan is not garbage. A volume with an orphan child is not handed out
+//! ([`crate::marks`]).
 
 use std::collections::HashSet;
 use std::fmt;
@@ -34,20 +36,19 @@ use crate::db::entity::{
     ArtifactState, OrphanKind, Purpose, State, artifact, container, deletion, orphan, volume, worker,
 };
 use crate::db::{ids, volumes};
-use crate::marks::Wait;
+use crate::marks::LockWait;
 use crate::marks::deletion_log::LogEntry;
 use crate::marks::sweep_queue;
 use crate::sessions::{SessionError, fence};
 use crate::{inventory, marks};
 
-/// Why what is purged is garbage.
-const PURGED: &str = "an operator purged it: it was an orphan after a backup had been restored";
+/// Reason of the mark of a purged orphan.
+const PURGED: &str = "an operator purged it as an orphan of a restored backup";
 
-/// Why something is gone that was never decided upon.
-const VANISHED: &str =
-    "it was an orphan after a backup had been restored, and its worker does not have it any more";
+/// Reason in the deletion log for an orphan that a report no longer names.
+const VANISHED: &str = "it was an orphan of a restored backup, and its worker no longer has it";
 
-/// The orphans of a worker.
+/// Returns the orphans of a worker.
 pub(crate) async fn of_worker(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
@@ -55,7 +56,7 @@ pub(crate) async fn of_worker(
     orphan::Entity::find().filter(orphan::Column::WorkerId.eq(worker.uuid())).all(conn).await
 }
 
-/// Adds orphans: things that a report names and that are not known. The caller holds their worker's row.
+/// Adds unknown reported items as orphans. The caller has locked their worker's row.
 pub(crate) async fn put(
     txn: &DatabaseTransaction,
     worker: &worker::Model,
@@ -86,7 +87,8 @@ pub(crate) async fn put(
         .map(|_| ())
 }
 
-/// Forgets what a report with the token `sequence` did not name, and answers what to remember of it.
+/// Deletes orphans that a report with the token `sequence` did not name, and returns their log
+/// entries.
 pub(crate) async fn forget(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -107,7 +109,7 @@ pub(crate) async fn forget(
     Ok(gone.into_iter().map(entry).collect())
 }
 
-/// What a worker knows of a volume.
+/// Metadata of a volume, from its worker.
 #[derive(Debug, Clone)]
 pub(crate) struct Description {
     pub(crate) volume: VolumeHandle,
@@ -118,7 +120,7 @@ pub(crate) struct Description {
     pub(crate) size_bytes: i64,
 }
 
-/// Notes what a worker knows of orphans.
+/// Records metadata of orphans.
 pub(crate) async fn describe(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -145,7 +147,7 @@ pub(crate) async fn describe(
     Ok(())
 }
 
-/// A page of orphans, the newest first.
+/// Returns a page of orphans, newest first.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     worker: Option<WorkerId>,
@@ -161,23 +163,23 @@ pub(crate) async fn list(
     query.all(conn).await
 }
 
-/// What becomes of an orphan that is adopted.
+/// Request to adopt an orphan.
 #[derive(Debug, Clone)]
 pub(crate) struct Adoption {
     pub(crate) team: String,
     pub(crate) volume: VolumeHandle,
-    /// Where it must be.
+    /// Worker that must hold the volume.
     pub(crate) worker: Option<WorkerId>,
-    /// What it holds. `None`: what it says itself, or something new.
+    /// Artifact of the volume. `None`: the artifact that its metadata names, or a new one.
     pub(crate) artifact: Option<ArtifactId>,
     pub(crate) kept_by: KeptBy,
 }
 
-/// Where something was looked for: anywhere, or on one worker.
+/// The place where an item was not found: any worker, or one.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Where(Option<WorkerId>);
+pub(crate) struct SearchScope(Option<WorkerId>);
 
-impl fmt::Display for Where {
+impl fmt::Display for SearchScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.map_or(Ok(()), |worker| write!(f, " on worker {worker}"))
     }
@@ -185,13 +187,13 @@ impl fmt::Display for Where {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdoptionError {
-    #[error("no volume {0} is an orphan of this team{1}")]
-    NotFound(VolumeHandle, Where),
-    #[error("volume {0} is no orphan: it was adopted or purged, or the store knew it all along")]
+    #[error("no orphaned volume {0} of this team{1}")]
+    NotFound(VolumeHandle, SearchScope),
+    #[error("volume {0} is not an orphan: it was adopted or purged, or was always known")]
     NotOrphaned(VolumeHandle),
-    #[error("{0} cannot be adopted: it is a container, or it is not known what it holds")]
+    #[error("cannot adopt {0}: it is a container, or its digest is unknown")]
     NotAdoptable(VolumeHandle),
-    #[error("artifact {0} is another team's")]
+    #[error("artifact {0} belongs to another team")]
     ArtifactNotFound(ArtifactId),
     #[error("artifact {0} has other bytes")]
     OtherBytes(ArtifactId),
@@ -203,8 +205,8 @@ pub(crate) enum AdoptionError {
     Database(#[from] DbErr),
 }
 
-/// Makes an orphan a replica of an artifact, and has that kept. Answers the artifact, and the workers on which volumes with other
-/// bytes were marked.
+/// Makes an orphan a replica of an artifact, and keeps the artifact. Returns the artifact, and the
+/// workers on which volumes with other bytes were marked.
 pub(crate) async fn adopt(
     txn: &DatabaseTransaction,
     adoption: &Adoption,
@@ -212,12 +214,12 @@ pub(crate) async fn adopt(
 ) -> Result<(ArtifactId, Vec<WorkerId>), AdoptionError> {
     let handle = adoption.volume;
     let Some(row) = orphan::Entity::find_by_id(handle.uuid()).one(txn).await? else {
-        return adopted(txn, adoption, now).await;
+        return repeat_adoption(txn, adoption, now).await;
     };
     let elsewhere = adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id);
     let of_others = row.team.as_ref().is_some_and(|team| *team != adoption.team);
-    if elsewhere || (of_others && !holds_of(txn, &row, adoption).await?) {
-        return Err(AdoptionError::NotFound(handle, Where(adoption.worker)));
+    if elsewhere || (of_others && !holds_bytes_of_team(txn, &row, adoption).await?) {
+        return Err(AdoptionError::NotFound(handle, SearchScope(adoption.worker)));
     }
     let Some(digest) = row.digest.as_deref().and_then(|digest| digest.try_into().ok()).map(Digest) else {
         return Err(AdoptionError::NotAdoptable(handle));
@@ -226,9 +228,9 @@ pub(crate) async fn adopt(
     let id = adoption.artifact.or(noted).unwrap_or_else(ArtifactId::new);
 
     let workers = "SELECT worker_id FROM volumes WHERE artifact_id = $1";
-    marks::lock_workers(txn, workers, [id.uuid().into()], Wait::Long).await?;
+    marks::lock_workers(txn, workers, [id.uuid().into()], LockWait::Block).await?;
     let worker = worker::Entity::find_by_id(row.worker_id).lock_shared().one(txn).await?;
-    let worker = worker.ok_or(AdoptionError::NotFound(handle, Where(adoption.worker)))?;
+    let worker = worker.ok_or(AdoptionError::NotFound(handle, SearchScope(adoption.worker)))?;
     if let KeptBy::Build(build) = adoption.kept_by {
         builds::lock_live(txn, build, &adoption.team).await?;
     }
@@ -238,8 +240,8 @@ pub(crate) async fn adopt(
     }
     let taken = orphan::Entity::delete_by_id(handle.uuid()).exec(txn).await?;
     if taken.rows_affected == 0 {
-        // Another operator decided.
-        return adopted(txn, adoption, now).await;
+        // Another operator decided about it meanwhile.
+        return repeat_adoption(txn, adoption, now).await;
     }
     let replica = volume::Model {
         state: State::Created,
@@ -266,8 +268,9 @@ pub(crate) async fn adopt(
     Ok((id, marked))
 }
 
-/// Whether a volume that was made for another team holds what belongs to the one that adopts it: a copy of something that both may use.
-async fn holds_of(
+/// Returns whether a volume that was created for another team holds bytes of an artifact of the
+/// adopting team.
+async fn holds_bytes_of_team(
     txn: &DatabaseTransaction,
     row: &orphan::Model,
     adoption: &Adoption,
@@ -281,7 +284,7 @@ async fn holds_of(
     Ok(known.is_some() && adoption.artifact.is_none_or(|wanted| wanted.uuid() == noted))
 }
 
-/// Locks the artifact that a volume becomes a replica of, made where it is unknown, and answers in which state it is.
+/// Finds or creates the artifact of an adopted volume, locks it, and returns its state.
 async fn find_or_make(
     txn: &DatabaseTransaction,
     adoption: &Adoption,
@@ -301,7 +304,7 @@ async fn find_or_make(
                 tree: None,
             };
             match artifacts::create(txn, &new, now).await {
-                // A faster transaction made another one; then it is that.
+                // Another transaction created it.
                 Ok(()) | Err(CreateError::Exists(_)) => {}
                 Err(CreateError::Owner(error)) => return Err(error.into()),
                 Err(CreateError::Database(error)) => return Err(error.into()),
@@ -318,7 +321,8 @@ async fn find_or_make(
     }
 }
 
-/// Seals an open artifact with the bytes of a volume that was adopted for it. Answers the workers on which volumes with other bytes were marked.
+/// Seals an open artifact with the bytes of an adopted volume. Returns the workers on which volumes
+/// with other bytes were marked.
 async fn seal(
     txn: &DatabaseTransaction,
     adoption: &Adoption,
@@ -331,14 +335,14 @@ async fn seal(
         Err(SealError::ArtifactNotFound(id)) => Err(AdoptionError::ArtifactNotFound(id)),
         Err(SealError::OtherBytes(id)) => Err(AdoptionError::OtherBytes(id)),
         Err(SealError::CandidateMissing(_)) => {
-            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+            Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)))
         }
         Err(SealError::Database(error)) => Err(error.into()),
     }
 }
 
-/// What a repeated call finds: the volume was adopted, and is kept as it says now.
-async fn adopted(
+/// Handles a repeated call. If the volume was adopted, keeps its artifact as the new call says.
+async fn repeat_adoption(
     txn: &DatabaseTransaction,
     adoption: &Adoption,
     now: Timestamp,
@@ -350,28 +354,28 @@ async fn adopted(
         return Err(if known {
             refused
         } else {
-            AdoptionError::NotFound(adoption.volume, Where(adoption.worker))
+            AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker))
         });
     };
     if adoption.worker.is_some_and(|worker| worker.uuid() != row.worker_id) {
-        return Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)));
+        return Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)));
     }
-    let row = sweep_queue::shown(txn, row).await?;
+    let row = sweep_queue::merge_mark(txn, row).await?;
     let id = row.artifact_id.filter(|_| row.adopted_at.is_some() && !row.state.is_garbage());
     let id = id.filter(|id| adoption.artifact.is_none_or(|wanted| wanted.uuid() == *id));
     let id = ArtifactId::from_uuid(id.ok_or(refused)?);
     match restore::undelete(txn, &adoption.team, id, adoption.kept_by, now).await {
         Ok(()) => Ok((id, Vec::new())),
         Err(UndeleteError::NotFound(_) | UndeleteError::Open(_)) => {
-            Err(AdoptionError::NotFound(adoption.volume, Where(adoption.worker)))
+            Err(AdoptionError::NotFound(adoption.volume, SearchScope(adoption.worker)))
         }
         Err(error) => Err(error.into()),
     }
 }
 
-/// How much became garbage.
+/// Result of a purge.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Purged {
+pub(crate) struct PurgeSummary {
     pub(crate) volumes: u64,
     pub(crate) containers: u64,
     pub(crate) workers: HashSet<WorkerId>,
@@ -379,29 +383,29 @@ pub(crate) struct Purged {
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PurgeError {
-    #[error("nothing has the handle {0}{1}")]
-    NotFound(Uuid, Where),
-    #[error("{0} is no orphan: it was adopted, or the store knew it all along")]
+    #[error("no volume or container {0}{1}")]
+    NotFound(Uuid, SearchScope),
+    #[error("{0} is not an orphan: it was adopted, or was always known")]
     NotOrphaned(Uuid),
     #[error("database failed while purging orphans")]
     Database(#[from] DbErr),
 }
 
-/// Makes garbage of orphans.
+/// Marks orphans as garbage.
 pub(crate) async fn purge(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     on: Option<WorkerId>,
     now: Timestamp,
-) -> Result<Purged, PurgeError> {
+) -> Result<PurgeSummary, PurgeError> {
     let of_handles = || orphan::Entity::find().filter(orphan::Column::Handle.is_in(handles.to_vec()));
     let backend = txn.get_database_backend();
     let workers = format!("SELECT worker_id FROM orphans WHERE handle IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, handles.iter().copied())];
-    marks::lock_workers(txn, &workers, values, Wait::Long).await?;
+    marks::lock_workers(txn, &workers, values, LockWait::Block).await?;
     let rows = of_handles().order_by_asc(orphan::Column::Handle).lock_exclusive().all(txn).await?;
     if let Some(row) = rows.iter().find(|row| on.is_some_and(|on| on.uuid() != row.worker_id)) {
-        return Err(PurgeError::NotFound(row.handle, Where(on)));
+        return Err(PurgeError::NotFound(row.handle, SearchScope(on)));
     }
     let found: HashSet<_> = rows.iter().map(|row| row.handle).collect();
     for other in handles.iter().filter(|handle| !found.contains(handle)) {
@@ -417,7 +421,7 @@ pub(crate) async fn purge(
         .exec(txn)
         .await?;
 
-    let mut purged = Purged::default();
+    let mut purged = PurgeSummary::default();
     for row in &rows {
         purged.workers.insert(WorkerId::from_uuid(row.worker_id));
         match row.kind {
@@ -437,7 +441,7 @@ pub(crate) async fn purge(
     Ok(purged)
 }
 
-/// Something that is no orphan may be purged again, once it is garbage or gone.
+/// Accepts a repeated purge of an item that is garbage or gone, and rejects all other known items.
 async fn must_be_garbage(
     txn: &DatabaseTransaction,
     handle: Uuid,
@@ -449,12 +453,12 @@ async fn must_be_garbage(
         container::Entity::find_by_id(handle).one(txn).await?.map(|row| (row.worker_id, row.state));
     match volume.or(container) {
         Some((worker, _)) if on.is_some_and(|on| on.uuid() != worker) => {
-            Err(PurgeError::NotFound(handle, Where(on)))
+            Err(PurgeError::NotFound(handle, SearchScope(on)))
         }
         Some((_, state)) if state.is_garbage() => Ok(()),
         Some(_) => Err(PurgeError::NotOrphaned(handle)),
         None if deletion::Entity::find_by_id(handle).one(txn).await?.is_some() => Ok(()),
-        None => Err(PurgeError::NotFound(handle, Where(on))),
+        None => Err(PurgeError::NotFound(handle, SearchScope(on))),
     }
 }
 
@@ -476,7 +480,7 @@ fn garbage_container(row: &orphan::Model, sequence: i64, now: Timestamp) -> cont
         handle: row.handle,
         worker_id: row.worker_id,
         state: State::Destroying,
-        // Whose it was is not known.
+        // The attempt and workload of an orphan are unknown.
         attempt_id: Uuid::nil(),
         holder_id: Uuid::nil(),
         created_at: now.0,

@@ -1,8 +1,10 @@
-//! Preparation of attempts: the rows of a container and its volumes, written before these exist.
+//! Preparation of attempts: creation of the rows of a container and its volumes.
 //!
-//! Called by gateways when they get a lease. Invariant: a handle is minted here, in the transaction
-//! that writes its row, and an attempt has one container and one volume of each name (unique
-//! indexes). The same call again answers the same handles.
+//! A gateway calls it when it gets a lease, before it creates the container and volumes.
+//!
+//! Invariant: a handle is minted in the transaction that writes its row. An attempt has one
+//! container and one volume of each name, which unique indexes enforce. Repeating the call returns
+//! the same handles.
 
 use std::collections::{HashMap, HashSet};
 
@@ -24,14 +26,14 @@ use crate::holders::{self, HolderError};
 use crate::pins;
 use crate::sessions::{SessionError, fence};
 
-/// What an attempt needs on its worker.
+/// Container and volumes that an attempt needs on its worker.
 #[derive(Debug, Clone)]
-pub(crate) struct Needs {
+pub(crate) struct AttemptNeeds {
     pub(crate) holder: WorkloadId,
     pub(crate) attempt: AttemptId,
     pub(crate) team: String,
     pub(crate) volumes: Vec<NeededVolume>,
-    /// Versions of task caches that cannot be brought to the worker.
+    /// Versions of task caches that cannot be copied to the worker.
     pub(crate) unreachable: HashSet<ArtifactId>,
 }
 
@@ -40,37 +42,37 @@ pub(crate) struct Needs {
 pub(crate) struct NeededVolume {
     pub(crate) name: String,
     pub(crate) purpose: Purpose,
-    pub(crate) from: Option<StartsWith>,
-    /// The artifact that it may become.
+    pub(crate) from: Option<VolumeSource>,
+    /// Artifact that it may become.
     pub(crate) output: Option<ArtifactId>,
 }
 
-/// What a volume starts with.
+/// Initial contents of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum StartsWith {
-    /// The bytes of an artifact.
+pub(crate) enum VolumeSource {
+    /// Bytes of an artifact.
     Artifact(ArtifactId),
-    /// The latest version of a task cache, if there is one.
-    LatestOf(CacheId),
+    /// Latest version of a task cache, if there is one.
+    TaskCache(CacheId),
 }
 
-/// The handles of what an attempt needs.
+/// Handles of the container and volumes of an attempt.
 #[derive(Debug, Clone)]
-pub(crate) struct Planned {
+pub(crate) struct PreparedAttempt {
     pub(crate) container: ContainerHandle,
-    /// In the order asked.
+    /// In the order of the request.
     pub(crate) volumes: Vec<PlannedVolume>,
 }
 
-/// The handle of a volume that a container needs.
+/// Handle of a volume that a container needs.
 #[derive(Debug, Clone)]
 pub(crate) struct PlannedVolume {
     pub(crate) name: String,
     pub(crate) handle: VolumeHandle,
     pub(crate) parent: Option<VolumeHandle>,
-    /// What the parent holds.
+    /// Digest of the parent.
     pub(crate) parent_digest: Option<Vec<u8>>,
-    /// The artifact whose bytes are not on this worker.
+    /// Artifact that must be copied to this worker first.
     pub(crate) missing: Option<ArtifactId>,
 }
 
@@ -80,34 +82,36 @@ pub(crate) enum PrepareError {
     Session(#[from] SessionError),
     #[error(transparent)]
     Holder(#[from] HolderError),
-    #[error("attempt {0} is over")]
+    #[error("attempt {0} has ended")]
     AttemptEnded(AttemptId),
     #[error("artifact {0} is unknown to this team or not sealed")]
     InputUnavailable(ArtifactId),
-    /// The worker has begun another life, and its first report will tell.
-    #[error("whether artifact {0} is still on this worker is not known yet")]
+    /// The worker has begun a new incarnation and has not reported yet.
+    #[error(
+        "artifact {0} is not confirmed on this worker yet: repeat the call after the worker's next report"
+    )]
     Unconfirmed(ArtifactId),
     #[error("database failed while preparing an attempt")]
     Database(#[from] DbErr),
 }
 
-/// Finds or makes the rows of an attempt's container and of all its volumes.
+/// Finds or creates the rows of an attempt's container and volumes.
 ///
-/// A volume that starts with an artifact is a child of a complete replica on this worker, which its
-/// row keeps; where there is none the artifact is missing, and asking again after it was brought
-/// here finds it.
+/// A volume that starts with an artifact is a child of a complete replica on this worker, which the
+/// child's row keeps. If there is no such replica, the artifact is missing. After it has been
+/// copied here, a repeated call finds the replica.
 pub(crate) async fn prepare(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     now: Timestamp,
-) -> Result<Planned, PrepareError> {
+) -> Result<PreparedAttempt, PrepareError> {
     let worker = fence(txn, claims).await?;
     let holder = holders::lock(txn, needs.holder, &needs.team, now).await?;
     if holder.settled_at.is_some() {
         return Err(PrepareError::AttemptEnded(needs.attempt));
     }
-    let (mut container, existing) = find_or_begin_attempt(txn, claims.worker, needs).await?;
+    let (mut container, existing) = find_or_create_attempt(txn, claims.worker, needs).await?;
     let mut existing: HashMap<_, _> =
         existing.into_iter().filter_map(|row| Some((row.name.clone()?, row))).collect();
     let from = decide_sources(txn, needs, &existing).await?;
@@ -124,8 +128,8 @@ pub(crate) async fn prepare(
                     && need.from.is_some()
                     && (row.parent != source || row.from_artifact_id != from) =>
             {
-                // It arrived since the first call, or what was there is not any more, or it cannot
-                // be brought here. What a worker brings along may be another artifact by now.
+                // The replica arrived after the first call, or was lost, or cannot be copied here.
+                // A worker-provided image may be another artifact by now.
                 volume::Entity::update_many()
                     .col_expr(volume::Column::Parent, Expr::value(source))
                     .col_expr(volume::Column::FromArtifactId, Expr::value(from))
@@ -173,14 +177,14 @@ pub(crate) async fn prepare(
         Some(container) => ContainerHandle::from_uuid(container.handle),
         None => make_container(txn, claims.worker, needs, worker.sequence, now).await?,
     };
-    Ok(Planned { container, volumes: planned })
+    Ok(PreparedAttempt { container, volumes: planned })
 }
 
-/// Begins an attempt, or finds what an earlier call made for it.
-async fn find_or_begin_attempt(
+/// Starts an attempt, or returns the rows of an earlier call.
+async fn find_or_create_attempt(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    needs: &Needs,
+    needs: &AttemptNeeds,
 ) -> Result<(Option<container::Model>, Vec<volume::Model>), PrepareError> {
     let id = needs.attempt.uuid();
     let fresh = attempt::ActiveModel {
@@ -210,7 +214,8 @@ async fn find_or_begin_attempt(
     Ok((container, volumes))
 }
 
-/// Holds an attempt on `worker` still. `None`: it has ended, or is none of this worker's.
+/// Locks an active attempt of `worker` in shared mode. `None` if it has ended or belongs to another
+/// worker.
 pub(super) async fn lock_attempt(
     txn: &DatabaseTransaction,
     id: AttemptId,
@@ -231,7 +236,7 @@ pub(super) async fn live_container(
         .await
 }
 
-/// What complete volumes hold, some of which are `known`.
+/// Returns the digests of complete volumes. The rows in `known` are not read again.
 async fn digests_of(
     txn: &DatabaseTransaction,
     known: impl Iterator<Item = volume::Model>,
@@ -248,22 +253,22 @@ async fn digests_of(
     Ok(digests)
 }
 
-/// What each volume starts with, in their order. What a volume of a task cache starts with was
-/// decided when its row was made, and is kept by it.
+/// Returns the artifact with which each volume starts, in order. The version of a task cache was
+/// chosen when the volume's row was created, and does not change.
 async fn decide_sources(
     txn: &DatabaseTransaction,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     existing: &HashMap<String, volume::Model>,
 ) -> Result<Vec<Option<ArtifactId>>, DbErr> {
     let undecided = needs.volumes.iter().filter(|need| !existing.contains_key(&need.name));
     let caches = undecided.filter_map(|need| match need.from {
-        Some(StartsWith::LatestOf(cache)) => Some(cache),
+        Some(VolumeSource::TaskCache(cache)) => Some(cache),
         _ => None,
     });
     let latest = task_caches::latest(txn, &needs.team, &caches.collect::<Vec<_>>()).await?;
     let decide = |need: &NeededVolume| match need.from? {
-        StartsWith::Artifact(artifact) => Some(artifact),
-        StartsWith::LatestOf(cache) => {
+        VolumeSource::Artifact(artifact) => Some(artifact),
+        VolumeSource::TaskCache(cache) => {
             let (version, made) = match existing.get(&need.name) {
                 Some(row) => (row.from_artifact_id.map(ArtifactId::from_uuid), row.state != State::Creating),
                 None => (latest.get(&cache).copied(), false),
@@ -274,8 +279,8 @@ async fn decide_sources(
     Ok(needs.volumes.iter().map(decide).collect())
 }
 
-/// Locks the artifacts that volumes start with, and a replica of each on this worker: they become
-/// parents. Answers the replicas.
+/// Locks the artifacts that volumes start with, and returns a locked replica of each on this
+/// worker, which becomes a parent.
 async fn lock_sources(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -297,7 +302,7 @@ async fn lock_sources(
         .filter(volume::Column::Purpose.eq(Purpose::Replica))
         .filter(Expr::cust(volumes::COMPLETE))
         .filter(volume::Column::State.is_in([State::Created, State::Unconfirmed]))
-        // The first of each artifact, verified ones before others.
+        // Later rows win: verified replicas before others, then the oldest.
         .order_by_asc(volume::Column::Verified)
         .order_by_desc(volume::Column::Handle)
         .lock_shared()
@@ -318,7 +323,7 @@ async fn lock_sources(
 async fn make_container(
     txn: &DatabaseTransaction,
     worker: WorkerId,
-    needs: &Needs,
+    needs: &AttemptNeeds,
     sequence: i64,
     now: Timestamp,
 ) -> Result<ContainerHandle, DbErr> {

@@ -1,18 +1,24 @@
-//! Reports: what workers say they hold, and what follows from it.
+//! Reports: judging a worker's rows by the list of its containers and volumes.
 //!
-//! The gateway takes a token ([`begin`]) *before* it lists what its worker holds, and reports the list with it. [`apply`] judges each of the
-//! worker's rows by that list: what was not reported is lost or, if it was marked, forgotten; what is not known is garbage, or an orphan if
-//! the database came out of a backup ([`crate::inventory::orphans`]); and what is still there although its gateway was told to destroy it, is told again.
+//! A gateway takes a token ([`begin`]) *before* it lists the contents of its worker, and then
+//! reports the list. [`apply`] judges each row of the worker:
 //!
-//! Two invariants, however late a report comes, how often, and beside which others:
+//! - An item that is missing from the list is lost. If it was marked, its row is deleted.
+//! - An unknown item is garbage, or an orphan if the database was restored from a backup
+//!   ([`crate::inventory::orphans`]).
+//! - An item that is still listed after it was handed out for deletion is handed out again.
 //!
-//! - A report never judges what is newer than itself. A row's `judged_after` is the worker's sequence when it was made, marked or handed
-//!   out, read behind the worker's lock, and a token is minted by raising that sequence under the same lock; only a higher token judges.
-//! - A report never undoes what a newer one found. Before a report judges, [`take_over`] makes its token the worker's `reported`, and each
-//!   transaction that judges holds the worker's row still and goes on only while it has that very token. So an older one that is in the
-//!   middle of its rows stops there.
+//! Two invariants hold for late, repeated and concurrent reports:
 //!
-//! Since every row is judged on its own, a report that is cut short has done nothing wrong, and the next one does the rest.
+//! - A report never judges a newer row. A row's `judged_after` is the worker's sequence when the
+//!   row was created, marked or handed out, read behind the worker's lock. A token is minted by
+//!   raising that sequence under the same lock. Only a higher token judges.
+//! - A report never reverts the result of a newer one. Before a report judges, [`take_over`] makes
+//!   its token the worker's `reported`. Each transaction that judges locks the worker's row and
+//!   continues only while it has that token. An older report therefore stops in the middle.
+//!
+//! Each row is judged separately, so that an interrupted report is harmless. The next one completes
+//! it.
 
 use std::collections::HashSet;
 
@@ -29,37 +35,40 @@ use crate::app::Store;
 use crate::db::entity::{OrphanKind, container, orphan, volume, worker};
 use crate::inventory::orphans;
 pub(crate) use crate::inventory::report_rows::ReportError;
-use crate::inventory::report_rows::{PAGE, ROWS, goes_on, judge_all, tell_again};
+use crate::inventory::report_rows::{PAGE, ROWS, hand_out_again, judge_all, require_current_report};
 use crate::marks::deletion_log;
 use crate::sessions::{self, SessionError};
 use crate::store_life;
 use crate::store_life::receipts::{self, Token};
 
-/// How many handles one report may have: 16 bytes of memory each.
-pub(crate) const MOST_HANDLES: usize = 2_000_000;
+/// Maximum number of handles in one report, at 16 bytes of memory each.
+pub(crate) const MAX_HANDLES: usize = 2_000_000;
 
-/// How many handles of each kind that are not known one answer names, so that it fits into a message. The next report names the others.
-const MOST_UNKNOWN: usize = 40_000;
+/// Maximum number of unknown handles of each kind in one answer, so that it fits into a message.
+/// The next report returns the others.
+const MAX_UNKNOWN: usize = 40_000;
 
-/// How many volumes that were not described yet one answer names.
-const MOST_UNDESCRIBED: usize = 1000;
+/// Maximum number of undescribed volumes in one answer.
+const MAX_UNDESCRIBED: usize = 1000;
 
-/// A report that was opened.
+/// Result of [`begin`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ReportStart {
     pub(crate) token: Token,
-    /// The life that ended with it: the worker remembers more than this database does, which came out of a backup.
+    /// Store life that this report ended, because the worker's receipt proves that this database
+    /// was restored from a backup.
     pub(crate) ended: Option<StoreLife>,
-    /// The worker says that it remembers more than this database does, and has no receipt for it.
+    /// Whether the worker claims a newer report than this database has, without a valid receipt.
     pub(crate) unproven: bool,
 }
 
-/// Opens a report. `last`: the token of the last report of the worker that was answered, with its receipt.
+/// Opens a report. `last`: token and receipt of the last answered report of the worker.
 ///
-/// Without a receipt that token proves nothing: any worker could show one, and begin one life after another.
+/// Without a receipt that token proves nothing. Otherwise any worker could present one and begin
+/// new store lives.
 ///
-/// Before a report is answered, that it was judged is durable. So in one life no report that a worker remembers is younger than the last that is
-/// on record.
+/// The result of a report is durable before the report is answered. Therefore, within one life, no
+/// report that a worker remembers is newer than the last recorded one.
 pub(crate) async fn begin(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -80,7 +89,7 @@ pub(crate) async fn begin(
     Ok(ReportStart { token: Token { sequence, life }, ended, unproven: unknown.is_some() && !went_back })
 }
 
-/// Everything that a worker holds, as it was listed after the token was taken.
+/// All containers and volumes of a worker, listed after the token was taken.
 #[derive(Debug, Default)]
 pub(crate) struct Holdings {
     volumes: Vec<Uuid>,
@@ -96,28 +105,28 @@ impl Holdings {
         self.containers.push(handle.uuid());
     }
 
-    /// How many handles were added.
+    /// Returns the number of handles.
     pub(crate) fn len(&self) -> usize {
         self.volumes.len() + self.containers.len()
     }
 }
 
-/// What a report brought about.
+/// Result of a report.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) forgotten: u64,
     pub(crate) lost: u64,
     pub(crate) unknown_volumes: Vec<VolumeHandle>,
     pub(crate) unknown_containers: Vec<ContainerHandle>,
-    /// How many of the reported things are orphans.
+    /// Number of reported items that are orphans.
     pub(crate) orphans: u64,
-    /// Volumes that are, and were not described yet.
+    /// Orphaned volumes that are not described yet.
     pub(crate) undescribed: Vec<VolumeHandle>,
-    /// For the worker: that this was judged.
+    /// Receipt for the worker.
     pub(crate) receipt: Option<Receipt>,
 }
 
-/// Whether a report with `token` may be judged.
+/// Checks that a report with `token` may be judged.
 pub(crate) async fn check(
     conn: &impl ConnectionTrait,
     claims: &SessionClaims,
@@ -132,7 +141,8 @@ fn may_judge(row: &worker::Model, token: Token, life: StoreLife) -> Result<(), R
     if may { Ok(()) } else { Err(ReportError::Stale) }
 }
 
-/// Judges every row of the worker by a complete report. `worker_life`: the life of the store that its volumes are of, as it says.
+/// Judges every row of the worker by a complete report. `worker_life`: store life of the worker's
+/// volumes, from the worker.
 pub(crate) async fn apply(
     store: &Store,
     claims: &SessionClaims,
@@ -141,55 +151,57 @@ pub(crate) async fn apply(
     holdings: Holdings,
 ) -> Result<Outcome, ReportError> {
     store.db.write(|txn| async move { take_over(&txn, claims, token).await }).await?;
-    // Before the tables that it is adopted and purged into, so that what is reported is found in one of them.
-    let aside = orphans::of_worker(store.db.read(), claims.worker).await?;
+    // Read before the inventory tables, into which orphans are adopted and purged, so that a
+    // reported item is found in one of them.
+    let orphans = orphans::of_worker(store.db.read(), claims.worker).await?;
     let Holdings { volumes, containers } = holdings;
-    // Containers first: volumes are what they stand on.
+    // Containers first, because they depend on volumes.
     let of_containers = judge_all::<container::Entity>(store, claims, token, containers).await?;
     let of_volumes = judge_all::<volume::Entity>(store, claims, token, volumes).await?;
-    tell_again(store, claims, token, of_containers.again, of_volumes.again).await?;
+    hand_out_again(store, claims, token, of_containers.again, of_volumes.again).await?;
     let mut outcome = Outcome {
         forgotten: of_containers.forgotten + of_volumes.forgotten,
         lost: of_containers.lost + of_volumes.lost,
         ..Outcome::default()
     };
-    let mut unknown = Unknown { volumes: of_volumes.unknown, containers: of_containers.unknown };
-    outcome.orphans = keep_orphans(store, claims, token, &aside, &mut unknown).await?;
+    let mut unknown = UnknownItems { volumes: of_volumes.unknown, containers: of_containers.unknown };
+    outcome.orphans = keep_orphans(store, claims, token, &orphans, &mut unknown).await?;
     if worker_life != Some(token.life) {
         outcome.orphans += add_orphans(store, claims, token, std::mem::take(&mut unknown)).await?;
     }
     if store_life::current(store.db.read()).await? != token.life {
-        // What is unknown may not be garbage.
+        // Unknown items may not be garbage in the new life.
         return Err(ReportError::Stale);
     }
     outcome.undescribed = undescribed(store, claims).await?;
     outcome.receipt = Some(receipts::issue(store.db.read(), claims.worker, token).await?);
-    let Unknown { volumes, containers } = unknown;
-    outcome.unknown_volumes = volumes.into_iter().take(MOST_UNKNOWN).map(VolumeHandle::from_uuid).collect();
+    let UnknownItems { volumes, containers } = unknown;
+    outcome.unknown_volumes = volumes.into_iter().take(MAX_UNKNOWN).map(VolumeHandle::from_uuid).collect();
     outcome.unknown_containers =
-        containers.into_iter().take(MOST_UNKNOWN).map(ContainerHandle::from_uuid).collect();
+        containers.into_iter().take(MAX_UNKNOWN).map(ContainerHandle::from_uuid).collect();
     Ok(outcome)
 }
 
-/// What was reported, and has no row in the inventory.
+/// Reported items without a row in the inventory.
 #[derive(Debug, Default)]
-struct Unknown {
+struct UnknownItems {
     volumes: Vec<Uuid>,
     containers: Vec<Uuid>,
 }
 
-/// Takes orphans out of `unknown`, and answers how much that is. An orphan that was not reported is forgotten.
+/// Removes orphans from `unknown`, and returns their number. Deletes the orphans that were not
+/// reported.
 async fn keep_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    aside: &[orphan::Model],
-    unknown: &mut Unknown,
+    orphans: &[orphan::Model],
+    unknown: &mut UnknownItems,
 ) -> Result<u64, ReportError> {
-    if aside.is_empty() {
+    if orphans.is_empty() {
         return Ok(0);
     }
-    let known: HashSet<_> = aside.iter().map(|row| row.handle).collect();
+    let known: HashSet<_> = orphans.iter().map(|row| row.handle).collect();
     let reported: HashSet<_> = unknown.volumes.iter().chain(&unknown.containers).copied().collect();
     unknown.volumes.retain(|handle| !known.contains(handle));
     unknown.containers.retain(|handle| !known.contains(handle));
@@ -198,7 +210,7 @@ async fn keep_orphans(
     for some in gone.chunks(PAGE) {
         let forget = |txn| async move {
             let txn: db::Transaction = txn;
-            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            require_current_report(&sessions::fence(&txn, claims).await?, token)?;
             let gone = orphans::forget(&txn, some, token.sequence, now).await?;
             deletion_log::append(&txn, &gone, now, store.config.tombstone).await?;
             Ok::<_, ReportError>(())
@@ -208,21 +220,21 @@ async fn keep_orphans(
     Ok(u64::try_from(kept.len()).unwrap_or(u64::MAX))
 }
 
-/// Sets everything aside that is unknown, and answers how much that is.
+/// Makes all unknown items orphans, and returns their number.
 async fn add_orphans(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
-    unknown: Unknown,
+    unknown: UnknownItems,
 ) -> Result<u64, ReportError> {
     let now = store.now();
-    let Unknown { volumes, containers } = unknown;
+    let UnknownItems { volumes, containers } = unknown;
     for (kind, handles) in [(OrphanKind::Volume, &volumes), (OrphanKind::Container, &containers)] {
         for some in handles.chunks(ROWS) {
             let put = |txn| async move {
                 let txn: db::Transaction = txn;
                 let worker = sessions::fence(&txn, claims).await?;
-                goes_on(&worker, token)?;
+                require_current_report(&worker, token)?;
                 orphans::put(&txn, &worker, kind, some, now).await?;
                 Ok::<_, ReportError>(())
             };
@@ -235,13 +247,13 @@ async fn add_orphans(
             worker.id = %claims.worker,
             volumes = volumes.len(),
             containers = containers.len(),
-            "a worker holds what this store does not know: it is an orphan, for its volumes are of another store life"
+            "worker has unknown volumes or containers of another store life, which are now orphans"
         );
     }
     Ok(u64::try_from(number).unwrap_or(u64::MAX))
 }
 
-/// Orphans of a worker of which its gateway has not said what they are.
+/// Returns orphaned volumes of a worker that are not described yet.
 async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<VolumeHandle>, DbErr> {
     let handles: Vec<Uuid> = orphan::Entity::find()
         .select_only()
@@ -249,14 +261,15 @@ async fn undescribed(store: &Store, claims: &SessionClaims) -> Result<Vec<Volume
         .filter(orphan::Column::WorkerId.eq(claims.worker.uuid()))
         .filter(orphan::Column::Described.eq(false))
         .order_by_asc(orphan::Column::Handle)
-        .limit(u64::try_from(MOST_UNDESCRIBED).unwrap_or(u64::MAX))
+        .limit(u64::try_from(MAX_UNDESCRIBED).unwrap_or(u64::MAX))
         .into_tuple()
         .all(store.db.read())
         .await?;
     Ok(handles.into_iter().map(VolumeHandle::from_uuid).collect())
 }
 
-/// From now on nothing older than `token` judges rows of the worker. Waits for what an older report is about to commit.
+/// Prevents older reports from judging rows of the worker. Waits for the commit of an older report
+/// in progress.
 async fn take_over(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,

@@ -1,5 +1,7 @@
-//! What was marked and is gone by a report: its row and its mark are deleted, and the deletion log has it, however many they are in as many statements. An attempt that only
-//! waits for that is due then.
+//! Deletion of marked rows that a report no longer names.
+//!
+//! The row and its mark are deleted, and the deletion log gets an entry. An attempt that only waits
+//! for this deletion becomes due. The number of statements does not depend on the number of rows.
 
 use std::time::Duration;
 
@@ -10,19 +12,19 @@ use uuid::Uuid;
 use crate::db::ids;
 use crate::marks::Sweepable;
 use crate::policy::garbage::MarkReason;
-use crate::policy::retention::FORGOTTEN_LATER;
+use crate::policy::retention::REMAINS_RECHECK_INTERVAL;
 use crate::store_life::receipts::Token;
 
-/// How long what is forgotten is remembered, and from when on.
+/// Time and retention of entries in the deletion log.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct LogTerms {
     pub(super) now: Timestamp,
     pub(super) tombstone: Duration,
 }
 
-/// Deletes rows of a worker that were marked before the token, and answers how many.
+/// Deletes rows of a worker that were marked before the token, and returns their number.
 ///
-/// A transaction that takes a mark back changes the row, too, so that this token judges it no more.
+/// A transaction that removes a mark also changes the row, so that this token no longer judges it.
 pub(super) async fn forget<E: Sweepable>(
     txn: &DatabaseTransaction,
     worker: WorkerId,
@@ -38,32 +40,34 @@ pub(super) async fn forget<E: Sweepable>(
     let which = [handles, worker.uuid().into(), token.sequence.into()];
     let LogTerms { now, tombstone } = memory;
     let mut values = Vec::from(which.clone());
-    values.extend([now.0.into(), (now + tombstone).0.into(), (now + FORGOTTEN_LATER).0.into()]);
+    values.extend([now.0.into(), (now + tombstone).0.into(), (now + REMAINS_RECHECK_INTERVAL).0.into()]);
     if E::HAS_QUEUE {
         values.push(MarkReason::ArtifactDeleted.to_string().into());
     }
     match backend {
-        DbBackend::Postgres => at_once::<E>(txn, values).await,
-        _ => one_after_the_other::<E>(txn, which, values).await,
+        DbBackend::Postgres => forget_with_one_statement::<E>(txn, values).await,
+        _ => forget_with_several_statements::<E>(txn, which, values).await,
     }
 }
 
-/// What is told of a row when it goes. `$1` are handles, `$2` is the worker and `$3` the token; `$4` is now, `$5` when to look at the grave, and `$6`
-/// when to look at the latest at an attempt that waits for nothing else.
-struct Gone {
+/// SQL fragments about the rows to delete.
+///
+/// Values: `$1` handles, `$2` worker, `$3` token, `$4` now, `$5` next check of the log entry, `$6`
+/// latest next check of an attempt that only waits for this deletion.
+struct RemovalSql {
     table: &'static str,
-    /// Another table that says so, too.
-    beside: Option<&'static str>,
-    /// Whether it goes.
-    goes: String,
-    /// Why and when it was marked.
+    /// Table with additional marks.
+    mark_table: Option<&'static str>,
+    /// Condition of the rows to delete.
+    condition: String,
+    /// Columns of the reason and time of the mark.
     marked: String,
 }
 
-impl Gone {
+impl RemovalSql {
     fn of<E: Sweepable>(backend: DbBackend) -> Self {
         let table = E::TABLE;
-        let (beside, is_marked, marked) = if E::HAS_QUEUE {
+        let (mark_table, is_marked, marked) = if E::HAS_QUEUE {
             let is_marked =
                 "sweep_queue.worker_id = volumes.worker_id AND sweep_queue.handle = volumes.handle";
             let why =
@@ -75,24 +79,27 @@ impl Gone {
             (None, is_marked, "marked_why, marked_at".to_owned())
         };
         let ids = ids::query(backend, 1);
-        let goes = format!(
+        let condition = format!(
             "{is_marked} AND {table}.worker_id = $2 AND {table}.handle IN ({ids}) AND {table}.judged_after < $3"
         );
-        Self { table, beside, goes, marked }
+        Self { table, mark_table, condition, marked }
     }
 }
 
 const INSERT_ENTRIES: &str =
     "INSERT INTO deletion_log (id, kind, label, marked_why, marked_at, gone_at, look_at)";
 
-/// Attempts that only wait for what is gone.
+/// Query of attempts that only wait for deletions.
 const WAITING: &str = "SELECT attempt_id FROM attempts WHERE look_at > $4 AND look_at <= $6";
 
-async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) -> Result<u64, DbErr> {
+async fn forget_with_one_statement<E: Sweepable>(
+    txn: &DatabaseTransaction,
+    values: Vec<Value>,
+) -> Result<u64, DbErr> {
     let backend = txn.get_database_backend();
-    let Gone { table, beside, goes, marked } = Gone::of::<E>(backend);
-    let using = beside.map(|beside| format!("USING {beside}")).unwrap_or_default();
-    let unmarked = match beside {
+    let RemovalSql { table, mark_table, condition, marked } = RemovalSql::of::<E>(backend);
+    let using = mark_table.map(|mark_table| format!("USING {mark_table}")).unwrap_or_default();
+    let unmarked = match mark_table {
         Some(marks) => format!(
             "unmarked AS (DELETE FROM {marks} WHERE worker_id = $2 AND handle IN (SELECT handle FROM gone)),"
         ),
@@ -100,12 +107,12 @@ async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) ->
     };
     let kind = E::KIND.to_value();
     let sql = format!(
-        "WITH gone AS (DELETE FROM {table} {using} WHERE {goes} RETURNING {table}.handle AS handle, {table}.attempt_id AS attempt_id, {marked}),
+        "WITH gone AS (DELETE FROM {table} {using} WHERE {condition} RETURNING {table}.handle AS handle, {table}.attempt_id AS attempt_id, {marked}),
               {unmarked}
               waiting AS (SELECT a.attempt_id FROM (SELECT DISTINCT attempt_id FROM gone WHERE attempt_id IS NOT NULL) AS g
                           CROSS JOIN LATERAL ({WAITING} AND attempt_id = g.attempt_id LIMIT 1 FOR UPDATE SKIP LOCKED) AS a),
               due AS (UPDATE attempts SET look_at = $4 WHERE attempt_id IN (SELECT attempt_id FROM waiting)),
-              dug AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
+              logged AS ({INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5 FROM gone ON CONFLICT (id) DO NOTHING)
          SELECT COUNT(*) AS number FROM gone"
     );
     let row = txn.query_one_raw(Statement::from_sql_and_values(backend, sql, values)).await?;
@@ -113,38 +120,38 @@ async fn at_once<E: Sweepable>(txn: &DatabaseTransaction, values: Vec<Value>) ->
     Ok(u64::try_from(number).unwrap_or(0))
 }
 
-/// Where a writer is alone.
-async fn one_after_the_other<E: Sweepable>(
+/// Deletes rows with several statements, on SQLite, where a writer is alone.
+async fn forget_with_several_statements<E: Sweepable>(
     txn: &DatabaseTransaction,
     which: [Value; 3],
     values: Vec<Value>,
 ) -> Result<u64, DbErr> {
     let backend = txn.get_database_backend();
-    let Gone { table, beside, goes, marked } = Gone::of::<E>(backend);
-    let from = beside.map(|beside| format!(", {beside}")).unwrap_or_default();
-    let dig = format!(
+    let RemovalSql { table, mark_table, condition, marked } = RemovalSql::of::<E>(backend);
+    let from = mark_table.map(|mark_table| format!(", {mark_table}")).unwrap_or_default();
+    let insert_entries = format!(
         "{INSERT_ENTRIES} SELECT handle, '{kind}', '', marked_why, marked_at, $4, $5
-         FROM (SELECT {table}.handle AS handle, {marked} FROM {table}{from} WHERE {goes}) AS gone WHERE TRUE
+         FROM (SELECT {table}.handle AS handle, {marked} FROM {table}{from} WHERE {condition}) AS gone WHERE TRUE
          ON CONFLICT (id) DO NOTHING",
         kind = E::KIND.to_value(),
     );
     let make_due = format!(
         "UPDATE attempts SET look_at = $4 WHERE attempt_id IN
-             ({WAITING} AND attempt_id IN (SELECT {table}.attempt_id FROM {table}{from} WHERE {goes}))"
+             ({WAITING} AND attempt_id IN (SELECT {table}.attempt_id FROM {table}{from} WHERE {condition}))"
     );
     let due = values.iter().take(6).cloned();
     txn.execute_raw(Statement::from_sql_and_values(backend, make_due, due)).await?;
-    txn.execute_raw(Statement::from_sql_and_values(backend, dig, values)).await?;
-    let goes = match beside {
-        // As a join, which is found by its indexes.
-        Some(beside) => {
-            format!("handle IN (SELECT {table}.handle FROM {table}, {beside} WHERE {goes})")
+    txn.execute_raw(Statement::from_sql_and_values(backend, insert_entries, values)).await?;
+    let condition = match mark_table {
+        // A join, which uses the indexes.
+        Some(mark_table) => {
+            format!("handle IN (SELECT {table}.handle FROM {table}, {mark_table} WHERE {condition})")
         }
-        None => goes,
+        None => condition,
     };
-    let delete = format!("DELETE FROM {table} WHERE {goes}");
+    let delete = format!("DELETE FROM {table} WHERE {condition}");
     let gone = txn.execute_raw(Statement::from_sql_and_values(backend, delete, which.clone())).await?;
-    if let Some(marks) = beside {
+    if let Some(marks) = mark_table {
         let [handles, worker, _] = which;
         let unmark = format!(
             "DELETE FROM {marks} WHERE worker_id = $2 AND handle IN ({})

@@ -1,8 +1,9 @@
-//! Rows of a worker, judged by a report: confirmed, lost, or forgotten.
+//! Judging of the rows of a worker by a report: confirmed, lost, or deleted.
 //!
-//! Called by [`crate::inventory::report`]. Invariant: a row is judged only by a report whose token
-//! is higher than its `judged_after`, in a transaction that holds the worker's row and finds the
-//! report's token there.
+//! [`crate::inventory::report`] calls it.
+//!
+//! Invariant: a report judges a row only if its token is higher than the row's `judged_after`. The
+//! transaction has locked the worker's row, and has found the report's token there.
 
 use std::collections::{HashMap, HashSet};
 
@@ -24,41 +25,43 @@ use crate::policy::garbage;
 use crate::sessions::{self, SessionError};
 use crate::store_life::receipts::Token;
 
-/// How many rows are read by one statement, and changed in one transaction. SQLite binds 32,766
-/// values at most.
+/// Maximum number of rows that one query reads and one transaction changes. SQLite binds at most
+/// 32,766 values.
 pub(super) const PAGE: usize = 5_000;
 
-/// How many rows are written by one statement.
+/// Maximum number of rows that one statement inserts.
 pub(super) const ROWS: usize = 1_000;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReportError {
     #[error(transparent)]
     Session(#[from] SessionError),
-    #[error("the report's token is of another store life, or older than a report that was judged")]
+    #[error(
+        "cannot judge the report: its token is of another store life, or older than a judged report. Take a new token"
+    )]
     Stale,
     #[error("database failed while judging a report")]
     Database(#[from] DbErr),
 }
 
-/// Refuses to go on when a newer report has taken over.
-pub(super) fn goes_on(row: &worker::Model, token: Token) -> Result<(), ReportError> {
+/// Rejects a report after a newer one has taken over.
+pub(super) fn require_current_report(row: &worker::Model, token: Token) -> Result<(), ReportError> {
     if row.reported == token.sequence { Ok(()) } else { Err(ReportError::Stale) }
 }
 
-/// What a report says about one row.
+/// Effect of a report on one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Change {
     Nothing,
-    /// It is there.
-    Found,
-    /// It should be there and is not.
+    /// It exists.
+    Confirm,
+    /// It is missing.
     Lose,
     /// It was marked and is gone.
     Forget,
-    /// Its gateway was told to destroy it, and it is there: it was made after that, or could not be
-    /// destroyed.
-    TellAgain,
+    /// It was handed out for deletion and still exists: it was created later, or could not be
+    /// deleted.
+    HandOutAgain,
 }
 
 fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Change {
@@ -66,30 +69,30 @@ fn judge(state: State, judged_after: i64, reported: bool, token: i64) -> Change 
         return Change::Nothing;
     }
     match (state, reported) {
-        (State::Unconfirmed | State::Lost, true) => Change::Found,
+        (State::Unconfirmed | State::Lost, true) => Change::Confirm,
         (State::Created | State::Unconfirmed, false) => Change::Lose,
         (State::Destroying | State::Sweeping, false) => Change::Forget,
-        (State::Sweeping, true) => Change::TellAgain,
+        (State::Sweeping, true) => Change::HandOutAgain,
         (State::Creating | State::Created | State::Destroying, true)
         | (State::Creating | State::Lost, false) => Change::Nothing,
     }
 }
 
-/// What a report brought about among things of one kind.
+/// Result of a report for one kind of items.
 #[derive(Debug, Default)]
 pub(super) struct PageOutcome {
     pub(super) forgotten: u64,
     pub(super) lost: u64,
-    /// Reported, and no row has it.
+    /// Reported handles without a row.
     pub(super) unknown: Vec<Uuid>,
-    /// To be told again.
+    /// Handles to hand out again.
     pub(super) again: Vec<Uuid>,
 }
 
-/// Judges all rows of one kind against the handles that were reported.
+/// Judges all rows of one kind by the reported handles.
 ///
-/// Walks both in order, a page at a time, so neither a statement nor a transaction grows with the
-/// report.
+/// Walks rows and handles in the same order, a page at a time, so that statements and transactions
+/// do not grow with the report.
 pub(super) async fn judge_all<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
@@ -117,7 +120,7 @@ pub(super) async fn judge_all<E: Sweepable>(
                 judgement => judged.entry(judgement).or_default().push(handle),
             }
         }
-        all.again.append(&mut judged.remove(&Change::TellAgain).unwrap_or_default());
+        all.again.append(&mut judged.remove(&Change::HandOutAgain).unwrap_or_default());
         if !judged.is_empty() {
             let (lost, forgotten) = carry_out::<E>(store, claims, token, &judged).await?;
             all.lost += lost;
@@ -128,8 +131,7 @@ pub(super) async fn judge_all<E: Sweepable>(
     Ok(all)
 }
 
-/// The next rows of a worker behind `after`, by handle: their states, and behind which token they
-/// are judged.
+/// Returns the next rows of a worker after `after`, by handle: handle, state and `judged_after`.
 async fn page<E: Sweepable>(
     conn: &impl ConnectionTrait,
     claims: &SessionClaims,
@@ -149,7 +151,7 @@ async fn page<E: Sweepable>(
         .await
 }
 
-/// What of a page is garbage, though its row does not say so.
+/// Returns the handles of a page whose marks are only in the queue.
 async fn marked_beside<E: Sweepable>(
     conn: &impl ConnectionTrait,
     claims: &SessionClaims,
@@ -157,13 +159,15 @@ async fn marked_beside<E: Sweepable>(
     page: &[(Uuid, State, i64)],
 ) -> Result<HashSet<Uuid>, DbErr> {
     match page.last() {
-        Some((last, ..)) if E::HAS_QUEUE => sweep_queue::beside_rows(conn, claims.worker, after, *last).await,
+        Some((last, ..)) if E::HAS_QUEUE => {
+            sweep_queue::queue_only_marks(conn, claims.worker, after, *last).await
+        }
         _ => Ok(HashSet::new()),
     }
 }
 
-/// Does what was found about one page of rows, as far as it still holds. Answers how many were lost
-/// and how many forgotten.
+/// Applies the changes of one page, as far as they still hold. Returns the numbers of lost and
+/// deleted rows.
 async fn carry_out<E: Sweepable>(
     store: &Store,
     claims: &SessionClaims,
@@ -172,11 +176,11 @@ async fn carry_out<E: Sweepable>(
 ) -> Result<(u64, u64), ReportError> {
     let of = |judgement| judged.get(&judgement).map(Vec::as_slice).unwrap_or_default();
     let now = store.now();
-    let (found, lost, forgotten) = (of(Change::Found), of(Change::Lose), of(Change::Forget));
+    let (found, lost, forgotten) = (of(Change::Confirm), of(Change::Lose), of(Change::Forget));
     store
         .db
         .write(|txn| async move {
-            goes_on(&sessions::fence(&txn, claims).await?, token)?;
+            require_current_report(&sessions::fence(&txn, claims).await?, token)?;
             let missing = [State::Unconfirmed, State::Lost];
             set::<E>(&txn, found, &missing, (State::Created, None), token).await?;
             let lost = set::<E>(&txn, lost, &State::PRESENT, (State::Lost, Some(now)), token).await?;
@@ -187,7 +191,7 @@ async fn carry_out<E: Sweepable>(
         .await
 }
 
-/// Moves rows that are in one of `from` and were made or marked before the token, and says since
+/// Changes the state of rows that are in one of `from` and are older than the token, and sets since
 /// when they are lost.
 async fn set<E: Sweepable>(
     txn: &DatabaseTransaction,
@@ -211,9 +215,9 @@ async fn set<E: Sweepable>(
     Ok(moved.rows_affected)
 }
 
-/// Makes what was handed out before the token, and is there, news again for [`crate::marks`]:
-/// containers, and then children before their parents.
-pub(super) async fn tell_again(
+/// Hands out sweeping items again that were handed out before the token and still exist. Containers
+/// come first, then children before their parents.
+pub(super) async fn hand_out_again(
     store: &Store,
     claims: &SessionClaims,
     token: Token,
@@ -248,7 +252,7 @@ pub(super) async fn tell_again(
     Ok(())
 }
 
-/// Gives rows that are sweeping and were handed out before the token a new number.
+/// Gives sweeping rows that were handed out before the token a new number.
 async fn renew<E: Sweepable>(
     txn: &DatabaseTransaction,
     claims: &SessionClaims,
@@ -256,7 +260,7 @@ async fn renew<E: Sweepable>(
     token: Token,
 ) -> Result<(), ReportError> {
     let row = sessions::advance(txn, claims).await?;
-    goes_on(&row, token)?;
+    require_current_report(&row, token)?;
     let renewed = E::update_many()
         .col_expr(E::JUDGED_AFTER, Expr::value(row.sequence))
         .filter(E::HANDLE.is_in(handles.iter().copied()))
@@ -266,7 +270,7 @@ async fn renew<E: Sweepable>(
         .await?;
     if E::HAS_QUEUE {
         let handles = renewed.iter().map(E::handle);
-        sweep_queue::tell(txn, claims.worker, handles, row.sequence).await?;
+        sweep_queue::record_handed_out(txn, claims.worker, handles, row.sequence).await?;
     }
     Ok(())
 }
@@ -276,7 +280,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_judges_only_what_is_older_than_its_token() {
+    fn report_judges_only_rows_older_than_its_token() {
         for state in [State::Created, State::Unconfirmed, State::Lost, State::Destroying, State::Sweeping] {
             for reported in [false, true] {
                 assert_eq!(judge(state, 7, reported, 7), Change::Nothing, "{state:?}");
@@ -287,14 +291,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_being_made_is_never_judged_and_what_is_named_never_forgotten() {
+    fn report_keeps_creating_rows_and_reported_rows() {
         assert_eq!(judge(State::Creating, 0, false, 7), Change::Nothing);
         for state in [State::Creating, State::Created, State::Destroying] {
             assert_eq!(judge(state, 0, true, 7), Change::Nothing);
         }
-        assert_eq!(judge(State::Sweeping, 0, true, 7), Change::TellAgain);
-        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Change::Found);
-        assert_eq!(judge(State::Lost, 0, true, 7), Change::Found);
+        assert_eq!(judge(State::Sweeping, 0, true, 7), Change::HandOutAgain);
+        assert_eq!(judge(State::Unconfirmed, 0, true, 7), Change::Confirm);
+        assert_eq!(judge(State::Lost, 0, true, 7), Change::Confirm);
         assert_eq!(judge(State::Lost, 0, false, 7), Change::Nothing);
     }
 }

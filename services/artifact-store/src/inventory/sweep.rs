@@ -1,18 +1,17 @@
-//! The sweep: what gateways are told to destroy.
+//! The sweep: streams of deletions for gateways.
 //!
-//! Each gateway's stream ([`watch`]) hands marks out and sends them. Handing a mark out makes its
-//! row `sweeping`, which is final. A stream sends everything of its worker that is sweeping and
-//! that it has not sent yet: first what earlier streams handed out and is still there, then each
-//! mark as it comes. So a mark that went into a stream whose reader was gone already comes again,
-//! from the stream that followed. What a report still names ([`crate::inventory::report`]) is sent
-//! again by the same stream.
+//! Each gateway's stream ([`watch`]) hands out marked items and sends them. Handing out makes a row
+//! `sweeping`, which is final. A stream sends each sweeping item of its worker once: first the
+//! items that earlier streams handed out, then new ones. If a stream broke before its message
+//! arrived, the next stream sends it again. An item that a report still names
+//! ([`crate::inventory::report`]) is sent again by the same stream.
 //!
-//! What is new has a number in `judged_after` that was minted for it ([`sessions::advance`]), so
-//! numbers come in order, whichever stream hands out: a stream remembers the last that it has read,
-//! and reads on behind it.
+//! An item that is handed out gets a newly minted number in `judged_after` ([`sessions::advance`]),
+//! so that numbers rise whichever stream hands out. A stream remembers the last number that it has
+//! read, and continues after it.
 //!
-//! Invariant: children come before their parents. A parent is handed out only when every child is,
-//! and what is sent together is in order.
+//! Invariant: children come before their parents. A parent is handed out only after all of its
+//! children, and each message is ordered.
 
 use domain::worker::SessionClaims;
 use domain::{ContainerHandle, VolumeHandle, WorkerId};
@@ -33,18 +32,18 @@ use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, MarkReason};
 use crate::sessions::{self, SessionError};
 
-/// How many rows are handed out in one transaction, and sent in one message.
+/// Maximum number of rows handed out in one transaction, and sent in one message.
 const BATCH: u64 = 1000;
 
-/// What a gateway shall destroy: first the containers, then the volumes in this order.
+/// Items for a gateway to delete: first the containers, then the volumes in this order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Sweep {
     pub(crate) containers: Vec<ContainerHandle>,
     pub(crate) volumes: Vec<VolumeHandle>,
 }
 
-/// Sends what the gateway of `claims` shall destroy until it leaves, its session is over, or the
-/// store stops.
+/// Sends deletions to the gateway of `claims` until it leaves, its session ends, or the store
+/// stops.
 pub(crate) async fn watch(
     store: &Store,
     claims: &SessionClaims,
@@ -52,14 +51,14 @@ pub(crate) async fn watch(
     stopping: &CancellationToken,
 ) -> Result<(), SessionError> {
     let mut marks = store.sweep_wakers.subscribe(claims.worker);
-    let mut sent = Sent::default();
+    let mut sent = StreamPosition::default();
     loop {
         marks.mark_unchanged();
         let sweeps_now = if is_marked(store.db.read(), claims).await? {
             while is_waiting(store.db.read(), claims.worker.uuid()).await? {
                 store.db.write(|txn| async move { hand_out(&txn, claims).await }).await?;
             }
-            unsent(store.db.read(), claims.worker, &mut sent).await?
+            read_unsent(store.db.read(), claims.worker, &mut sent).await?
         } else {
             Vec::new()
         };
@@ -79,9 +78,10 @@ pub(crate) async fn watch(
     }
 }
 
-/// Whether something of the worker is marked, handed out or not. Refuses a session that is over.
+/// Returns whether an item of the worker is marked, handed out or not. Rejects a session that has
+/// ended.
 ///
-/// One statement over empty indexes where nothing is: every stream asks again and again.
+/// Every stream polls it. If nothing is marked, the one statement reads only empty indexes.
 async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Result<bool, SessionError> {
     #[derive(FromQueryResult)]
     struct Row {
@@ -104,7 +104,7 @@ async fn is_marked(conn: &impl ConnectionTrait, claims: &SessionClaims) -> Resul
     Ok(marked)
 }
 
-/// Whether something of the worker waits to be handed out.
+/// Returns whether an item of the worker waits to be handed out.
 async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, DbErr> {
     let container = container::Entity::find()
         .filter(container::Column::WorkerId.eq(worker))
@@ -112,7 +112,7 @@ async fn is_waiting(conn: &impl ConnectionTrait, worker: Uuid) -> Result<bool, D
     Ok(container.one(conn).await?.is_some() || !ready_volumes(conn, worker, 1).await?.is_empty())
 }
 
-/// Hands some marks out.
+/// Hands out at most [`BATCH`] containers and [`BATCH`] volumes.
 pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) -> Result<(), SessionError> {
     let sequence = sessions::advance(txn, claims).await?.sequence;
     let worker = claims.worker.uuid();
@@ -131,20 +131,19 @@ pub(crate) async fn hand_out(txn: &DatabaseTransaction, claims: &SessionClaims) 
         .await?;
     let volumes = ready_volumes(txn, worker, BATCH).await?;
     if !volumes.is_empty() {
-        tell_volumes(txn, claims.worker, &volumes, sequence).await?;
+        record_handed_out_volumes(txn, claims.worker, &volumes, sequence).await?;
     }
     Ok(())
 }
 
-/// Notes that the gateway of a worker is told of marked volumes. From now on the row of each says
-/// that it is garbage, and why.
-async fn tell_volumes(
+/// Records that marked volumes of a worker are handed out, and copies their marks into their rows.
+async fn record_handed_out_volumes(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     volumes: &[Uuid],
     sequence: i64,
 ) -> Result<(), DbErr> {
-    sweep_queue::tell(txn, worker, volumes.iter().copied(), sequence).await?;
+    sweep_queue::record_handed_out(txn, worker, volumes.iter().copied(), sequence).await?;
     let backend = txn.get_database_backend();
     let sql = format!(
         "UPDATE volumes SET state = 'sweeping', given_up = TRUE, judged_after = $2,
@@ -160,7 +159,7 @@ async fn tell_volumes(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// Marked volumes of a worker whose children have all been handed out. Orphans were not.
+/// Returns marked volumes of a worker whose children are all handed out. An orphaned child is not.
 async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) -> Result<Vec<Uuid>, DbErr> {
     #[derive(FromQueryResult)]
     struct Ready {
@@ -179,18 +178,22 @@ async fn ready_volumes(conn: &impl ConnectionTrait, worker: Uuid, limit: u64) ->
     Ok(ready.into_iter().map(|ready| ready.handle).collect())
 }
 
-/// How far a stream has sent what is sweeping: the last of each kind, by number and handle.
+/// Position of a stream: number and handle of the last sent item of each kind.
 #[derive(Debug, Clone, Copy, Default)]
-struct Sent {
+struct StreamPosition {
     containers: (i64, Uuid),
     volumes: (i64, Uuid),
 }
 
-/// What is sweeping on a worker and was not sent yet. `sent` is behind it then.
-async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) -> Result<Vec<Sweep>, DbErr> {
-    // Volumes first: of what is handed out meanwhile, only containers come early.
-    let volumes = behind(conn, worker, TOLD_VOLUMES, &mut sent.volumes).await?;
-    let containers = behind(conn, worker, TOLD_CONTAINERS, &mut sent.containers).await?;
+/// Returns the sweeping items of a worker that were not sent yet, and advances `sent`.
+async fn read_unsent(
+    conn: &impl ConnectionTrait,
+    worker: WorkerId,
+    sent: &mut StreamPosition,
+) -> Result<Vec<Sweep>, DbErr> {
+    // Volumes first: if items are handed out between the queries, only containers may come early.
+    let volumes = read_after(conn, worker, HANDED_OUT_VOLUMES, &mut sent.volumes).await?;
+    let containers = read_after(conn, worker, HANDED_OUT_CONTAINERS, &mut sent.containers).await?;
     let containers: Vec<_> = containers.into_iter().map(|(handle, _)| handle).collect();
 
     let batch = usize::try_from(BATCH).unwrap_or(usize::MAX);
@@ -202,7 +205,7 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
     for chunk in garbage::children_first(&volumes).chunks(batch) {
         let volumes = chunk.iter().copied().map(VolumeHandle::from_uuid).collect();
         match sweeps.last_mut() {
-            // What is little goes in one message.
+            // A small batch fits into one message.
             Some(last) if last.volumes.is_empty() => last.volumes = volumes,
             _ => sweeps.push(Sweep { containers: Vec::new(), volumes }),
         }
@@ -210,23 +213,22 @@ async fn unsent(conn: &impl ConnectionTrait, worker: WorkerId, sent: &mut Sent) 
     Ok(sweeps)
 }
 
-/// Volumes of worker `$1` of which its gateway was told, behind the number `$2` and the handle
-/// `$3`.
-const TOLD_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
+/// Query of volumes of worker `$1` that were handed out after the number `$2` and handle `$3`.
+const HANDED_OUT_VOLUMES: &str = "SELECT m.number AS number, m.handle AS handle, v.parent AS parent
     FROM sweep_queue m JOIN volumes v ON v.handle = m.handle
     WHERE m.worker_id = $1 AND m.number IS NOT NULL AND (m.number, m.handle) > ($2, $3)
     ORDER BY m.number, m.handle";
 
-/// The same of containers.
-const TOLD_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL AS parent FROM containers
+/// Query of containers of worker `$1` that were handed out after the number `$2` and handle `$3`.
+const HANDED_OUT_CONTAINERS: &str = "SELECT judged_after AS number, handle, NULL AS parent FROM containers
     WHERE worker_id = $1 AND state = 'sweeping' AND (judged_after, handle) > ($2, $3)
     ORDER BY judged_after, handle";
 
-/// What of `told` is behind `last`, which is the last of it then: handles, and their parents.
-async fn behind(
+/// Returns all rows of `query` after `last`, as handles with their parents, and advances `last`.
+async fn read_after(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
-    told: &str,
+    query: &str,
     last: &mut (i64, Uuid),
 ) -> Result<Vec<(Uuid, Option<Uuid>)>, DbErr> {
     #[derive(FromQueryResult)]
@@ -235,7 +237,7 @@ async fn behind(
         handle: Uuid,
         parent: Option<Uuid>,
     }
-    let sql = format!("{told} LIMIT {BATCH}");
+    let sql = format!("{query} LIMIT {BATCH}");
     let mut found = Vec::new();
     loop {
         let values = [worker.uuid().into(), last.0.into(), last.1.into()];

@@ -1,8 +1,11 @@
-//! Workers that are gone for good: all that they held is forgotten.
+//! Removal of workers: deletion of all rows of a worker that is gone for good.
 //!
-//! Invariant: unless forced, nothing that is kept loses its last replica, and no orphan goes undecided. A transaction that forgets a worker holds its row, so that no session speaks for it
-//! meanwhile, and the rows of the artifacts that have replicas there, so that no call drops another replica, or forgets another worker, and counts
-//! on these.
+//! Invariant: unless forced, no kept artifact loses its last replica, and no orphan is deleted
+//! without a decision.
+//!
+//! The transaction locks the worker's row, so that no session speaks for the worker meanwhile. It
+//! also locks the artifacts with replicas there, so that no other call drops another replica or
+//! forgets another worker because these replicas exist.
 
 use std::fmt;
 
@@ -19,45 +22,43 @@ use crate::db::entity::{State, artifact, container, orphan, volume, worker};
 use crate::db::ids;
 use crate::inventory::imports;
 use crate::inventory::losses::{self, NewLoss};
-use crate::marks::references::{self, JudgedArtifact};
+use crate::marks::references::{self, ArtifactRow};
 use crate::marks::sweep_queue;
 use crate::policy::garbage::{self, Policy, Verdict};
-use crate::policy::retention::FORGOTTEN_LATER;
+use crate::policy::retention::REMAINS_RECHECK_INTERVAL;
 
-/// How many rows are looked at by one statement.
+/// Number of rows that one query reads.
 const PAGE: u64 = 500;
 
-/// Up to which number artifacts are counted that would be lost.
-const MOST_COUNTED: u64 = 1000;
+/// Limit of the count of artifacts that would be lost.
+const MAX_COUNTED: u64 = 1000;
 
-/// How many of them are named.
+/// Number of these artifacts that the error names.
 const NAMED: usize = 5;
 
-/// What a forgotten worker held.
+/// Numbers of deleted rows of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Held {
+pub(crate) struct RemovedRows {
     pub(crate) volumes: u64,
     pub(crate) containers: u64,
 }
 
-/// Artifacts that are kept, and whose bytes are on one worker only.
+/// Kept artifacts whose bytes are on one worker only.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LastReplicas {
-    /// Up to [`MOST_COUNTED`].
+    /// Number of artifacts, at most [`MAX_COUNTED`].
     pub(crate) count: u64,
-    /// Some of them.
+    /// The first few artifacts.
     pub(crate) some: Vec<ArtifactId>,
 }
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ForgetError {
-    #[error("worker {0} has the last replica of {1}")]
+    #[error("cannot forget worker {0}: it has the last replica of {1}")]
     LastReplica(WorkerId, LastReplicas),
-    #[error(
-        "volumes or containers of worker {0} are orphans, and no operator has decided what becomes of them"
-    )]
+    #[error("cannot forget worker {0}: it has orphans. Adopt or purge them first")]
     HoldsOrphans(WorkerId),
-    /// Nothing speaks against it, and the caller wants to know no more: what was done is rolled back.
+    /// Result of a successful check. It is an error, so that the transaction is rolled back.
     #[error("worker {0} may be forgotten")]
     OnlyChecked(WorkerId),
     #[error("database failed while forgetting a worker")]
@@ -67,9 +68,9 @@ pub(crate) enum ForgetError {
 impl fmt::Display for LastReplicas {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.count {
-            1 => f.write_str("an artifact that something keeps")?,
-            MOST_COUNTED => write!(f, "{MOST_COUNTED} artifacts or more that something keeps")?,
-            count => write!(f, "{count} artifacts that something keeps")?,
+            1 => f.write_str("a kept artifact")?,
+            MAX_COUNTED => write!(f, "{MAX_COUNTED} or more kept artifacts")?,
+            count => write!(f, "{count} kept artifacts")?,
         }
         let some: Vec<_> = self.some.iter().map(ToString::to_string).collect();
         let more = if self.count > self.some.len() as u64 { " and others" } else { "" };
@@ -77,31 +78,31 @@ impl fmt::Display for LastReplicas {
     }
 }
 
-/// Whether [`forget_worker`] would refuse. The transaction must not be committed.
+/// Checks whether [`forget_worker`] would succeed. The transaction must not be committed.
 pub(crate) async fn check(
     txn: &DatabaseTransaction,
     id: WorkerId,
     force: bool,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Held, ForgetError> {
-    may_go(txn, id, force, now, policy).await?;
+) -> Result<RemovedRows, ForgetError> {
+    prepare_removal(txn, id, force, now, policy).await?;
     Err(ForgetError::OnlyChecked(id))
 }
 
-/// Forgets a worker and all that it held.
+/// Forgets a worker and everything that it held.
 pub(crate) async fn forget_worker(
     txn: &DatabaseTransaction,
     id: WorkerId,
     force: bool,
     now: Timestamp,
     policy: &Policy,
-) -> Result<Held, ForgetError> {
-    if !may_go(txn, id, force, now, policy).await? {
-        return Ok(Held::default());
+) -> Result<RemovedRows, ForgetError> {
+    if !prepare_removal(txn, id, force, now, policy).await? {
+        return Ok(RemovedRows::default());
     }
-    lock_unnoticed(txn, id).await?;
-    note_losses(txn, id, now).await?;
+    lock_unrecorded_losses(txn, id).await?;
+    record_losses(txn, id, now).await?;
     sweep_queue::forget_worker(txn, id).await?;
     let volumes =
         volume::Entity::delete_many().filter(volume::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
@@ -109,12 +110,13 @@ pub(crate) async fn forget_worker(
         container::Entity::delete_many().filter(container::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     orphan::Entity::delete_many().filter(orphan::Column::WorkerId.eq(id.uuid())).exec(txn).await?;
     worker::Entity::delete_by_id(id.uuid()).exec(txn).await?;
-    look_at_attempts(txn, id, now).await?;
-    Ok(Held { volumes: volumes.rows_affected, containers: containers.rows_affected })
+    make_attempts_due(txn, id, now).await?;
+    Ok(RemovedRows { volumes: volumes.rows_affected, containers: containers.rows_affected })
 }
 
-/// Makes attempts due that waited for a worker to destroy what is left of them. What is locked is looked at later.
-async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+/// Makes attempts due that waited for the worker to delete their remains. Locked attempts are
+/// skipped, and checked later.
+async fn make_attempts_due(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
         "WITH waiting AS (SELECT attempt_id FROM attempts
@@ -122,12 +124,13 @@ async fn look_at_attempts(txn: &DatabaseTransaction, id: WorkerId, now: Timestam
          UPDATE attempts SET look_at = $2 WHERE attempt_id IN (SELECT attempt_id FROM waiting)",
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
-    let values = [id.uuid().into(), now.0.into(), (now + FORGOTTEN_LATER).0.into()];
+    let values = [id.uuid().into(), now.0.into(), (now + REMAINS_RECHECK_INTERVAL).0.into()];
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// Holds a worker and the artifacts that have replicas there, lets go what it brought along, and refuses what must not be lost. `false`: it is unknown.
-async fn may_go(
+/// Locks a worker and the artifacts with replicas there, deletes its imports, and rejects the
+/// removal if an artifact or orphan would be lost. `false` if the worker is unknown.
+async fn prepare_removal(
     txn: &DatabaseTransaction,
     id: WorkerId,
     force: bool,
@@ -140,13 +143,13 @@ async fn may_go(
     if !force && holds_orphans(txn, id).await? {
         return Err(ForgetError::HoldsOrphans(id));
     }
-    // Taken back where it is only checked.
-    let let_go = imports::forget_worker(txn, id).await?;
-    caches::let_go(txn, let_go, now).await?;
+    // A check alone is rolled back.
+    let released = imports::forget_worker(txn, id).await?;
+    caches::release_artifacts(txn, released, now).await?;
     lock_artifacts(txn, id).await?;
     if !force {
-        // What it brought along has let go by now.
-        let alone = kept_here_only(txn, id, now, policy).await?;
+        // Without the references of the worker's own imports, which are deleted by now.
+        let alone = last_replicas(txn, id, now, policy).await?;
         if alone.count > 0 {
             return Err(ForgetError::LastReplica(id, alone));
         }
@@ -159,7 +162,7 @@ async fn holds_orphans(txn: &DatabaseTransaction, id: WorkerId) -> Result<bool, 
     Ok(row.is_some())
 }
 
-/// Artifacts that have a replica on worker `$1`.
+/// Query of artifacts with a replica on worker `$1`.
 const ARTIFACTS_HERE: &str = "SELECT v.artifact_id FROM volumes v
      WHERE v.worker_id = $1 AND v.purpose = 'replica' AND v.complete = TRUE AND v.state IN ('created', 'unconfirmed')";
 
@@ -168,11 +171,11 @@ struct Id {
     artifact_id: Uuid,
 }
 
-/// Holds the artifacts that have a replica on a worker.
+/// Locks the artifacts that have a replica on a worker.
 async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     if backend == sea_orm::DbBackend::Sqlite {
-        // A writer is alone.
+        // SQLite has one writer at a time.
         return Ok(());
     }
     let sql = format!(
@@ -183,8 +186,8 @@ async fn lock_artifacts(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Id::find_by_statement(statement).all(txn).await.map(|_| ())
 }
 
-/// The artifacts that are kept, and whose bytes are neither in the store nor on another worker for sure.
-async fn kept_here_only(
+/// Returns the kept artifacts whose bytes are neither in the store nor confirmed on another worker.
+async fn last_replicas(
     txn: &DatabaseTransaction,
     id: WorkerId,
     now: Timestamp,
@@ -203,13 +206,13 @@ async fn kept_here_only(
         let statement = Statement::from_sql_and_values(txn.get_database_backend(), &sql, values);
         let ids: Vec<_> =
             Id::find_by_statement(statement).all(txn).await?.into_iter().map(|id| id.artifact_id).collect();
-        let Some(last) = ids.last().filter(|_| alone.count < MOST_COUNTED) else { return Ok(alone) };
+        let Some(last) = ids.last().filter(|_| alone.count < MAX_COUNTED) else { return Ok(alone) };
         after = *last;
         let rows = artifact::Entity::find().filter(artifact::Column::ArtifactId.is_in(ids)).all(txn).await?;
-        let rows: Vec<_> = rows.iter().map(JudgedArtifact::from).collect();
+        let rows: Vec<_> = rows.iter().map(ArtifactRow::from).collect();
         let facts = references::artifacts(txn, &rows, now).await?;
         for (row, facts) in rows.iter().zip(&facts) {
-            if alone.count < MOST_COUNTED && matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))
+            if alone.count < MAX_COUNTED && matches!(garbage::artifact(facts, now, policy), Verdict::Keep(_))
             {
                 alone.count += 1;
                 if alone.some.len() < NAMED {
@@ -220,8 +223,9 @@ async fn kept_here_only(
     }
 }
 
-/// Waits for a collector that notices what is lost on a worker, and keeps others out: each loss is noted once.
-async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
+/// Waits for a collector that records losses of the worker, and keeps others out, so that each loss
+/// is recorded once.
+async fn lock_unrecorded_losses(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     for table in ["volumes", "containers"] {
         let sql = format!(
@@ -233,8 +237,9 @@ async fn lock_unnoticed(txn: &DatabaseTransaction, id: WorkerId) -> Result<(), D
     Ok(())
 }
 
-/// Notes as lost what was there as far as we knew, and what is lost and was not noticed yet.
-async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
+/// Records as lost the items that were present, and the lost items whose losses were not recorded
+/// yet.
+async fn record_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) -> Result<(), DbErr> {
     let mut after = Uuid::nil();
     loop {
         let lost = Condition::any()
@@ -261,7 +266,7 @@ async fn note_losses(txn: &DatabaseTransaction, id: WorkerId, now: Timestamp) ->
             .filter(volume::Column::WorkerId.eq(id.uuid()))
             .filter(volume::Column::Handle.gt(after))
             .filter(lost)
-            .filter(Expr::cust(sweep_queue::without("volumes")))
+            .filter(Expr::cust(sweep_queue::unmarked("volumes")))
             .order_by_asc(volume::Column::Handle)
             .limit(PAGE)
             .all(txn)

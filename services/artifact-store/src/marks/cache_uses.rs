@@ -1,7 +1,6 @@
-//! What uses caches, and when these uses end.
+//! Uses of caches, and when they end.
 //!
-//! Called by the collector, by explanations and by the caches. The end of a use is that of its
-//! build or workload.
+//! The collector, explanations and the caches call it. A use ends with its build or workload.
 
 use std::collections::HashMap;
 
@@ -17,10 +16,11 @@ use crate::marks::references::{Keepers, build_keeps, statement};
 use crate::policy::garbage::{Keeper, KeeperKind};
 use crate::policy::retention::Uses;
 
-/// How resource caches are used, by their id. What is not answered has no uses, ended or not.
+/// Returns the uses of resource caches, by cache id. Caches without uses, ended or not, are
+/// omitted.
 ///
-/// The end of a use is that of its user: no call says it. A user that was forgotten ended some time
-/// ago; that counts as now.
+/// No call ends a use: it ends with its user. A user without a row ended at an unknown time, which
+/// counts as `now`.
 pub(crate) async fn uses(
     conn: &impl ConnectionTrait,
     caches: &[Uuid],
@@ -67,8 +67,8 @@ pub(crate) async fn uses(
     Ok(uses.collect())
 }
 
-/// What uses a resource cache: the first `most`, and how many there are. A workload is answered as
-/// what pins.
+/// Returns the first `most` users of a resource cache, and their number. Workloads are returned as
+/// [`KeeperKind::Pin`].
 pub(crate) async fn users(
     conn: &impl ConnectionTrait,
     cache: Uuid,
@@ -97,17 +97,17 @@ pub(crate) async fn users(
     let statement = statement(conn, &sql, now, std::iter::once(cache));
     for row in Use::find_by_statement(statement).all(conn).await? {
         users.total = u64::try_from(row.total).unwrap_or(0);
-        let what = match row.kind.as_str() {
+        let kind = match row.kind.as_str() {
             "workload" => KeeperKind::Pin(WorkloadId::from_uuid(row.id)),
             _ => KeeperKind::Build(BuildId::from_uuid(row.id)),
         };
-        users.first.push(Keeper { what, until: row.until.map(Timestamp) });
+        users.first.push(Keeper { kind, until: row.until.map(Timestamp) });
     }
     Ok(users)
 }
 
-/// Which workloads use a task cache: the first `most`, and how many there are. They are answered as
-/// what pins.
+/// Returns the first `most` workloads that use a task cache, and their number, as
+/// [`KeeperKind::Pin`].
 pub(crate) async fn users_of_task_cache(
     conn: &impl ConnectionTrait,
     cache: Uuid,
@@ -121,12 +121,12 @@ pub(crate) async fn users_of_task_cache(
     };
     let first = of_cache().order_by_asc(task_cache_use::Column::HolderId).limit(most);
     let first: Vec<Uuid> = first.into_tuple().all(conn).await?;
-    let keeper = |id| Keeper { what: KeeperKind::Pin(WorkloadId::from_uuid(id)), until: None };
+    let keeper = |id| Keeper { kind: KeeperKind::Pin(WorkloadId::from_uuid(id)), until: None };
     let total = of_cache().count(conn).await?;
     Ok(Keepers { first: first.into_iter().map(keeper).collect(), total })
 }
 
-/// Forgets the uses of resource caches that have ended.
+/// Deletes the ended uses of resource caches.
 pub(crate) async fn forget_ended_uses(
     txn: &impl ConnectionTrait,
     caches: &[Uuid],

@@ -1,5 +1,6 @@
-//! The deletion log: when and why things went that are forgotten, for as long as tombstones of
-//! artifacts stay.
+//! The deletion log: when and why volumes, containers and caches were deleted.
+//!
+//! Entries are kept as long as tombstones of artifacts.
 
 use std::time::Duration;
 
@@ -12,21 +13,21 @@ use uuid::Uuid;
 use crate::db::entity::{ALL_TEAMS, DeletionKind, resource_cache, task_cache};
 use crate::policy::retention::CacheEndReason;
 
-/// What is written of something that is gone.
+/// An entry of the deletion log.
 #[derive(Debug, Clone)]
 pub(crate) struct LogEntry {
     pub(crate) id: Uuid,
     kind: DeletionKind,
-    /// The team that may read it. `None`: every team.
+    /// Team that may read the entry. `None`: every team.
     team: Option<String>,
-    /// What it was called, for people.
+    /// Name for people.
     label: String,
     marked_why: Option<String>,
     marked_at: Option<i64>,
 }
 
 impl LogEntry {
-    /// Of a volume or container.
+    /// Returns the entry of a volume or container.
     pub(crate) fn of(
         id: Uuid,
         kind: DeletionKind,
@@ -36,7 +37,7 @@ impl LogEntry {
         Self { id, kind, team: None, label: String::new(), marked_why, marked_at }
     }
 
-    /// Of a resource cache.
+    /// Returns the entry of a resource cache.
     pub(crate) fn of_resource_cache(row: &resource_cache::Model, why: CacheEndReason) -> Self {
         Self {
             id: row.cache_id,
@@ -48,7 +49,7 @@ impl LogEntry {
         }
     }
 
-    /// Of a task cache.
+    /// Returns the entry of a task cache.
     pub(crate) fn of_task_cache(row: &task_cache::Model, why: CacheEndReason) -> Self {
         Self {
             id: row.cache_id,
@@ -61,7 +62,7 @@ impl LogEntry {
     }
 }
 
-/// Remembers what is gone since `now` for `tombstone`.
+/// Adds entries for deletions at `now`, which are kept for `tombstone`.
 pub(crate) async fn append(
     txn: &DatabaseTransaction,
     gone: &[LogEntry],
@@ -81,7 +82,7 @@ pub(crate) async fn append(
     });
     let rows = db::rows::value(&rows.collect::<Vec<_>>())?;
     let backend = txn.get_database_backend();
-    // SQLite takes ON CONFLICT for a part of the query without a condition.
+    // Without a condition, SQLite would parse ON CONFLICT as a part of the query.
     let sql = format!(
         "INSERT INTO deletion_log (id, kind, team, label, marked_why, marked_at, gone_at, look_at)
          SELECT id, kind, team, label, marked_why, marked_at, $2, $3 FROM ({}) AS gone WHERE TRUE
@@ -92,7 +93,7 @@ pub(crate) async fn append(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// A row that is added.
+/// A row to insert.
 #[derive(Serialize)]
 struct Row<'a> {
     id: Uuid,

@@ -1,12 +1,12 @@
-//! Marks: volumes and containers that are garbage, and what is known of things before they are
-//! judged.
+//! Marks of volumes and containers as garbage.
 //!
-//! A mark makes a row `destroying`, or is all that says so ([`sweep_queue`]). Gateways are told of
-//! it by [`crate::inventory::sweep`].
+//! A mark sets the state `destroying`, or is only a row of the sweep queue ([`sweep_queue`]).
+//! [`crate::inventory::sweep`] hands marked items to gateways for deletion.
 //!
-//! Called by the collector, and by calls that destroy something. Invariant: a mark is written
-//! behind the lock of its worker's row ([`lock_workers`]), so that no report begins between a mark
-//! and its commit.
+//! The collector calls it, and so do calls that delete something.
+//!
+//! Invariant: a transaction that marks has locked the worker's row ([`lock_workers`]), so that no
+//! report begins between a mark and its commit.
 
 pub(crate) mod cache_uses;
 pub(crate) mod deletion_log;
@@ -30,22 +30,22 @@ use crate::db::entity::{DeletionKind, State, container, volume};
 use crate::db::ids;
 use crate::marks::sweep_queue::MarkedVolume;
 
-/// The sequence of the worker that a volume belongs to, read behind a lock on the worker's row.
+/// Query of the sequence of a volume's worker. Requires a lock on the worker's row.
 const SEQUENCE: &str = "(SELECT workers.sequence FROM workers WHERE workers.worker_id = volumes.worker_id)";
 
-/// Marks volumes that are not marked yet, and answers their workers. Others may be made in their
-/// places.
+/// Marks unmarked volumes, and returns their workers. Other volumes may then replace them.
 pub(crate) async fn mark_volumes(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
-    Ok(workers_of(&mark_those_volumes(txn, handles, why, now).await?))
+    Ok(workers_of(&mark_volumes_returning(txn, handles, why, now).await?))
 }
 
-/// The same, and answers which it marked.
-pub(crate) async fn mark_those_volumes(
+/// Marks unmarked volumes, and returns the volumes that it marked. Other volumes may then replace
+/// them.
+pub(crate) async fn mark_volumes_returning(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -61,9 +61,9 @@ fn workers_of(marked: &[MarkedVolume]) -> Vec<WorkerId> {
     workers.into_iter().map(WorkerId::from_uuid).collect()
 }
 
-/// The same of volumes of attempts that have ended, whose workers are held already: no call makes
-/// another in the place of one.
-pub(crate) async fn mark_volumes_of_ended(
+/// Marks unmarked volumes of ended attempts, and returns their workers. The caller has locked the
+/// workers. No call replaces volumes of an ended attempt.
+pub(crate) async fn mark_volumes_of_ended_attempts(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -73,7 +73,7 @@ pub(crate) async fn mark_volumes_of_ended(
     Ok(workers_of(&mark_rows::<volume::Entity>(txn, handles, why, now, besides).await?))
 }
 
-/// Marks containers that are not marked yet, and answers their workers.
+/// Marks unmarked containers, and returns their workers.
 pub(crate) async fn mark_containers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -81,11 +81,11 @@ pub(crate) async fn mark_containers(
     now: Timestamp,
 ) -> Result<Vec<WorkerId>, DbErr> {
     lock_workers_of::<container::Entity>(txn, handles).await?;
-    mark_containers_of_held(txn, handles, why, now).await
+    mark_containers_of_locked_workers(txn, handles, why, now).await
 }
 
-/// The same, where their workers are held already.
-pub(crate) async fn mark_containers_of_held(
+/// Marks unmarked containers whose workers the caller has locked, and returns their workers.
+pub(crate) async fn mark_containers_of_locked_workers(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
     why: impl fmt::Display,
@@ -94,17 +94,19 @@ pub(crate) async fn mark_containers_of_held(
     Ok(workers_of(&mark_rows::<container::Entity>(txn, handles, why, now, "").await?))
 }
 
-/// Holds the sequences of the workers of some rows still.
+/// Locks the workers of some rows, so that their sequences do not change.
 async fn lock_workers_of<E: Sweepable>(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
     if handles.is_empty() {
         return Ok(());
     }
     let backend = txn.get_database_backend();
     let of_rows = format!("SELECT worker_id FROM {} WHERE handle IN ({})", E::TABLE, ids::query(backend, 1));
-    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], Wait::Long).await.map(drop)
+    lock_workers(txn, &of_rows, [ids::value(backend, handles.iter().copied())], LockWait::Block)
+        .await
+        .map(drop)
 }
 
-/// Marks rows of one of the two tables whose workers are held, and sets `besides`.
+/// Marks rows of a table whose workers are locked, and makes the additional assignments `besides`.
 async fn mark_rows<E: Sweepable>(
     txn: &DatabaseTransaction,
     handles: &[Uuid],
@@ -119,7 +121,7 @@ async fn mark_rows<E: Sweepable>(
     let table = E::TABLE;
     let of_handles = format!("{table}.handle IN ({})", ids::query(backend, 1));
     let handles = ids::value(backend, handles.iter().copied());
-    // Joined, and not looked up for each of them.
+    // A join, because a subquery would run for each row.
     let update = format!(
         "UPDATE {table} SET state = 'destroying', judged_after = workers.sequence,
                             marked_why = $2, marked_at = $3{besides}
@@ -138,15 +140,16 @@ async fn mark_rows<E: Sweepable>(
     }
 }
 
-/// Takes back marks of volumes that no gateway was told of. No report that began before now judges
-/// them. The transfer that made one is over. What is lost is noticed from now on, as if it had not
-/// been before.
+/// Removes marks of volumes that were not handed out.
+///
+/// No earlier report judges them. The transfer of such a volume is over. If it is lost, the loss is
+/// noticed again.
 pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) -> Result<(), DbErr> {
     if handles.is_empty() {
         return Ok(());
     }
-    sweep_queue::take_back(txn, handles.iter().copied()).await?;
-    // What went with its artifact has its state still.
+    sweep_queue::remove(txn, handles.iter().copied()).await?;
+    // A replica that was marked with its artifact still has its previous state.
     let before = "CASE WHEN state = 'destroying' THEN marked_from ELSE state END";
     volume::Entity::update_many()
         .col_expr(volume::Column::State, Expr::cust(before))
@@ -165,13 +168,13 @@ pub(crate) async fn unmark_volumes(txn: &DatabaseTransaction, handles: &[Uuid]) 
         .map(|_| ())
 }
 
-/// A table of things that workers hold, and gateways destroy.
+/// A table of items on workers that gateways delete: volumes or containers.
 pub(crate) trait Sweepable: EntityTrait {
     const HANDLE: Self::Column;
     const WORKER_ID: Self::Column;
     const STATE: Self::Column;
     const JUDGED_AFTER: Self::Column;
-    /// Whether what is marked is in a queue, too: [`sweep_queue`].
+    /// Whether marked rows are also in the queue [`sweep_queue`].
     const HAS_QUEUE: bool;
     const LOST_AT: Self::Column;
     const LOSS_NOTICED: Self::Column;
@@ -208,25 +211,26 @@ sweepable! {
     container: "containers", Container, false;
 }
 
-/// Whether rows that another transaction has locked are waited for.
+/// Whether a query waits for rows that another transaction has locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Wait {
-    Long,
-    Not,
+pub(crate) enum LockWait {
+    Block,
+    SkipLocked,
 }
 
-/// Holds the sequences of workers still, so that no report begins between a mark and its commit.
-/// `workers` is a query of their ids. Answers which it holds.
+/// Locks workers in shared mode, so that no report begins between a mark and its commit.
+///
+/// `workers` is a query of worker ids. Returns the locked workers.
 pub(crate) async fn lock_workers(
     txn: &DatabaseTransaction,
     workers: &str,
     values: impl IntoIterator<Item = Value>,
-    wait: Wait,
+    wait: LockWait,
 ) -> Result<HashSet<Uuid>, DbErr> {
     let backend = txn.get_database_backend();
     let lock = match wait {
-        Wait::Long => " FOR SHARE",
-        Wait::Not => " FOR SHARE SKIP LOCKED",
+        LockWait::Block => " FOR SHARE",
+        LockWait::SkipLocked => " FOR SHARE SKIP LOCKED",
     };
     let lock = ids::lock(backend, lock);
     let sql = format!("SELECT worker_id FROM workers WHERE worker_id IN ({workers}){lock}");

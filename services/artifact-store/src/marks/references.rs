@@ -1,8 +1,10 @@
-//! What is known of things before they are judged, in as many statements however many they are.
+//! References to artifacts and volumes, as facts for the garbage rules.
 //!
-//! Called by the collector, and by all that tells what keeps an artifact. What holds an artifact
-//! stands in one query, `holds!`. Until when that is, the rows say as far as they know it; the
-//! rules of caches and volumes say the rest ([`crate::explain`]).
+//! The collector calls it, and so does all code that shows what keeps an artifact. The number of
+//! statements does not depend on the number of rows.
+//!
+//! The query `holds!` lists all references to artifacts, each with its end if its row has it. The
+//! rules of caches and volumes add the other ends ([`crate::explain`]).
 
 use std::collections::{HashMap, HashSet};
 
@@ -13,10 +15,11 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, Purpose, artifact, volume};
 use crate::db::ids;
 use crate::marks::sweep_queue;
-use crate::policy::garbage::{ArtifactFacts, Belonging, HoldFlags, Keeper, KeeperKind, VolumeFacts};
+use crate::policy::garbage::{ArtifactFacts, HoldFlags, Keeper, KeeperKind, VolumeFacts, VolumeLifetime};
 
-/// The condition that a build `b` keeps what it owns and uses at the instant `$1`. One whose term
-/// is over does so until it is ended: until then, its caller may renew it.
+/// Condition that the build `b` keeps its artifacts and used caches at the instant `$1`. A build
+/// whose term has expired keeps them until the collector ends it, because its caller may renew it
+/// until then.
 macro_rules! build_keeps {
     () => {
         "(b.kept_until IS NULL OR b.kept_until > $1)"
@@ -25,8 +28,8 @@ macro_rules! build_keeps {
 
 pub(super) use build_keeps;
 
-/// A query for every thing that holds one of the artifacts `ids` at the instant `$1`: which
-/// artifact, what kind of thing, which, and until when, if its row says so.
+/// Query of all references to the artifacts `ids` at the instant `$1`: artifact, kind, id, and end
+/// if the row has it.
 macro_rules! holds {
     () => {
         concat!(
@@ -66,7 +69,7 @@ macro_rules! holds {
     };
 }
 
-/// A statement about `ids`, which are the value `$2`, at the instant `$1`.
+/// Returns a statement about `ids`, which is value `$2`, at the instant `$1`.
 pub(super) fn statement(
     conn: &impl ConnectionTrait,
     sql: &str,
@@ -78,9 +81,9 @@ pub(super) fn statement(
     Statement::from_sql_and_values(backend, sql, [now.0.into(), ids::value(backend, ids)])
 }
 
-/// What is read of an artifact that is judged.
+/// Columns of an artifact that the rules need.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
-pub(crate) struct JudgedArtifact {
+pub(crate) struct ArtifactRow {
     pub(crate) artifact_id: Uuid,
     created_at: i64,
     had_owner: bool,
@@ -90,13 +93,13 @@ pub(crate) struct JudgedArtifact {
     pub(crate) state: ArtifactState,
 }
 
-impl JudgedArtifact {
-    /// Its columns.
+impl ArtifactRow {
+    /// List of the columns.
     pub(crate) const COLUMNS: &str =
         "artifact_id, created_at, had_owner, kept_until, look_at, size_bytes, state";
 }
 
-impl From<&artifact::Model> for JudgedArtifact {
+impl From<&artifact::Model> for ArtifactRow {
     fn from(row: &artifact::Model) -> Self {
         let artifact::Model { artifact_id, created_at, had_owner, kept_until, .. } = *row;
         let artifact::Model { look_at, size_bytes, state, .. } = *row;
@@ -104,17 +107,17 @@ impl From<&artifact::Model> for JudgedArtifact {
     }
 }
 
-/// That something of this kind holds an artifact.
+/// A reference to an artifact, by kind.
 #[derive(FromQueryResult)]
 struct Hold {
     artifact_id: Uuid,
     kind: String,
 }
 
-/// What is known of artifacts, in their order.
+/// Returns the facts about artifacts, in the order of `rows`.
 pub(crate) async fn artifacts(
     conn: &impl ConnectionTrait,
-    rows: &[JudgedArtifact],
+    rows: &[ArtifactRow],
     now: Timestamp,
 ) -> Result<Vec<ArtifactFacts>, DbErr> {
     if rows.is_empty() {
@@ -123,11 +126,14 @@ pub(crate) async fn artifacts(
     let ids = rows.iter().map(|row| row.artifact_id);
     let sql = concat!("SELECT DISTINCT h.artifact_id AS artifact_id, h.kind AS kind FROM (", holds!(), ") h");
     let holds = Hold::find_by_statement(statement(conn, sql, now, ids)).all(conn).await?;
-    Ok(held(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
+    Ok(with_references(rows, holds.iter().map(|hold| (hold.artifact_id, hold.kind.as_str()))))
 }
 
-/// What is known of artifacts that these kinds of things hold.
-fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)>) -> Vec<ArtifactFacts> {
+/// Returns the facts about artifacts with the given references.
+fn with_references<'a>(
+    rows: &[ArtifactRow],
+    holds: impl Iterator<Item = (Uuid, &'a str)>,
+) -> Vec<ArtifactFacts> {
     let mut held: HashMap<Uuid, HoldFlags> = HashMap::new();
     for (artifact, kind) in holds {
         let held = held.entry(artifact).or_default();
@@ -140,13 +146,13 @@ fn held<'a>(rows: &[JudgedArtifact], holds: impl Iterator<Item = (Uuid, &'a str)
     }
     let facts = rows.iter().map(|row| ArtifactFacts {
         held: held.get(&row.artifact_id).copied().unwrap_or_default(),
-        ..unheld(row)
+        ..without_references(row)
     });
     facts.collect()
 }
 
-/// What an artifact's own row says.
-pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
+/// Returns the facts about an artifact without its references.
+pub(crate) fn without_references(row: &ArtifactRow) -> ArtifactFacts {
     ArtifactFacts {
         created_at: Timestamp(row.created_at),
         had_owner: row.had_owner,
@@ -155,14 +161,15 @@ pub(crate) fn unheld(row: &JudgedArtifact) -> ArtifactFacts {
     }
 }
 
-/// What holds an artifact: the first few things, and how many there are.
+/// References that keep an artifact: the first few, and their number.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Keepers {
     pub(crate) first: Vec<Keeper>,
     pub(crate) total: u64,
 }
 
-/// What holds artifacts, by their id: of each the first `most` things.
+/// Returns the references that keep artifacts, by artifact id. Each list has at most `most`
+/// elements.
 pub(crate) async fn keepers(
     conn: &impl ConnectionTrait,
     artifacts: &[Uuid],
@@ -195,7 +202,7 @@ pub(crate) async fn keepers(
     for hold in Hold::find_by_statement(statement).all(conn).await? {
         let of_artifact = keepers.entry(hold.artifact_id).or_default();
         of_artifact.total = u64::try_from(hold.total).unwrap_or(0);
-        let what = match hold.kind.as_str() {
+        let kind = match hold.kind.as_str() {
             "pin" => KeeperKind::Pin(WorkloadId::from_uuid(hold.id)),
             "volume" => KeeperKind::Volume(VolumeHandle::from_uuid(hold.id)),
             "transfer" => KeeperKind::Transfer(TransferId::from_uuid(hold.id)),
@@ -206,13 +213,13 @@ pub(crate) async fn keepers(
             "resource certs" => KeeperKind::ResourceCerts(WorkerId::from_uuid(hold.id)),
             _ => KeeperKind::Build(BuildId::from_uuid(hold.id)),
         };
-        of_artifact.first.push(Keeper { what, until: hold.until.map(Timestamp) });
+        of_artifact.first.push(Keeper { kind, until: hold.until.map(Timestamp) });
     }
     Ok(keepers)
 }
 
-/// Volumes that were made from another one and are no garbage: the first `most`, and how many there
-/// are.
+/// Returns the first `most` volumes that are children of a volume and not garbage, and their
+/// number.
 pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u64) -> Result<Keepers, DbErr> {
     #[derive(FromQueryResult)]
     struct Child {
@@ -223,33 +230,33 @@ pub(crate) async fn children(conn: &impl ConnectionTrait, parent: Uuid, most: u6
     let sql = format!(
         "SELECT v.handle AS handle, COUNT(*) OVER () AS total FROM volumes v
          WHERE v.parent = $1 AND {} ORDER BY v.handle LIMIT {most}",
-        sweep_queue::without("v")
+        sweep_queue::unmarked("v")
     );
     let of_parent = Statement::from_sql_and_values(conn.get_database_backend(), sql, [parent.into()]);
     let mut children = Keepers::default();
     for row in Child::find_by_statement(of_parent).all(conn).await? {
         children.total = u64::try_from(row.total).unwrap_or(0);
-        let what = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
-        children.first.push(Keeper { what, until: None });
+        let kind = KeeperKind::Volume(VolumeHandle::from_uuid(row.handle));
+        children.first.push(Keeper { kind, until: None });
     }
     Ok(children)
 }
 
-/// A volume of an attempt that has ended.
+/// A volume of an ended attempt.
 #[derive(Debug, Clone, Copy, FromQueryResult)]
-pub(crate) struct LeftVolume {
+pub(crate) struct VolumeOfEndedAttempt {
     pub(crate) handle: Uuid,
     pub(crate) ended_at: i64,
-    /// When the attempt's container was last used interactively, if it is no garbage.
+    /// Last interactive use of the attempt's container, if that container is not garbage.
     pub(crate) touched_at: Option<i64>,
     pub(crate) has_live_child: bool,
 }
 
-/// Those of these volumes whose attempts have ended.
-pub(crate) async fn left_volumes(
+/// Returns the volumes of ended attempts among `volumes`.
+pub(crate) async fn volumes_of_ended_attempts(
     conn: &impl ConnectionTrait,
     volumes: impl IntoIterator<Item = Uuid>,
-) -> Result<Vec<LeftVolume>, DbErr> {
+) -> Result<Vec<VolumeOfEndedAttempt>, DbErr> {
     let sql = format!(
         "SELECT v.handle AS handle, a.ended_at AS ended_at,
                 (SELECT MAX(t.touched_at) FROM containers t
@@ -257,25 +264,26 @@ pub(crate) async fn left_volumes(
                 EXISTS (SELECT 1 FROM volumes w WHERE w.parent = v.handle AND {}) AS has_live_child
          FROM volumes v JOIN attempts a ON a.attempt_id = v.attempt_id
          WHERE v.handle IN (IDS) AND v.purpose <> 'replica' AND a.ended_at IS NOT NULL",
-        sweep_queue::without("w")
+        sweep_queue::unmarked("w")
     );
-    LeftVolume::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
+    VolumeOfEndedAttempt::find_by_statement(of_ids(conn, &sql, volumes)).all(conn).await
 }
 
-/// A statement whose only value is these ids: `IDS` is the query of them.
+/// Returns a statement whose only value is a list of ids. `IDS` in `sql` stands for the query of
+/// them.
 fn of_ids(conn: &impl ConnectionTrait, sql: &str, ids: impl IntoIterator<Item = Uuid>) -> Statement {
     let backend = conn.get_database_backend();
     let sql = sql.replace("IDS", &ids::query(backend, 1));
     Statement::from_sql_and_values(backend, sql, [ids::value(backend, ids)])
 }
 
-/// The ids that a statement answers, as `id`.
-async fn answered(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
+/// Returns the ids that a statement yields, as `id`.
+async fn query_ids(conn: &impl ConnectionTrait, statement: Statement) -> Result<HashSet<Uuid>, DbErr> {
     let rows = conn.query_all_raw(statement).await?;
     rows.into_iter().map(|row| row.try_get("", "id")).collect()
 }
 
-/// When attempts ended, of those that have.
+/// Returns the ends of ended attempts, by attempt.
 pub(crate) async fn ended_attempts(
     conn: &impl ConnectionTrait,
     attempts: impl IntoIterator<Item = Uuid>,
@@ -284,8 +292,8 @@ pub(crate) async fn ended_attempts(
     if attempts.is_empty() {
         return Ok(HashMap::new());
     }
-    // No condition on their end: where few have ended as far as PostgreSQL knows, it would read all
-    // of those for each id.
+    // Without a condition on `ended_at`: if PostgreSQL expects few ended attempts, it would read
+    // all of them for each id.
     let sql = "SELECT attempt_id, ended_at FROM attempts WHERE attempt_id IN (IDS)";
     let mut ended = HashMap::new();
     for row in conn.query_all_raw(of_ids(conn, sql, attempts)).await? {
@@ -296,9 +304,9 @@ pub(crate) async fn ended_attempts(
     Ok(ended)
 }
 
-/// What is read of a volume that is judged.
+/// Columns of a volume that the rules need.
 #[derive(Debug, FromQueryResult)]
-pub(crate) struct JudgedVolume {
+pub(crate) struct VolumeRow {
     pub(crate) handle: Uuid,
     pub(crate) purpose: Purpose,
     pub(crate) artifact_id: Option<Uuid>,
@@ -310,12 +318,12 @@ pub(crate) struct JudgedVolume {
     pub(crate) size_bytes: i64,
 }
 
-impl JudgedVolume {
-    /// Its columns.
+impl VolumeRow {
+    /// List of the columns.
     pub(crate) const COLUMNS: &str = "handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, claimed_until, complete, size_bytes";
 }
 
-impl From<&volume::Model> for JudgedVolume {
+impl From<&volume::Model> for VolumeRow {
     fn from(row: &volume::Model) -> Self {
         let volume::Model { handle, purpose, artifact_id, from_artifact_id, parent, attempt_id, .. } = *row;
         let volume::Model { claimed_until, complete, size_bytes, .. } = *row;
@@ -333,28 +341,28 @@ impl From<&volume::Model> for JudgedVolume {
     }
 }
 
-/// What is known of volumes, in their order.
+/// Returns the facts about volumes, in the order of `rows`.
 pub(crate) async fn volumes(
     conn: &impl ConnectionTrait,
-    rows: &[JudgedVolume],
+    rows: &[VolumeRow],
 ) -> Result<Vec<VolumeFacts>, DbErr> {
     if rows.is_empty() {
         return Ok(Vec::new());
     }
     let handles = rows.iter().map(|row| row.handle);
-    // A replica may have very many children: one row for each parent.
+    // DISTINCT, because a replica may have very many children.
     let with_children = format!(
         "SELECT DISTINCT c.parent AS id FROM volumes c WHERE c.parent IN (IDS) AND {}",
-        sweep_queue::without("c")
+        sweep_queue::unmarked("c")
     );
-    let with_children = answered(conn, of_ids(conn, &with_children, handles)).await?;
+    let with_children = query_ids(conn, of_ids(conn, &with_children, handles)).await?;
     let ended = ended_attempts(conn, rows.iter().filter_map(|row| row.attempt_id)).await?;
     let with_container = if ended.is_empty() {
         HashSet::new()
     } else {
         let sql = "SELECT attempt_id AS id FROM containers
             WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
-        answered(conn, of_ids(conn, sql, ended.keys().copied())).await?
+        query_ids(conn, of_ids(conn, sql, ended.keys().copied())).await?
     };
     let artifacts: HashSet<_> = rows.iter().filter_map(|row| row.artifact_id).collect();
     let live_artifacts = if artifacts.is_empty() {
@@ -362,17 +370,17 @@ pub(crate) async fn volumes(
     } else {
         let sql =
             "SELECT artifact_id AS id FROM artifacts WHERE artifact_id IN (IDS) AND state <> 'deleting'";
-        answered(conn, of_ids(conn, sql, artifacts)).await?
+        query_ids(conn, of_ids(conn, sql, artifacts)).await?
     };
 
     let facts = rows.iter().map(|row| VolumeFacts {
         has_live_child: with_children.contains(&row.handle),
-        belongs: match row.purpose {
-            Purpose::Replica => Belonging::ToArtifact {
+        lifetime: match row.purpose {
+            Purpose::Replica => VolumeLifetime::OfArtifact {
                 artifact_marked: row.artifact_id.is_none_or(|id| !live_artifacts.contains(&id)),
                 claimed_until: row.claimed_until.filter(|_| !row.complete).map(Timestamp),
             },
-            Purpose::Input | Purpose::Output | Purpose::Scratch => Belonging::ToAttempt {
+            Purpose::Input | Purpose::Output | Purpose::Scratch => VolumeLifetime::OfAttempt {
                 ended_at: row.attempt_id.and_then(|id| ended.get(&id).copied()),
                 has_live_container: row.attempt_id.is_some_and(|id| with_container.contains(&id)),
             },

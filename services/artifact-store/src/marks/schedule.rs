@@ -1,6 +1,7 @@
-//! Looks at artifacts, asked for by each transaction that takes away what keeps one.
+//! Scheduling of checks of artifacts.
 //!
-//! It saves the time until the next look ([`crate::gc`]); nothing depends on it.
+//! Each transaction that removes a reference to an artifact makes the artifact due. This only
+//! shortens the time until the next check ([`crate::gc`]). Nothing depends on it.
 
 use domain::Timestamp;
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
@@ -8,8 +9,10 @@ use uuid::Uuid;
 
 use crate::db::ids;
 
-/// Makes artifacts due of which something may just have let go. One that an owner keeps says nothing, and needs no look; what another
-/// has locked is looked at a little later.
+/// Makes artifacts due whose references may have ended.
+///
+/// An artifact with a live owner has no scheduled check and needs none. A locked artifact is
+/// skipped, and checked a little later.
 pub(crate) async fn make_due(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
@@ -21,7 +24,7 @@ pub(crate) async fn make_due(
     }
     let backend = txn.get_database_backend();
     let values = [ids::value(backend, artifacts), now.0.into()];
-    // Deleted ones may have waited for the end of what was made from their replicas.
+    // A deleted artifact may have waited for the deletion of children of its replicas.
     for table in ["artifacts", "tombstones"] {
         let sql = format!(
             "WITH waiting AS (SELECT artifact_id FROM {table} WHERE artifact_id IN ({}) AND look_at > $2{})

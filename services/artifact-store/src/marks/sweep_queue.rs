@@ -1,22 +1,25 @@
-//! The sweep queue: the volumes that are garbage, by their workers, and which of them a gateway was
-//! told to destroy.
+//! The sweep queue: volumes that are garbage, by worker, and whether they were handed out.
 //!
-//! A queue of its own, and no index of volumes: to mark a volume, or to forget one, writes to few
-//! pages, however many volumes there are.
+//! It is a table instead of an index of `volumes`, so that marking or forgetting a volume writes
+//! few pages, however many volumes there are.
 //!
-//! Invariant: a volume has a row here exactly while it is garbage. A change of that is made behind
-//! the lock of the worker's row: shared, or alone to hand out.
+//! Invariant: a volume has a row here exactly while it is garbage. A transaction that adds or
+//! removes rows has locked the worker's row, in shared mode for marks and exclusively for handing
+//! out.
 //!
-//! A volume that is marked for a reason of its own says so in its row, too: it is `destroying`, and
-//! `sweeping` once its gateway was told. A complete replica whose artifact is deleted goes with it:
-//! it has the row here, with `marked_at`, and its own row stays as it was until its gateway is
-//! told, so that to mark it does not touch the page that it lies in. A transaction that takes a
-//! reference to a replica has locked its artifact, and sees there that it is deleted. A reader of
-//! volumes has the mark read into their rows ([`show`]), or asks for those without one
-//! ([`without`]).
+//! There are two kinds of marks:
 //!
-//! Invariant: such a mark exists only while the artifact is deleted. A transaction that adds or
-//! takes back one has locked the artifact.
+//! - A volume that is marked for a reason of its own also shows it in its own row. Its state is
+//!   `destroying`, and `sweeping` after it was handed out.
+//! - A complete replica that is deleted with its artifact has only the row here, with `marked_at`.
+//!   Its own row changes when it is handed out, so that the mark does not write the row's page.
+//!
+//! A transaction that adds a reference to a replica has locked the artifact and finds there that it
+//! is deleted. Readers of volumes merge the marks into the rows ([`merge_marks`]), or exclude
+//! marked rows ([`unmarked`]).
+//!
+//! Invariant: a mark of the second kind exists only while the artifact is deleted. A transaction
+//! that adds or removes such a mark has locked the artifact.
 
 use std::collections::{HashMap, HashSet};
 
@@ -32,14 +35,14 @@ use crate::db::entity::{Purpose, State, volume};
 use crate::db::ids;
 use crate::policy::garbage::MarkReason;
 
-/// Something that was marked.
+/// A volume or container that was marked.
 #[derive(Debug, FromQueryResult)]
 pub(crate) struct MarkedVolume {
     pub(crate) worker_id: Uuid,
     pub(crate) handle: Uuid,
 }
 
-/// Marks volumes by an UPDATE of theirs, and adds them.
+/// Marks volumes with an UPDATE statement, and adds them to the queue.
 pub(crate) async fn mark(
     txn: &DatabaseTransaction,
     update: &str,
@@ -62,7 +65,7 @@ pub(crate) async fn mark(
     Ok(marked)
 }
 
-/// Adds volumes that were just marked.
+/// Adds volumes that were just marked in their own rows.
 pub(crate) async fn add(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,
@@ -71,7 +74,7 @@ pub(crate) async fn add(
     change(txn, sql, volumes, []).await
 }
 
-/// Marks complete replicas that go with their artifacts.
+/// Marks complete replicas of deleted artifacts.
 pub(crate) async fn add_with_artifacts(
     txn: &DatabaseTransaction,
     replicas: impl IntoIterator<Item = Uuid>,
@@ -82,8 +85,8 @@ pub(crate) async fn add_with_artifacts(
     change(txn, sql, replicas, [now.0.into()]).await
 }
 
-/// Takes out volumes whose marks are taken back.
-pub(crate) async fn take_back(
+/// Removes volumes whose marks are removed.
+pub(crate) async fn remove(
     txn: &DatabaseTransaction,
     volumes: impl IntoIterator<Item = Uuid>,
 ) -> Result<(), DbErr> {
@@ -92,15 +95,15 @@ pub(crate) async fn take_back(
     change(txn, sql, volumes, []).await
 }
 
-/// Takes out all volumes of a worker that is gone for good.
+/// Removes all volumes of a worker that is forgotten.
 pub(crate) async fn forget_worker(txn: &DatabaseTransaction, worker: WorkerId) -> Result<(), DbErr> {
     let sql = "DELETE FROM sweep_queue WHERE worker_id = $1";
     let values = [worker.uuid().into()];
     txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await.map(drop)
 }
 
-/// Says of volumes of a worker that its gateway is told of them, or told again, under this number.
-pub(crate) async fn tell(
+/// Records that volumes of a worker are handed out under this number. A repeat has a new number.
+pub(crate) async fn record_handed_out(
     txn: &DatabaseTransaction,
     worker: WorkerId,
     volumes: impl IntoIterator<Item = Uuid>,
@@ -110,7 +113,8 @@ pub(crate) async fn tell(
     change(txn, sql, volumes, [worker.uuid().into(), number.into()]).await
 }
 
-/// Runs a statement whose value `$1` are volumes, as `IDS`, unless there are none.
+/// Runs a statement whose value `$1` is a list of volumes. `IDS` in `sql` stands for the query of
+/// them. Does nothing for an empty list.
 async fn change<const N: usize>(
     txn: &DatabaseTransaction,
     sql: &str,
@@ -127,32 +131,35 @@ async fn change<const N: usize>(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// The condition that `volume`, as a statement calls it, is no garbage.
-pub(crate) fn without(volume: &str) -> String {
+/// Returns the condition that a volume, with the alias `volume`, is not garbage.
+pub(crate) fn unmarked(volume: &str) -> String {
     format!(
         "NOT EXISTS (SELECT 1 FROM sweep_queue WHERE sweep_queue.worker_id = {volume}.worker_id AND sweep_queue.handle = {volume}.handle)"
     )
 }
 
-/// The condition that a row of `volumes` is in this state, with what its mark says.
-pub(crate) fn is_shown_as(state: State) -> Condition {
+/// Returns the condition that a row of `volumes` has this state after its mark is merged.
+pub(crate) fn has_merged_state(state: State) -> Condition {
     let is = Condition::all().add(volume::Column::State.eq(state));
     match state {
         State::Sweeping => is,
         State::Destroying => Condition::all()
             .add(Expr::cust("volumes.handle IN (SELECT handle FROM sweep_queue WHERE number IS NULL)")),
-        _ => is.add(Expr::cust(without("volumes"))),
+        _ => is.add(Expr::cust(unmarked("volumes"))),
     }
 }
 
-/// The state of a row of `volumes`, with what its mark says.
-pub(crate) fn shown_state() -> String {
-    let unmarked = without("volumes");
+/// Returns the expression of the state of a row of `volumes` after its mark is merged.
+pub(crate) fn merged_state() -> String {
+    let unmarked = unmarked("volumes");
     format!("CASE WHEN state IN ('destroying', 'sweeping') OR {unmarked} THEN state ELSE 'destroying' END")
 }
 
-/// Has rows of volumes say what their marks say.
-pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]) -> Result<(), DbErr> {
+/// Merges the marks of volumes into their rows.
+pub(crate) async fn merge_marks(
+    conn: &impl ConnectionTrait,
+    rows: &mut [volume::Model],
+) -> Result<(), DbErr> {
     #[derive(FromQueryResult)]
     struct Mark {
         handle: Uuid,
@@ -186,9 +193,9 @@ pub(crate) async fn show(conn: &impl ConnectionTrait, rows: &mut [volume::Model]
     Ok(())
 }
 
-/// Which volumes of a worker behind `after`, up to `last`, are garbage though their rows do not say
-/// so.
-pub(crate) async fn beside_rows(
+/// Returns the volumes of a worker, after `after` and up to `last`, whose marks are only in the
+/// queue.
+pub(crate) async fn queue_only_marks(
     conn: &impl ConnectionTrait,
     worker: WorkerId,
     after: Uuid,
@@ -203,11 +210,11 @@ pub(crate) async fn beside_rows(
     conn.query_all_raw(statement).await?.iter().map(|row| row.try_get("", "handle")).collect()
 }
 
-/// Has the row of one volume say so.
-pub(crate) async fn shown(
+/// Merges the mark of one volume into its row.
+pub(crate) async fn merge_mark(
     conn: &impl ConnectionTrait,
     mut row: volume::Model,
 ) -> Result<volume::Model, DbErr> {
-    show(conn, std::slice::from_mut(&mut row)).await?;
+    merge_marks(conn, std::slice::from_mut(&mut row)).await?;
     Ok(row)
 }

@@ -1,19 +1,19 @@
-//! Tombstones: the artifacts that are deleted, by when they are looked at next.
+//! Tombstones: deleted artifacts that can be restored, by the time of their next check.
 //!
-//! A queue of its own, and no index of artifacts: to mark an artifact writes to few pages, however
-//! many artifacts there are.
+//! It is a table instead of an index of `artifacts`, so that marking an artifact writes few pages,
+//! however many artifacts there are.
 //!
-//! Invariant: an artifact has a row here exactly while it is deleting. A change of that does both
-//! in one transaction, behind the lock of the artifact's row. A transaction that waits for rows
-//! here holds none that a holder of some waits for: they are locked last, or those that others have
-//! locked are skipped.
+//! Invariant: an artifact has a row here exactly while its state is `deleting`. One transaction
+//! changes both, with the artifact's row locked.
+//!
+//! To prevent deadlocks, a transaction locks rows here last, or skips locked ones.
 
 use sea_orm::{ConnectionTrait, DatabaseTransaction, DbErr, Statement};
 use uuid::Uuid;
 
 use crate::db::ids;
 
-/// Adds artifacts, which were just marked.
+/// Adds artifacts that were just marked.
 pub(crate) async fn add(
     txn: &DatabaseTransaction,
     artifacts: impl IntoIterator<Item = Uuid>,
@@ -28,8 +28,8 @@ pub(crate) async fn add(
     txn.execute_raw(Statement::from_sql_and_values(backend, sql, values)).await.map(drop)
 }
 
-/// Takes out an artifact that comes back.
-pub(crate) async fn take_back(txn: &DatabaseTransaction, artifact: Uuid) -> Result<(), DbErr> {
+/// Removes the tombstone of a restored artifact.
+pub(crate) async fn remove(txn: &DatabaseTransaction, artifact: Uuid) -> Result<(), DbErr> {
     let sql = "DELETE FROM tombstones WHERE artifact_id = $1";
     let values = [artifact.into()];
     txn.execute_raw(Statement::from_sql_and_values(txn.get_database_backend(), sql, values)).await.map(drop)

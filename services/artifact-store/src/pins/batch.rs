@@ -1,7 +1,8 @@
-//! Pins and settlements of many holders in one transaction: of those of one team that come at the same time ([`db::Batcher`]).
+//! Batched pins and settlements: one transaction for concurrent calls of a team ([`db::Batcher`]).
 //!
-//! Invariant: of each becomes what would become of it alone. What is refused to one of them is refused to the transaction, which is rolled back, and
-//! each is carried out alone then. It may be told later: those of a team wait for one another.
+//! Invariant: each call has the result that it would have alone. If one call of a batch is
+//! rejected, the transaction is rolled back, and each call gets a transaction of its own. A call
+//! may take longer, because it waits for its batch.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -12,26 +13,26 @@ use sea_orm::DbErr;
 use tokio_util::task::TaskTracker;
 
 use crate::app::Store;
-use crate::caches::outputs::Owned;
+use crate::caches::outputs::OwnedOutput;
 use crate::pins::settle::settle_plain;
 use crate::pins::{PinAnswer, PinError, PinRequest, SettleError, Settlement, pin, pin_all, settle};
 
-/// How many at most.
-const MOST: usize = 64;
+/// Maximum number of calls in a batch.
+const MAX: usize = 64;
 
-/// Pins and settles for all callers. Cheap to clone; clones share it.
+/// Batching front of pins and settlements. Cheap to clone. Clones share the batches.
 #[derive(Clone)]
 pub(crate) struct Pins {
     store: Arc<Store>,
     pinning: Batcher<PinRequest, Result<PinAnswer, PinError>>,
-    settling: Batcher<Settlement, Result<Vec<Owned>, SettleError>>,
+    settling: Batcher<Settlement, Result<Vec<OwnedOutput>, SettleError>>,
 }
 
 impl Pins {
-    /// It has tasks of its own among `tasks`.
+    /// Creates the batchers, which spawn their tasks on `tasks`.
     pub(crate) fn new(store: Arc<Store>, tasks: &TaskTracker) -> Self {
         let of_pins = store.clone();
-        let pinning = Batcher::new(MOST, tasks.clone(), move |uses| {
+        let pinning = Batcher::new(MAX, tasks.clone(), move |uses| {
             let store = of_pins.clone();
             async move {
                 let groups = group_calls(uses, |used: &PinRequest| used.team.clone());
@@ -39,7 +40,7 @@ impl Pins {
             }
         });
         let of_settlements = store.clone();
-        let settling = Batcher::new(MOST, tasks.clone(), move |settlements| {
+        let settling = Batcher::new(MAX, tasks.clone(), move |settlements| {
             let store = of_settlements.clone();
             async move {
                 let groups = group_calls(settlements, |settlement: &Settlement| settlement.team.clone());
@@ -49,7 +50,8 @@ impl Pins {
         Self { store, pinning, settling }
     }
 
-    /// [`pin`], with others where there is nothing to be locked in an order of its own.
+    /// Pins like [`pin`]. A request without task caches is batched with others, because the locks
+    /// of task caches have their own order.
     pub(crate) async fn pin(&self, used: PinRequest) -> Result<PinAnswer, PinError> {
         if used.task_caches.is_empty() {
             return self.pinning.call(used).await.map_err(DbErr::from)?;
@@ -58,8 +60,8 @@ impl Pins {
         self.store.db.write(|txn| async move { pin(&txn, used, now).await }).await
     }
 
-    /// [`settle()`], with others where nothing is kept.
-    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<Owned>, SettleError> {
+    /// Settles like [`settle()`]. A settlement without outputs is batched with others.
+    pub(crate) async fn settle(&self, settlement: Settlement) -> Result<Vec<OwnedOutput>, SettleError> {
         if settlement.outputs.is_empty() {
             return self.settling.call(settlement).await.map_err(DbErr::from)?;
         }
@@ -68,7 +70,7 @@ impl Pins {
     }
 }
 
-/// Pins what holders of one team use, none of whom uses task caches.
+/// Pins for holders of one team. None of the requests has task caches.
 async fn pin_group(
     store: &Store,
     (uses, answers): (Vec<PinRequest>, ReplySenders<Result<PinAnswer, PinError>>),
@@ -82,7 +84,9 @@ async fn pin_group(
                 }
                 return;
             }
-            Err(error) => tracing::debug!(%error, pins = uses.len(), "each is pinned alone"),
+            Err(error) => {
+                tracing::debug!(%error, pins = uses.len(), "cannot pin holders in one transaction, pinning each alone")
+            }
         }
     }
     let alone = uses.iter().zip(answers).map(async |(used, answer)| {
@@ -92,10 +96,10 @@ async fn pin_group(
     join_all(alone).await;
 }
 
-/// Settles holders of one team that made nothing which is kept.
+/// Settles holders of one team without outputs.
 async fn settle_group(
     store: &Store,
-    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<Owned>, SettleError>>),
+    (settlements, answers): (Vec<Settlement>, ReplySenders<Result<Vec<OwnedOutput>, SettleError>>),
 ) {
     let (db, now, ttl) = (&store.db, store.now(), store.config.resource_cache_ttl);
     let holders: &Vec<_> = &settlements.iter().map(|settlement| settlement.holder).collect();
@@ -104,7 +108,9 @@ async fn settle_group(
         let settled = db.write(|txn| async move { settle_plain(&txn, &first.team, holders, now).await });
         match settled.await {
             Ok(others) => left = others,
-            Err(error) => tracing::debug!(%error, settlements = holders.len(), "each is settled alone"),
+            Err(error) => {
+                tracing::debug!(%error, settlements = holders.len(), "cannot settle holders in one transaction, settling each alone")
+            }
         }
     }
     let each = settlements.iter().zip(answers).map(async |(settlement, answer)| {

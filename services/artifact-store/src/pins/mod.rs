@@ -1,14 +1,21 @@
-//! Pins: what keeps artifacts while a workload uses or makes them; and how a workload is settled ([`mod@settle`]), many at once where many come
+//! Pins: marks that keep artifacts while a workload uses or makes them.
+//!
+//! It also ends attempts and settles workloads ([`mod@settle`]). Concurrent calls are batched
 //! ([`batch`]).
 //!
 //! ```text
-//! holder:   (unknown) ──pin, prepare──▶ goes on ──settle──▶ settled ──a day later──▶ (gone)
-//! attempt:  (unknown) ──prepare──▶ goes on ──settle, end attempt──▶ ended ──with its holder──▶ (gone)
+//! holder:   (unknown) ──pin, prepare──▶ active ──settle──▶ settled ──a day later──▶ (gone)
+//! attempt:  (unknown) ──prepare──▶ active ──settle, end attempt──▶ ended ──with holder──▶ (gone)
 //! ```
 //!
-//! Every change of a holder locks its row first, so pinning, preparing and settling never interleave for one workload. Invariants: a settled
-//! holder has no pins and is never pinned again; an ended attempt makes and settles nothing. An attempt may end before a gateway prepared
-//! it: its row is made then, so that a late Prepare finds it ended.
+//! Every change of a holder locks its row first, so that pinning, preparing and settling of one
+//! workload never interleave.
+//!
+//! Invariants: a settled holder has no pins and is never pinned again. An ended attempt makes and
+//! settles nothing.
+//!
+//! If an attempt ends before a gateway prepares it, its row is created as ended, so that a late
+//! Prepare is rejected.
 
 mod batch;
 mod settle;
@@ -27,7 +34,7 @@ use uuid::Uuid;
 
 pub(crate) use self::batch::Pins;
 pub(crate) use self::settle::{SettleError, SettledOutput, Settlement, settle};
-use crate::artifacts::{self, Located};
+use crate::artifacts::{self, LocatedArtifact};
 use crate::builds::OwnerEnded;
 use crate::caches::task_caches;
 use crate::db::entity::{artifact, attempt, build};
@@ -37,35 +44,35 @@ use crate::holders::{self, HolderError};
 pub(crate) enum PinError {
     #[error(transparent)]
     Holder(#[from] HolderError),
-    #[error("workload {0} was settled before")]
+    #[error("workload {0} is already settled")]
     Settled(WorkloadId),
-    #[error("artifact {0} is unknown to this team, not sealed, or its bytes are nowhere any more")]
+    #[error("artifact {0} is unknown to this team, not sealed, or without bytes")]
     Unavailable(ArtifactId),
     #[error(transparent)]
     Owner(#[from] OwnerEnded),
     #[error(transparent)]
     Cache(#[from] task_caches::UseError),
-    #[error("database failed while pinning")]
+    #[error("database failed while pinning artifacts")]
     Database(#[from] DbErr),
 }
 
-/// What a holder uses.
+/// Request to pin what a holder uses.
 #[derive(Debug, Clone)]
 pub(crate) struct PinRequest {
     pub(crate) holder: WorkloadId,
     pub(crate) team: String,
     pub(crate) artifacts: Vec<ArtifactId>,
-    /// The build that it is to end.
+    /// Build that ends with the holder.
     pub(crate) build: Option<BuildId>,
     pub(crate) task_caches: Vec<CacheId>,
 }
 
-/// Where the bytes are of what a holder uses.
+/// Locations of what a holder pinned.
 #[derive(Debug, Clone)]
 pub(crate) struct PinAnswer {
-    pub(crate) artifacts: Vec<Located>,
-    /// The latest versions of task caches, of those that have bytes.
-    pub(crate) task_caches: Vec<Located>,
+    pub(crate) artifacts: Vec<LocatedArtifact>,
+    /// Latest versions of the task caches, if they have bytes.
+    pub(crate) task_caches: Vec<LocatedArtifact>,
 }
 
 /// Pins what a holder uses, all or none, and binds the holder to its build.
@@ -75,11 +82,13 @@ pub(crate) async fn pin(
     now: Timestamp,
 ) -> Result<PinAnswer, PinError> {
     let pinned = pin_all(txn, &used.team, std::slice::from_ref(used), now).await?.pop();
-    Ok(pinned.ok_or_else(|| DbErr::RecordNotFound("what was just pinned".to_owned()))?)
+    Ok(pinned.ok_or_else(|| DbErr::RecordNotFound("pinned holder".to_owned()))?)
 }
 
-/// The same for several holders of one team; of more than one none uses task caches, whose locks have an order of their own. An error is that of
-/// one of them: the caller commits nothing then.
+/// Pins what several holders of one team use, all or none, and binds the holders to their builds.
+///
+/// If there are several requests, none may have task caches, whose locks have their own order. An
+/// error is that of one request. The caller then commits nothing.
 async fn pin_all(
     txn: &DatabaseTransaction,
     team: &str,
@@ -97,7 +106,7 @@ async fn pin_all(
     }
     let mut of_caches = Vec::with_capacity(uses.len());
     for used in uses {
-        of_caches.push(task_caches::use_them(txn, team, used.holder, &used.task_caches, now).await?);
+        of_caches.push(task_caches::use_caches(txn, team, used.holder, &used.task_caches, now).await?);
     }
     let artifacts = pin_artifacts(txn, team, uses, now).await?;
     let pinned = artifacts.into_iter().zip(of_caches);
@@ -112,13 +121,14 @@ struct NewPin {
 
 const NEW_PIN: [(&str, Column); 2] = [("holder_id", Column::Uuid), ("artifact_id", Column::Uuid)];
 
-/// Pins the artifacts of holders that are locked, and answers for each where its artifacts are, each once, in the order asked.
+/// Pins the artifacts of locked holders. Returns for each request the locations of its artifacts,
+/// each once, in the order of the request.
 async fn pin_artifacts(
     txn: &DatabaseTransaction,
     team: &str,
     uses: &[PinRequest],
     now: Timestamp,
-) -> Result<Vec<Vec<Located>>, PinError> {
+) -> Result<Vec<Vec<LocatedArtifact>>, PinError> {
     let all: BTreeSet<_> = uses.iter().flat_map(|used| used.artifacts.iter().copied()).collect();
     if all.is_empty() {
         return Ok(vec![Vec::new(); uses.len()]);
@@ -128,7 +138,7 @@ async fn pin_artifacts(
     let located = artifacts::locate_rows(txn, sealed.into_values().collect()).await?;
     let found: HashMap<_, _> = located
         .into_iter()
-        .filter(Located::has_bytes)
+        .filter(LocatedArtifact::has_bytes)
         .map(|located| (ArtifactId::from_uuid(located.artifact.artifact_id), located))
         .collect();
     let of_each = uses.iter().map(|used| {
@@ -144,7 +154,7 @@ async fn pin_artifacts(
     });
     let pins: Vec<_> = pins.collect();
     let backend = txn.get_database_backend();
-    // Without a condition SQLite would take the conflict for one of a join.
+    // Without a condition, SQLite would parse ON CONFLICT as a join condition.
     let sql = format!(
         "INSERT INTO pins (holder_id, artifact_id, pinned_at) SELECT holder_id, artifact_id, $2 FROM ({}) AS pinned WHERE TRUE
          ON CONFLICT (holder_id, artifact_id) DO NOTHING",
@@ -155,7 +165,7 @@ async fn pin_artifacts(
     Ok(of_each)
 }
 
-/// Binds the workload that ends a build: from now on the build does not end by its term.
+/// Binds a build to the workload that ends it. From then on the build does not end by its term.
 async fn bind(
     txn: &DatabaseTransaction,
     build: BuildId,
@@ -176,7 +186,8 @@ async fn bind(
     Ok(())
 }
 
-/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller commits, and answers those that are such.
+/// Locks sealed artifacts that `team` may use, so that they are not marked before the caller
+/// commits. Omits all others.
 pub(crate) async fn lock_sealed(
     txn: &DatabaseTransaction,
     team: &str,
@@ -191,13 +202,13 @@ pub(crate) async fn lock_sealed(
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum EndAttemptError {
-    #[error("attempt {0} is of another workload")]
+    #[error("attempt {0} belongs to another workload")]
     OtherHolder(AttemptId),
     #[error("database failed while ending an attempt")]
     Database(#[from] DbErr),
 }
 
-/// Ends one attempt of a holder that goes on. One that is not known is remembered as ended.
+/// Ends an attempt of an active holder. An unknown attempt is recorded as ended.
 pub(crate) async fn end_attempt(
     txn: &DatabaseTransaction,
     holder: WorkloadId,
@@ -222,11 +233,12 @@ pub(crate) async fn end_attempt(
         )
         .exec_with_returning(txn)
         .await?;
-    // The caller commits only what was its own.
+    // On an error the caller rolls back.
     if row.holder_id == holder.uuid() { Ok(()) } else { Err(EndAttemptError::OtherHolder(id)) }
 }
 
-/// A holder for which something is kept: pins, caches that it uses, a build that only its settling ends, or an attempt that goes on.
+/// A holder that keeps something: pins, used caches, a build that ends with it, or an active
+/// attempt.
 #[derive(Debug, FromQueryResult)]
 pub(crate) struct PinHolder {
     pub(crate) holder_id: Uuid,
@@ -234,7 +246,7 @@ pub(crate) struct PinHolder {
     pub(crate) team: String,
 }
 
-/// A page of the holders for which something is kept, by id.
+/// Returns a page of the holders that keep something, by id.
 pub(crate) async fn list(
     conn: &impl ConnectionTrait,
     page: rpc::page::Page,

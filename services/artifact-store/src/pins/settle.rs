@@ -1,4 +1,4 @@
-//! Settling: how a holder ends for good, with what it made.
+//! Settling of workloads: the end of a holder, with its outputs.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::time::Duration;
@@ -13,7 +13,7 @@ use sea_orm::{
 use uuid::Uuid;
 
 use crate::builds::{self, OwnerEnded};
-use crate::caches::outputs::{self, Owned};
+use crate::caches::outputs::{self, OwnedOutput};
 use crate::db::entity::{
     ArtifactState, BuildStatus, Purpose, State, artifact, attempt, build, holder, pin, task_cache_use, volume,
 };
@@ -21,7 +21,7 @@ use crate::db::ids;
 use crate::holders::{self, HolderError};
 use crate::marks::schedule::make_due;
 
-/// How a workload is settled.
+/// Request to settle a workload.
 #[derive(Debug, Clone)]
 pub(crate) struct Settlement {
     pub(crate) holder: WorkloadId,
@@ -33,8 +33,8 @@ pub(crate) struct Settlement {
 }
 
 impl Settlement {
-    /// What comes to own single outputs.
-    fn owned(&self) -> impl Iterator<Item = Owned> {
+    /// Returns the outputs with owners of their own.
+    fn owned(&self) -> impl Iterator<Item = OwnedOutput> {
         let of_output = |output: &SettledOutput| {
             output.owners.iter().map(|owner| (*owner, output.artifact)).collect::<Vec<_>>()
         };
@@ -42,15 +42,15 @@ impl Settlement {
     }
 }
 
-/// An output that is settled.
+/// An output of a settlement.
 #[derive(Debug, Clone)]
 pub(crate) struct SettledOutput {
     pub(crate) artifact: ArtifactId,
     pub(crate) digest: Digest,
     pub(crate) label: String,
-    /// What comes to own it besides the build of the settlement.
+    /// Owners besides the build of the settlement.
     pub(crate) owners: Vec<OutputOwner>,
-    /// Nothing else does, and where there is no candidate it is left out.
+    /// Whether only `owners` get the output. If so, it is omitted when there is no candidate.
     pub(crate) for_owners_only: bool,
 }
 
@@ -58,22 +58,25 @@ pub(crate) struct SettledOutput {
 pub(crate) enum SettleError {
     #[error(transparent)]
     Holder(#[from] HolderError),
-    #[error("the attempt has no complete candidate for artifact {0} with that digest")]
+    #[error("cannot seal artifact {0}: the attempt has no complete volume with that digest")]
     CandidateMissing(ArtifactId),
-    #[error("artifact {0} is taken by another")]
+    #[error("artifact {0} already exists")]
     ArtifactTaken(ArtifactId),
-    #[error("database failed while settling")]
+    #[error("database failed while settling a workload")]
     Database(#[from] DbErr),
 }
 
-/// Ends a holder for good: seals its outputs, gives them their owners, drops its pins, ends its attempts and the builds that end
-/// with it. The first call counts; a repeat changes nothing. Answers the owners that are not to be had, each with its output.
+/// Settles a workload.
+///
+/// Seals its outputs, gives them their owners, deletes its pins, and ends its attempts and the
+/// builds that end with it. The first call counts. A repeat changes nothing. Returns the outputs
+/// whose owners are not available.
 pub(crate) async fn settle(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
     now: Timestamp,
     resource_cache_ttl: Duration,
-) -> Result<Vec<Owned>, SettleError> {
+) -> Result<Vec<OwnedOutput>, SettleError> {
     let holder = settlement.holder;
     let row = holders::lock(txn, holder, &settlement.team, now).await?;
     if row.settled_at.is_some() {
@@ -86,17 +89,20 @@ pub(crate) async fn settle(
         missing.extend(give_to_builds(txn, settlement, &owned).await?);
     }
 
-    let let_go = let_go_of_all(txn, &[holder.uuid()], now).await?;
+    let released = release_holders(txn, &[holder.uuid()], now).await?;
     builds::end_with(txn, holder, settlement.status, now).await?;
-    are_settled(txn, &[holder.uuid()], now).await?;
+    record_settled(txn, &[holder.uuid()], now).await?;
     missing.extend(outputs::give(txn, &settlement.team, holder, owned, now, resource_cache_ttl).await?);
-    // Last: a transaction that holds one of them may wait for what is locked above.
-    make_due(txn, let_go, now).await?;
+    // Last: a transaction that has locked one of these artifacts may wait for rows locked above.
+    make_due(txn, released, now).await?;
     Ok(missing)
 }
 
-/// The same for several holders of one team that made nothing which is kept, of those with which nothing ends but their pins and attempts. Answers
-/// the others, of which nothing was done: what ends with them is locked in an order of its own.
+/// Settles holders of one team without outputs, unless a build ends with them or they use task
+/// caches.
+///
+/// Returns the other holders, which are unchanged: the rows that end with them have their own lock
+/// order.
 pub(super) async fn settle_plain(
     txn: &DatabaseTransaction,
     team: &str,
@@ -109,16 +115,19 @@ pub(super) async fn settle_plain(
     if going_on.is_empty() {
         return Ok(HashSet::new());
     }
-    let others = others(txn, &going_on).await?;
+    let others = holders_with_other_ends(txn, &going_on).await?;
     going_on.retain(|id| !others.contains(id));
-    let let_go = let_go_of_all(txn, &going_on, now).await?;
-    are_settled(txn, &going_on, now).await?;
-    make_due(txn, let_go, now).await?;
+    let released = release_holders(txn, &going_on, now).await?;
+    record_settled(txn, &going_on, now).await?;
+    make_due(txn, released, now).await?;
     Ok(others.into_iter().map(WorkloadId::from_uuid).collect())
 }
 
-/// Those of holders that are to end a build, or use task caches.
-async fn others(txn: &DatabaseTransaction, holders: &[Uuid]) -> Result<HashSet<Uuid>, DbErr> {
+/// Returns the holders with which a build ends, or that use task caches.
+async fn holders_with_other_ends(
+    txn: &DatabaseTransaction,
+    holders: &[Uuid],
+) -> Result<HashSet<Uuid>, DbErr> {
     let backend = txn.get_database_backend();
     let among = |column: &str| ids::among(backend, column, holders.iter().copied());
     let builds = build::Entity::find()
@@ -136,8 +145,9 @@ async fn others(txn: &DatabaseTransaction, holders: &[Uuid]) -> Result<HashSet<U
     Ok(builds.into_iter().chain(caches).collect())
 }
 
-/// Drops the pins of holders that are locked, and ends their attempts. Answers what was pinned.
-async fn let_go_of_all(
+/// Deletes the pins of locked holders, and ends their attempts. Returns the artifacts that were
+/// pinned.
+async fn release_holders(
     txn: &DatabaseTransaction,
     holders: &[Uuid],
     now: Timestamp,
@@ -154,8 +164,8 @@ async fn let_go_of_all(
     Ok(pinned.into_iter().map(|pin| pin.artifact_id).collect())
 }
 
-/// Notes of holders that are locked that they are settled.
-async fn are_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
+/// Records that locked holders are settled.
+async fn record_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
     holder::Entity::update_many()
         .col_expr(holder::Column::SettledAt, Expr::value(now.0))
         .col_expr(holder::Column::LookAt, Expr::value(now.0))
@@ -165,7 +175,8 @@ async fn are_settled(txn: &DatabaseTransaction, holders: &[Uuid], now: Timestamp
         .map(drop)
 }
 
-/// Makes each output's artifact, sealed, and its candidate the replica. Answers those that are left out.
+/// Creates each output's artifact, sealed, and makes its candidate a replica. Returns the omitted
+/// outputs.
 async fn seal_outputs(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
@@ -196,13 +207,13 @@ async fn seal_outputs(
             state: ArtifactState::Sealed,
             digest: candidate.digest.clone(),
             size_bytes: candidate.size_bytes,
-            // Those that it is for let go of it when they are not there.
+            // If its owners are not available, they have let go of it.
             had_owner: output.for_owners_only,
             created_at: now.0,
             marked_at: None,
             marked_why: None,
             kept_until: None,
-            // Until it is owned, below.
+            // Checked at once, unless an owner keeps it.
             look_at: Some(now.0),
             in_store: false,
         });
@@ -226,12 +237,13 @@ async fn seal_outputs(
     Ok(left_out)
 }
 
-/// Gives builds the outputs that were sealed. Answers the owners of single outputs that have ended; what comes too late has no owner.
+/// Gives sealed outputs to builds. Returns the outputs with owners of their own that have ended. An
+/// output without an open build has no owner.
 async fn give_to_builds(
     txn: &DatabaseTransaction,
     settlement: &Settlement,
-    owned: &[Owned],
-) -> Result<Vec<Owned>, SettleError> {
+    owned: &[OwnedOutput],
+) -> Result<Vec<OwnedOutput>, SettleError> {
     let mut by_build: BTreeMap<BuildId, Vec<ArtifactId>> = BTreeMap::new();
     for (owner, artifact) in owned {
         if let OutputOwner::Build(build) = owner {
@@ -260,7 +272,7 @@ async fn give_to_builds(
     Ok(missing)
 }
 
-/// The complete candidates of an attempt that goes on, by the artifact that they may become.
+/// Locks the complete output volumes of an active attempt, by the artifacts that they may become.
 async fn lock_candidates(
     txn: &DatabaseTransaction,
     settlement: &Settlement,

@@ -1,4 +1,4 @@
-//! The rules: when owners let go, and what is garbage. Pure: rows in, verdicts out.
+//! The rules of retention and garbage, as pure functions from facts to verdicts.
 
 pub(crate) mod garbage;
 pub(crate) mod retention;

@@ -1,37 +1,41 @@
-//! When owners let go of what they own: pure, and the only place that says so.
+//! Retention rules: when owners let go of their artifacts.
+//!
+//! All rules are pure functions. No other code of the store decides when an owner lets go.
 //!
 //! | Owner | Lets go |
 //! |---|---|
-//! | none, ever | the artifact goes when it is old ([`crate::policy::garbage`]); one that ever had an owner goes when the last one lets go, though not before its time if it was found by its bytes ([`crate::artifacts::adopt_by_digest`]) |
-//! | build that goes on | not before its end |
-//! | build that succeeded or was aborted | at its end, and not before `keep` is over |
-//! | build that failed or errored | the same, unless it is the latest build of its job: then when a later one is reported |
-//! | resource cache that is being made | owns nothing; it goes when its claim runs out |
-//! | resource cache | when it is deleted, which it is not while it is used; by itself when it was unused for `resource_cache_ttl` |
-//! | task cache | when it is deleted, or given its next version; by itself when no workload uses it and it was unused for its TTL |
-//! | base resource type | never; another version on the same worker takes its place, and a worker that is forgotten has none |
-//! | resource certs | never; others of the same worker take their place, and a worker that is forgotten has none |
+//! | none, ever | the artifact is deleted after `unowned_ttl` ([`crate::policy::garbage`]) |
+//! | none any more | the artifact is deleted when its last owner lets go, but not before `kept_until`, which is set if it was found by its digest ([`crate::artifacts::adopt_by_digest`]) |
+//! | open build | not before its end |
+//! | succeeded or aborted build | `keep` after its end |
+//! | failed or errored build | `keep` after its end, or, if it is the latest build of its job, when a later one is reported |
+//! | resource cache that is being made | owns nothing; the cache is deleted when its claim expires |
+//! | resource cache | when it is deleted, which requires that it is not used, or after `resource_cache_ttl` without use |
+//! | task cache | when it is deleted or gets its next version, or after its TTL without use by a workload |
+//! | base resource type | when another version of the same worker replaces it, or its worker is forgotten |
+//! | resource certificates | when other certificates of the same worker replace them, or their worker is forgotten |
 
 use std::fmt;
 use std::time::Duration;
 
 use domain::Timestamp;
 
-/// After how long an attempt is looked at again of which all that is left is marked, unless that is gone before ([`crate::inventory::report`],
-/// [`crate::inventory::worker_removal`]): it can be forgotten then.
-pub(crate) const FORGOTTEN_LATER: Duration = Duration::from_secs(10 * 60);
+/// Time after which an ended attempt whose remains are all marked is checked again. If its remains
+/// are gone earlier, it is checked then ([`crate::inventory::report`],
+/// [`crate::inventory::worker_removal`]).
+pub(crate) const REMAINS_RECHECK_INTERVAL: Duration = Duration::from_secs(10 * 60);
 
 /// When an owner lets go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReleaseTime {
-    /// Then.
+    /// At this time.
     At(Timestamp),
-    /// Not before something happens to it.
+    /// Not before an event.
     NotYet,
 }
 
 impl ReleaseTime {
-    /// As the column `kept_until` has it.
+    /// Returns the value of the column `kept_until`.
     pub(crate) fn column(self) -> Option<i64> {
         match self {
             Self::At(at) => Some(at.0),
@@ -40,28 +44,28 @@ impl ReleaseTime {
     }
 }
 
-/// How a build ended.
+/// Kinds of build ends that retention distinguishes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BuildEnd {
-    /// It succeeded, or was aborted.
+    /// It succeeded or was aborted.
     Done,
     /// It failed or errored.
     Failed,
 }
 
-/// What is known of a build.
+/// Facts about a build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Build {
-    /// How and when it ended. `None`: it goes on.
+    /// How and when it ended. `None` if it is open.
     pub(crate) ended: Option<(BuildEnd, Timestamp)>,
-    /// Whether no later build of its job was reported. One without a job is never that.
+    /// Whether no later build of its job was reported. Always false without a job.
     pub(crate) latest_of_its_job: bool,
-    /// How long it keeps its artifacts after its end at least, in microseconds.
+    /// Minimum time for which it keeps its artifacts after its end, in microseconds.
     pub(crate) keep: i64,
 }
 
 impl Build {
-    pub(crate) fn lets_go(&self) -> ReleaseTime {
+    pub(crate) fn release_time(&self) -> ReleaseTime {
         match (self.ended, self.latest_of_its_job) {
             (None, _) | (Some((BuildEnd::Failed, _)), true) => ReleaseTime::NotYet,
             (Some((BuildEnd::Done, at)), _) | (Some((BuildEnd::Failed, at)), false) => {
@@ -71,34 +75,34 @@ impl Build {
     }
 }
 
-/// How a resource cache is used.
+/// Facts about the uses of a resource cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Uses {
-    /// Whether something uses it.
+    /// Whether a user has not ended.
     pub(crate) used: bool,
-    /// When the last of those uses ended that have ended and were not forgotten yet.
+    /// End of the last ended use that is not forgotten.
     pub(crate) ended: Option<Timestamp>,
-    /// Whether something uses it that does not say until when.
+    /// Whether a use has no scheduled end.
     pub(crate) endless: bool,
-    /// When the last of those uses ends, or ended, that say when.
+    /// Last end, past or scheduled, of the uses that have one.
     pub(crate) last_end: Option<Timestamp>,
 }
 
-/// What is known of a resource cache.
+/// Facts about a resource cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ResourceCache {
-    /// Until then, unless its maker goes on.
+    /// Its maker holds a claim until this time, and may renew it.
     BeingMade { claimed_until: Timestamp },
     /// It owns an artifact.
     Ready {
-        /// Whether a build that has not let go, or a workload that was not settled, uses it.
+        /// Whether a build that has not let go, or a workload that is not settled, uses it.
         used: bool,
         last_used: Timestamp,
     },
 }
 
 impl ResourceCache {
-    pub(crate) fn lets_go(&self, ttl: Duration) -> ReleaseTime {
+    pub(crate) fn release_time(&self, ttl: Duration) -> ReleaseTime {
         match *self {
             Self::BeingMade { claimed_until } => ReleaseTime::At(claimed_until),
             Self::Ready { used: true, .. } => ReleaseTime::NotYet,
@@ -107,18 +111,18 @@ impl ResourceCache {
     }
 }
 
-/// What is known of a task cache.
+/// Facts about a task cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TaskCache {
-    /// Whether a workload that was not settled uses it.
+    /// Whether a workload that is not settled uses it.
     pub(crate) used: bool,
     pub(crate) last_used: Timestamp,
-    /// How long it is kept after its last use, in microseconds.
+    /// Time for which it is kept after its last use, in microseconds.
     pub(crate) ttl: i64,
 }
 
 impl TaskCache {
-    pub(crate) fn lets_go(&self) -> ReleaseTime {
+    pub(crate) fn release_time(&self) -> ReleaseTime {
         if self.used {
             return ReleaseTime::NotYet;
         }
@@ -126,7 +130,7 @@ impl TaskCache {
     }
 }
 
-/// Why a cache went, for people.
+/// Reason of the deletion of a cache, for people.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CacheEndReason {
     Deleted,
@@ -138,8 +142,8 @@ impl fmt::Display for CacheEndReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Deleted => "a caller deleted it",
-            Self::Unused => "it was unused for long",
-            Self::NotMade => "its maker stopped without an end",
+            Self::Unused => "it was not used for its TTL",
+            Self::NotMade => "the claim of its maker expired",
         })
     }
 }
@@ -149,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_build_lets_go_as_the_table_says() {
+    fn build_lets_go_as_table_says() {
         for ended in [None, Some(BuildEnd::Done), Some(BuildEnd::Failed)] {
             for latest_of_its_job in [false, true] {
                 for keep in [0, 500] {
@@ -161,7 +165,7 @@ mod tests {
                             ReleaseTime::At(Timestamp(1_000 + keep))
                         }
                     };
-                    assert_eq!(build.lets_go(), expected, "{build:?}");
+                    assert_eq!(build.release_time(), expected, "{build:?}");
                 }
             }
         }

@@ -1,9 +1,13 @@
-//! The life of this database: what handles may be unknown because it came out of a backup.
+//! The store life: the identity of one database, which a restored backup replaces.
 //!
-//! It is minted with the database. A copy that is restored has the life that the original had; its operator says so ([`restored`]),
-//! and it begins another. If no operator says so, a worker may prove it ([`crate::inventory::report::begin`]).
+//! A new database gets a life. A restored copy has the life of its original until its operator
+//! calls [`restored`]. If the operator does not, a worker's receipt may prove the restore
+//! ([`crate::inventory::report::begin`]).
 //!
-//! It is read in the transaction that goes by it, so that all replicas of the store have the same.
+//! A handle of another life may be unknown to this database without being garbage.
+//!
+//! Each transaction that depends on the life reads it, so that all replicas of the store use the
+//! same.
 
 pub(crate) mod receipts;
 
@@ -17,7 +21,7 @@ use sea_orm::{
 use crate::db::entity::{STORE_ROW, store};
 use crate::db::migrations::Schema;
 
-/// Mints the life and the key of receipts of a new database. One that has them keeps them.
+/// Sets the life and the receipt key of a new database. An existing database keeps its own.
 pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
     let fresh =
         store::ActiveModel { id: Set(STORE_ROW), life: Set(StoreLife::new().uuid()), ..Default::default() };
@@ -28,14 +32,15 @@ pub(crate) async fn mint(txn: &DatabaseTransaction) -> Result<(), DbErr> {
     receipts::mint(txn).await
 }
 
-/// The life of this database.
+/// Returns the life of this database.
 pub(crate) async fn current(conn: &impl ConnectionTrait) -> Result<StoreLife, DbErr> {
     let row = store::Entity::find_by_id(STORE_ROW).one(conn).await?;
-    let row = row.ok_or_else(|| DbErr::RecordNotFound("the life of the store".to_owned()))?;
+    let row = row.ok_or_else(|| DbErr::RecordNotFound("store life".to_owned()))?;
     Ok(StoreLife::from_uuid(row.life))
 }
 
-/// Ends the life `old`, and answers the one that follows it. Of all that end one, the first begins the next.
+/// Ends the life `old`, and returns the life that follows it. If several transactions end the same
+/// life, the first one begins the next.
 pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Result<StoreLife, DbErr> {
     store::Entity::update_many()
         .col_expr(store::Column::Life, Expr::value(StoreLife::new().uuid()))
@@ -46,13 +51,14 @@ pub(crate) async fn begin_after(txn: &DatabaseTransaction, old: StoreLife) -> Re
     current(txn).await
 }
 
-/// Begins a new life of a database that was restored from a backup, and answers it. A database without a store in it is refused.
+/// Begins a new life of a database that was restored from a backup, and returns it. A database
+/// without an artifact store is rejected.
 pub async fn restored(database: &db::Settings) -> anyhow::Result<StoreLife> {
-    // Opening one that is not there would make it.
+    // Opening a missing file would create it.
     if let Some(file) = database.file()
         && !file.exists()
     {
-        bail!("there is no {}: put the backup in its place first", database.place());
+        bail!("cannot begin a new store life: {} does not exist. Restore the backup first", database.place());
     }
     let db = db::Database::open::<Schema>(database).await?;
     let life = db
@@ -63,5 +69,7 @@ pub async fn restored(database: &db::Settings) -> anyhow::Result<StoreLife> {
         })
         .await;
     db.close().await;
-    life?.with_context(|| format!("there is no artifact store in {}: it was not restored", database.place()))
+    life?.with_context(|| {
+        format!("cannot begin a new store life: {} contains no artifact store", database.place())
+    })
 }

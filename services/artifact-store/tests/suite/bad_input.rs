@@ -1,4 +1,4 @@
-//! Bad input: every call of the store, with everything that may be wrong with what it is told.
+//! Bad input: every RPC of the store with every invalid field.
 
 mod table;
 mod wrong;
@@ -16,7 +16,7 @@ async fn bad_input_gets_its_error_and_changes_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let table = table::table(&suite).await;
     let tables = Tables::open(&suite.url()).await;
-    // Garbage goes only when asked for.
+    // Only explicit collections run.
     check("gantry.artifacts.v1", &suite.peer, &tables, |_| true, &table).await;
     suite.stop().await;
 }

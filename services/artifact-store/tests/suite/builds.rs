@@ -1,4 +1,4 @@
-//! Builds that their callers report: jobs, numbers, ends.
+//! Builds that callers report: jobs, numbers and ends.
 
 use std::time::Duration;
 
@@ -10,13 +10,13 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    an_artifact_lives_as_long_as_the_table_of_owners_says,
-    the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported,
-    a_build_that_its_caller_ends_stays_ended,
-    a_caller_s_clock_ends_nothing_in_the_future,
-    a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job,
-    a_build_whose_workload_failed_waits_for_the_next_of_its_job,
-    several_builds_own_an_artifact_and_the_last_one_decides,
+    artifact_lifetime_follows_retention_table,
+    latest_build_does_not_depend_on_report_order,
+    build_stays_ended_after_caller_ends_it,
+    build_end_is_never_in_the_future,
+    build_without_job_keeps_for_default_time,
+    failed_build_keeps_until_next_of_job,
+    artifact_stays_until_last_build_lets_go,
 }
 
 const STATUSES: [BuildStatus; 5] = [
@@ -42,14 +42,14 @@ async fn put(suite: &Suite, request: pb::PutBuildRequest) -> Answer<()> {
     suite.owners().put_build(request).await.map(drop).map_err(Refusal::from)
 }
 
-/// Whether an artifact is there and not garbage, after a round.
+/// Returns whether an artifact exists and is not garbage after a round.
 async fn lives(suite: &Suite, artifact: ArtifactId) -> bool {
     suite.collect(DryRun::Off).await;
     suite.get(artifact).await.is_ok_and(|artifact| artifact.state() != ArtifactState::Deleting)
 }
 
-/// What becomes of an artifact that one build owns, in every case that the rules tell apart.
-async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDatabase) {
+/// Covers every case that the retention rules distinguish, for an artifact with one owner.
+async fn artifact_lifetime_follows_retention_table(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(100);
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -111,7 +111,7 @@ async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDat
         }
     }
 
-    // A pin keeps what nobody owns, and nothing else does after it.
+    // A pin keeps an artifact without owners, and nothing keeps it afterwards.
     for ((status, has_job, superseded, pinned, _), (artifact, workload)) in cases.into_iter().zip(made) {
         if !pinned {
             continue;
@@ -131,10 +131,10 @@ async fn an_artifact_lives_as_long_as_the_table_of_owners_says(database: TestDat
     suite.stop().await;
 }
 
-async fn the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_reported(database: TestDatabase) {
+async fn latest_build_does_not_depend_on_report_order(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
-    // Four builds, and every order in which their ends may be heard of.
+    // Four builds, whose ends are reported in every order.
     let ends = [BuildStatus::Failed, BuildStatus::Errored, BuildStatus::Succeeded, BuildStatus::Failed];
     let mut content = 0;
     for order in permutations(4) {
@@ -148,7 +148,7 @@ async fn the_latest_build_of_a_job_is_the_same_in_whatever_order_builds_are_repo
             put(&suite, of_job(build, &job, number, ends[*at])).await.expect("ended");
             artifacts.push((*at, artifact));
             if n == 0 {
-                // Another team's job of this name is another job.
+                // A job with the same name in another team is a different job.
                 let mut other = of_job(BuildId::new(), &job, 9, BuildStatus::Unspecified);
                 other.team = "other".to_owned();
                 put(&suite, other).await.expect("put");
@@ -179,12 +179,12 @@ fn permutations(of: usize) -> Vec<Vec<usize>> {
         .collect()
 }
 
-async fn a_build_that_its_caller_ends_stays_ended(database: TestDatabase) {
+async fn build_stays_ended_after_caller_ends_it(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     put(&suite, of_job(build, "job", 7, BuildStatus::Unspecified)).await.expect("put");
     put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("ended");
-    put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("said once more");
+    put(&suite, of_job(build, "job", 7, BuildStatus::Failed)).await.expect("repeated");
     for other in [BuildStatus::Unspecified, BuildStatus::Succeeded] {
         assert_refused(put(&suite, of_job(build, "job", 7, other)).await, Reason::BuildEnded);
     }
@@ -209,7 +209,7 @@ async fn a_build_that_its_caller_ends_stays_ended(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_caller_s_clock_ends_nothing_in_the_future(database: TestDatabase) {
+async fn build_end_is_never_in_the_future(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(100);
     const SECOND: Duration = Duration::from_secs(1);
     let suite = Suite::start(database).await;
@@ -232,7 +232,7 @@ async fn a_caller_s_clock_ends_nothing_in_the_future(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(database: TestDatabase) {
+async fn build_without_job_keeps_for_default_time(database: TestDatabase) {
     const KEEP: Duration = Duration::from_secs(300);
     const SECOND: Duration = Duration::from_secs(1);
     let suite = Suite::start_with(database, |config| config.default_keep = KEEP).await;
@@ -249,8 +249,8 @@ async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(d
         made.push(artifact);
     }
     let [without_job, of_job, says_so] = made[..] else { panic!("three were made") };
-    assert!(!lives(&suite, of_job).await, "one of a job keeps nothing by itself");
-    assert!(!lives(&suite, says_so).await, "it said that it keeps nothing");
+    assert!(!lives(&suite, of_job).await, "the default keep time of a job is zero");
+    assert!(!lives(&suite, says_so).await, "its keep time is zero");
     suite.clock.advance(KEEP - SECOND);
     assert!(lives(&suite, without_job).await, "it keeps for a second more");
     suite.clock.advance(SECOND);
@@ -258,7 +258,7 @@ async fn a_build_that_says_nothing_keeps_for_a_while_unless_it_is_one_of_a_job(d
     suite.stop().await;
 }
 
-async fn a_build_whose_workload_failed_waits_for_the_next_of_its_job(database: TestDatabase) {
+async fn failed_build_keeps_until_next_of_job(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -275,7 +275,7 @@ async fn a_build_whose_workload_failed_waits_for_the_next_of_its_job(database: T
     suite.stop().await;
 }
 
-async fn several_builds_own_an_artifact_and_the_last_one_decides(database: TestDatabase) {
+async fn artifact_stays_until_last_build_lets_go(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let builds = [BuildId::new(), BuildId::new(), BuildId::new()];
@@ -303,13 +303,13 @@ async fn several_builds_own_an_artifact_and_the_last_one_decides(database: TestD
     assert_eq!(suite.get(artifact).await.expect("it is there").kept_by.len(), 3);
 
     disown(artifact, builds[0], TEAM.to_owned()).await.expect("let go");
-    disown(artifact, builds[0], TEAM.to_owned()).await.expect("said once more");
+    disown(artifact, builds[0], TEAM.to_owned()).await.expect("repeated");
     assert!(lives(&suite, artifact).await);
     put(&suite, of_job(builds[1], "job", 2, BuildStatus::Succeeded)).await.expect("ended");
     assert!(lives(&suite, artifact).await);
     assert_refused(own(artifact, builds[1], TEAM.to_owned()).await, Reason::OwnerEnded);
     disown(artifact, builds[2], TEAM.to_owned()).await.expect("let go");
-    assert!(!lives(&suite, artifact).await, "nobody owns it any more");
+    assert!(!lives(&suite, artifact).await, "it has no owner left");
     assert_refused(own(artifact, builds[2], TEAM.to_owned()).await, Reason::ArtifactNotFound);
     suite.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Caches: who makes them, who may have them, what they keep and until when.
+//! Caches: makers, access of teams, contents and lifetimes.
 
 mod every_owner;
 mod mounted;
@@ -31,7 +31,7 @@ fn by_workload(workload: WorkloadId) -> pb::CacheUser {
     pb::CacheUser { user: Some(pb::cache_user::User::WorkloadId(workload.to_string())) }
 }
 
-/// Somebody who acts for a team.
+/// A caller that acts for a team.
 #[derive(Clone, Copy)]
 struct Caller<'a> {
     suite: &'a Suite,
@@ -48,7 +48,7 @@ impl<'a> Caller<'a> {
         Self { sharing: pb::Sharing::AllTeams, ..self }
     }
 
-    /// Asks for a cache: its id, and what shall be done.
+    /// Requests a cache. Returns its id and the outcome.
     async fn ask(
         &self,
         content: u64,
@@ -69,7 +69,7 @@ impl<'a> Caller<'a> {
         Ok((answer.cache_id, answer.outcome.expect("an outcome")))
     }
 
-    /// What is ready.
+    /// Returns the location of a cache that is ready.
     async fn ready(&self, content: u64, user: Option<pb::CacheUser>) -> Option<pb::Location> {
         match self.ask(content, ClaimId::new(), user).await.expect("asked").1 {
             Outcome::Ready(location) => Some(location),
@@ -93,7 +93,7 @@ impl<'a> Caller<'a> {
         Ok(self.suite.caches().put_resource_cache(request).await?.into_inner().cache_id)
     }
 
-    /// A cache that is ready.
+    /// Makes a cache ready.
     async fn make(&self, content: u64, artifact: ArtifactId) -> String {
         let claim = ClaimId::new();
         let (cache, outcome) = self.ask(content, claim, None).await.expect("asked");
@@ -134,7 +134,7 @@ impl<'a> Caller<'a> {
         self.suite.caches().list_resource_caches(request).await.expect("listed").into_inner().caches
     }
 
-    /// Where caches are: which, and what they own.
+    /// Returns located caches, with their artifacts.
     async fn located(&self, caches: &[&str]) -> Vec<(String, String)> {
         let request = pb::LocateCachesRequest {
             team: self.team.to_owned(),
@@ -149,7 +149,7 @@ impl<'a> Caller<'a> {
         answer.locations.into_iter().map(of).collect()
     }
 
-    /// How many of the replicas of an artifact the team may see.
+    /// Returns the number of replicas that the team sees of an artifact.
     async fn locates(&self, artifact: ArtifactId) -> usize {
         let request =
             pb::LocateRequest { team: self.team.to_owned(), artifact_ids: vec![artifact.to_string()] };
@@ -180,7 +180,7 @@ impl<'a> Caller<'a> {
         Ok(())
     }
 
-    /// A task cache, and what it owns.
+    /// Finds or creates a task cache. Returns its id and artifact.
     async fn task(
         &self,
         job: &str,
@@ -247,7 +247,7 @@ impl<'a> Caller<'a> {
 }
 
 impl Suite {
-    /// An artifact that nobody owns yet.
+    /// Uploads an artifact without an owner.
     async fn uploaded(&self, gateway: &Gateway, content: u64) -> ArtifactId {
         self.upload(gateway, None, content).await.expect("uploaded").0
     }

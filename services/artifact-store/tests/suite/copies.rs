@@ -1,4 +1,4 @@
-//! Copies of sealed artifacts from worker to worker: who makes one, until when, and what is left of it.
+//! Copies of sealed artifacts between workers: makers, claims and remains.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    what_was_brought_to_a_worker_is_found_there,
-    what_nobody_looked_at_again_is_told_apart,
-    of_all_who_ask_at_once_one_makes_the_copy,
-    a_copy_whose_claim_ran_out_is_made_anew,
-    a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it,
-    what_may_still_be_there_is_not_copied_before_that_is_known,
+    copied_artifact_is_found_on_its_worker,
+    locate_reports_verification_of_replicas,
+    one_of_concurrent_callers_makes_the_copy,
+    copy_is_made_again_after_claim_expires,
+    abandoned_copy_leaves_nothing_and_keeps_artifact,
+    unconfirmed_replica_is_not_copied_again,
 }
 
 async fn plan(
@@ -40,7 +40,7 @@ async fn progress(suite: &Suite, transfer: TransferId) -> Answer<()> {
     Ok(())
 }
 
-async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
+async fn copied_artifact_is_found_on_its_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -58,7 +58,7 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
     let again = plan(&suite, artifact, here.worker, transfer).await.expect("planned again");
     assert_eq!(again, planned);
 
-    // What is on its way is neither a replica nor an input.
+    // An unfinished copy is neither a replica nor an input.
     let on_its_way = here.prepare(workload, attempt, &needs).await.expect("prepared");
     assert_eq!(on_its_way.volumes[0].missing_artifact_id, artifact.to_string());
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 1);
@@ -85,33 +85,33 @@ async fn what_was_brought_to_a_worker_is_found_there(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_nobody_looked_at_again_is_told_apart(database: TestDatabase) {
+async fn locate_reports_verification_of_replicas(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateways = [(); 3].map(|()| WorkerId::new()).map(|worker| suite.silent_gateway(worker, 1, 1));
-    let said = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
+    let verifications = [pb::Verification::Reported, pb::Verification::Verified, pb::Verification::Reported];
     let artifact = ArtifactId::new();
     suite.create(artifact, None).await.expect("created");
-    for (index, (gateway, said)) in gateways.iter().zip(said).enumerate() {
+    for (index, (gateway, verifications)) in gateways.iter().zip(verifications).enumerate() {
         gateway.report(&[], &[]).await.expect("reported");
         let planned = plan(&suite, artifact, gateway.worker, TransferId::new()).await.expect("planned");
-        gateway.complete_as(&planned.volume_handle, digest(1), said).await.expect("complete");
+        gateway.complete_as(&planned.volume_handle, digest(1), verifications).await.expect("complete");
         if index == 0 {
             suite.seal(artifact, digest(1)).await.expect("sealed");
         }
     }
     let request = pb::LocateRequest { team: TEAM.to_owned(), artifact_ids: vec![artifact.to_string()] };
     let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
-    let told: Vec<_> = located[0]
+    let listed: Vec<_> = located[0]
         .replicas
         .iter()
         .map(|replica| (replica.worker_id.clone(), replica.verification()))
         .collect();
-    let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(said);
-    assert_eq!(told, expected.collect::<Vec<_>>());
+    let expected = gateways.iter().map(|gateway| gateway.worker.to_string()).zip(verifications);
+    assert_eq!(listed, expected.collect::<Vec<_>>());
     suite.stop().await;
 }
 
-async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
+async fn one_of_concurrent_callers_makes_the_copy(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     for content in 0..10 {
@@ -125,7 +125,7 @@ async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
         let (maker, made) = answers
             .iter()
             .find(|(_, planned)| planned.outcome() == PlanOutcome::Yours)
-            .expect("somebody makes it");
+            .expect("one caller makes it");
         for (transfer, planned) in &answers {
             assert_eq!(planned.outcome() == PlanOutcome::Yours, transfer == maker);
             assert_eq!(planned.volume_handle, made.volume_handle);
@@ -137,7 +137,7 @@ async fn of_all_who_ask_at_once_one_makes_the_copy(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
+async fn copy_is_made_again_after_claim_expires(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -150,18 +150,18 @@ async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
     suite.clock.advance(Duration::from_secs(50));
     assert_eq!(ask().await.outcome(), PlanOutcome::BeingMade);
     suite.clock.advance(Duration::from_secs(10));
-    let anew = ask().await;
-    assert_eq!(anew.outcome(), PlanOutcome::Yours);
-    assert_ne!(anew.volume_handle, old, "a handle is never used twice");
+    let again = ask().await;
+    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_ne!(again.volume_handle, old, "a handle is never used twice");
 
     assert_refused(progress(&suite, first).await, Reason::ClaimLost);
     assert_refused(here.complete(&old, digest(1)).await, Reason::ClaimLost);
     suite.abandon(first).await.expect("the late one says so");
     here.swept(&[], &[&old]).await;
-    here.complete(&anew.volume_handle, digest(1)).await.expect("complete");
+    here.complete(&again.volume_handle, digest(1)).await.expect("complete");
     assert_eq!(suite.get(artifact).await.expect("it is there").replicas.len(), 2);
 
-    // Nobody asks again: the collector takes it.
+    // No caller asks again, and the collector marks the copy.
     let elsewhere = suite.gateway().await;
     let left = plan(&suite, artifact, elsewhere.worker, TransferId::new()).await.expect("planned");
     suite.clock.advance(Duration::from_secs(60));
@@ -170,7 +170,7 @@ async fn a_copy_whose_claim_ran_out_is_made_anew(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(database: TestDatabase) {
+async fn abandoned_copy_leaves_nothing_and_keeps_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, source) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -184,7 +184,7 @@ async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(data
     let left = suite.get(artifact).await.expect("it is there");
     assert_eq!(left.replicas.iter().map(|replica| &replica.volume_handle).collect::<Vec<_>>(), [&source]);
 
-    // Not so one that arrived.
+    // A complete copy stays.
     let transfer = TransferId::new();
     let planned = plan(&suite, artifact, here.worker, transfer).await.expect("planned");
     here.complete(&planned.volume_handle, digest(1)).await.expect("complete");
@@ -193,7 +193,7 @@ async fn a_copy_that_was_abandoned_leaves_nothing_and_takes_nothing_with_it(data
     suite.stop().await;
 }
 
-async fn what_may_still_be_there_is_not_copied_before_that_is_known(database: TestDatabase) {
+async fn unconfirmed_replica_is_not_copied_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, _) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -206,8 +206,8 @@ async fn what_may_still_be_there_is_not_copied_before_that_is_known(database: Te
     let asked = plan(&suite, artifact, here.worker, TransferId::new()).await;
     assert_refused(asked, Reason::Unavailable);
     reborn.report(&[], &[]).await.expect("reported");
-    let anew = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
-    assert_eq!(anew.outcome(), PlanOutcome::Yours);
-    assert_ne!(anew.volume_handle, made);
+    let again = plan(&suite, artifact, here.worker, TransferId::new()).await.expect("planned");
+    assert_eq!(again.outcome(), PlanOutcome::Yours);
+    assert_ne!(again.volume_handle, made);
     suite.stop().await;
 }

@@ -1,4 +1,4 @@
-//! What gateways and operators want to be destroyed, and what they want to keep.
+//! Deletions that gateways and operators request.
 
 use std::time::Duration;
 
@@ -11,13 +11,13 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    what_could_not_be_made_goes_at_once,
-    a_container_that_somebody_uses_outlives_its_attempt,
-    what_an_operator_marks_goes_at_once_and_volumes_after_their_container,
-    a_gateway_marks_nothing_of_another_worker,
-    the_last_replica_of_what_is_kept_is_not_dropped,
-    a_dropped_replica_goes_after_what_was_made_from_it,
-    of_two_replicas_that_are_dropped_at_once_one_stays,
+    failed_container_and_volumes_are_marked_at_once,
+    touched_container_outlives_its_attempt,
+    operator_marks_container_before_its_volumes,
+    gateway_cannot_mark_items_of_another_worker,
+    last_replica_of_kept_artifact_is_not_dropped,
+    dropped_replica_is_swept_after_its_children,
+    one_of_two_concurrently_dropped_replicas_stays,
 }
 
 async fn failed(
@@ -79,7 +79,7 @@ async fn drop_replica(suite: &Suite, request: pb::DropReplicaRequest) -> Answer<
     Ok(())
 }
 
-/// A volume as the store answers it by its handle.
+/// Returns a volume by its handle.
 async fn volume(suite: &Suite, handle: &str) -> Answer<pb::Volume> {
     let request = pb::GetVolumeRequest { volume_handle: handle.to_owned() };
     Ok(suite.inventory().get_volume(request).await?.into_inner().volume.expect("the volume"))
@@ -90,14 +90,14 @@ async fn container(suite: &Suite, handle: &str) -> Answer<pb::Container> {
     Ok(suite.inventory().get_container(request).await?.into_inner().container.expect("the container"))
 }
 
-/// Makes another replica, on the gateway's worker.
+/// Makes another replica, on the worker of `gateway`.
 async fn copy(suite: &Suite, gateway: &Gateway, artifact: ArtifactId, content: u64) -> String {
     let handle = suite.plan(artifact, gateway.worker, TransferId::new()).await.expect("planned");
     gateway.complete(&handle, digest(content)).await.expect("complete");
     handle
 }
 
-async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
+async fn failed_container_and_volumes_are_marked_at_once(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -127,7 +127,7 @@ async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
     assert_refused(volume(&suite, of_input).await, Reason::VolumeNotFound);
     assert_refused(container(&suite, &planned.container_handle).await, Reason::ContainerNotFound);
 
-    // The attempt may begin again, with other handles; not for an older session.
+    // The attempt may be prepared again with new handles, but not by an older session.
     let again = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     assert_ne!(again.container_handle, planned.container_handle);
     assert_ne!(again.volumes[1].volume_handle, of_output);
@@ -136,7 +136,7 @@ async fn what_could_not_be_made_goes_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_container_that_somebody_uses_outlives_its_attempt(database: TestDatabase) {
+async fn touched_container_outlives_its_attempt(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -150,7 +150,7 @@ async fn a_container_that_somebody_uses_outlives_its_attempt(database: TestDatab
     for _ in 0..3 {
         suite.clock.advance(Duration::from_secs(299));
         touch(&suite, &gateway, attempt).await.expect("noted");
-        assert_eq!(suite.collect(DryRun::Off).await, [], "somebody uses it");
+        assert_eq!(suite.collect(DryRun::Off).await, [], "it is in use");
     }
     let touched = container(&suite, &planned.container_handle).await.expect("there").touched_at;
     assert_eq!(touched, Some(rpc::timestamp(suite.clock.now())));
@@ -168,7 +168,7 @@ async fn a_container_that_somebody_uses_outlives_its_attempt(database: TestDatab
     suite.stop().await;
 }
 
-async fn what_an_operator_marks_goes_at_once_and_volumes_after_their_container(database: TestDatabase) {
+async fn operator_marks_container_before_its_volumes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -205,7 +205,7 @@ async fn what_an_operator_marks_goes_at_once_and_volumes_after_their_container(d
     suite.stop().await;
 }
 
-async fn a_gateway_marks_nothing_of_another_worker(database: TestDatabase) {
+async fn gateway_cannot_mark_items_of_another_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -225,7 +225,7 @@ async fn a_gateway_marks_nothing_of_another_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase) {
+async fn last_replica_of_kept_artifact_is_not_dropped(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, first) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -234,7 +234,7 @@ async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase)
     let foreign = pb::DropReplicaRequest { team: "other".to_owned(), ..dropping(artifact, there.worker) };
     assert_refused(drop_replica(&suite, foreign).await, Reason::ArtifactNotFound);
 
-    // One that is lost, or may be, is none to count on.
+    // A lost or unconfirmed replica does not count.
     let second = copy(&suite, &here, artifact, 1).await;
     here.report(&[], &[]).await.expect("reported");
     assert_refused(drop_replica(&suite, dropping(artifact, there.worker)).await, Reason::LastReplica);
@@ -251,15 +251,15 @@ async fn the_last_replica_of_what_is_kept_is_not_dropped(database: TestDatabase)
     drop_replica(&suite, forced).await.expect("forced");
     here.swept(&[], &[&second]).await;
 
-    // What nothing keeps is garbage anyhow.
+    // An artifact without references is garbage anyway.
     let (unkept, replica) = suite.upload(&there, None, 2).await.expect("uploaded");
     suite.clock.advance(Duration::from_secs(13 * 3600));
-    drop_replica(&suite, dropping(unkept, there.worker)).await.expect("nobody needs it");
+    drop_replica(&suite, dropping(unkept, there.worker)).await.expect("it is not needed");
     there.swept(&[], &[&replica]).await;
     suite.stop().await;
 }
 
-async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDatabase) {
+async fn dropped_replica_is_swept_after_its_children(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&there, None, 1).await.expect("uploaded");
@@ -273,7 +273,7 @@ async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDataba
 
     let late = there.prepare(WorkloadId::new(), AttemptId::new(), &needs).await.expect("prepared");
     assert_eq!(late.volumes[0].missing_artifact_id, artifact.to_string(), "nothing is made from it any more");
-    // Something that is marked later comes, and it does not.
+    // An item that is marked later is handed out, and the replica is not.
     let (other_workload, other_attempt) = (WorkloadId::new(), AttemptId::new());
     let other = there.prepare(other_workload, other_attempt, &[]).await.expect("prepared");
     mark_container(&suite, None, &other.container_handle).await.expect("marked");
@@ -287,7 +287,7 @@ async fn a_dropped_replica_goes_after_what_was_made_from_it(database: TestDataba
     suite.stop().await;
 }
 
-async fn of_two_replicas_that_are_dropped_at_once_one_stays(database: TestDatabase) {
+async fn one_of_two_concurrently_dropped_replicas_stays(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     for content in 0..10 {

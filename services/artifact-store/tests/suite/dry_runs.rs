@@ -1,4 +1,4 @@
-//! A dry run of a collection tells what a round would mark, and changes nothing.
+//! Dry runs of collections: they report what a round would mark, and change nothing.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,11 +12,11 @@ use crate::{Suite, TEAM, Tables, on_both_databases};
 
 on_both_databases! {
     dry_run_changes_no_row,
-    what_lets_go_of_much_is_told_with_it,
-    more_than_fits_into_an_answer_is_said_to_be_there,
+    dry_run_lists_artifacts_of_overdue_builds,
+    truncated_answer_says_that_it_is_truncated,
 }
 
-/// Makes so many artifacts, as few as a page has or more.
+/// Creates `count` artifacts, in several calls if necessary.
 async fn create(suite: &Suite, owner: Option<BuildId>, count: usize) -> Vec<ArtifactId> {
     let ids: Vec<_> = (0..count).map(|_| ArtifactId::new()).collect();
     for some in ids.chunks(1000) {
@@ -34,7 +34,7 @@ async fn create(suite: &Suite, owner: Option<BuildId>, count: usize) -> Vec<Arti
     ids
 }
 
-/// All that is in the database of a suite.
+/// Returns all rows of a suite's database.
 async fn rows(suite: &Suite) -> BTreeSet<String> {
     Tables::open(&suite.url()).await.rows().await
 }
@@ -61,7 +61,7 @@ async fn dry_run_changes_no_row(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_lets_go_of_much_is_told_with_it(database: TestDatabase) {
+async fn dry_run_lists_artifacts_of_overdue_builds(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     let request = pb::PutBuildRequest {
@@ -73,13 +73,13 @@ async fn what_lets_go_of_much_is_told_with_it(database: TestDatabase) {
     suite.owners().put_build(request).await.expect("put");
     let made = create(&suite, Some(build), 2500).await;
     assert_eq!(suite.collect(DryRun::Off).await, []);
-    // Nobody has renewed it: it ends, lets go, and what it owns goes.
+    // The build is not renewed. It ends and lets go, and its artifacts are marked.
     suite.clock.advance(Duration::from_secs(61));
     assert_eq!(suite.collect(DryRun::Off).await.len(), made.len());
     suite.stop().await;
 }
 
-async fn more_than_fits_into_an_answer_is_said_to_be_there(database: TestDatabase) {
+async fn truncated_answer_says_that_it_is_truncated(database: TestDatabase) {
     const NAMED: usize = 10_000;
     let suite = Suite::start_with(database, |config| config.unowned_ttl = Duration::ZERO).await;
     let collect = async |dry_run: DryRun| {

@@ -1,4 +1,4 @@
-//! A store on a loopback port, and those who call it: scheduler, streamer, gateways.
+//! A store on a loopback port, with clients that act as scheduler, streamer and gateways.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -22,7 +22,7 @@ use tonic::Streaming;
 
 pub(crate) const TEAM: &str = "main";
 
-/// How long a test waits for a condition that must come true.
+/// Maximum time for which a test waits for a condition.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(crate) type Answer<T> = Result<T, Refusal>;
@@ -45,7 +45,7 @@ impl Deref for Suite {
 }
 
 impl Suite {
-    /// Starts a store whose garbage goes at once and only when asked for.
+    /// Starts a store that deletes garbage at once, and collects only on request.
     pub(crate) async fn start(database: TestDatabase) -> Self {
         Self::start_with(database, |_| {}).await
     }
@@ -64,7 +64,7 @@ impl Suite {
         Self { clock, callers: Callers::at(&endpoint), database, stop, served }
     }
 
-    /// Stops the store, and gives its database back.
+    /// Stops the store, and returns its database.
     pub(crate) async fn stop(self) -> TestDatabase {
         self.stop.send(()).expect("the store runs");
         self.served.await.expect("no panic").expect("the store served");
@@ -72,13 +72,13 @@ impl Suite {
         self.database
     }
 
-    /// Where its rows are, for what no call can bring about.
+    /// Returns the URL of the database, for changes that no call can make.
     pub(crate) fn url(&self) -> String {
         self.database.url.clone()
     }
 }
 
-/// What is marked is in its queue, and nothing else, whatever was done.
+/// Checks that the queue contains exactly the marked volumes.
 async fn queues_are_true(url: &str) {
     const FALSE: &str = "
         SELECT 'volume' AS what FROM volumes v LEFT JOIN sweep_queue m ON m.worker_id = v.worker_id AND m.handle = v.handle
@@ -103,13 +103,12 @@ async fn queues_are_true(url: &str) {
     assert!(found.is_empty(), "{} rows and queues do not agree: {:?}", found.len(), found.first());
 }
 
-/// What signs for gateways, as the scheduler would.
+/// Returns a signer of gateway credentials, in place of the scheduler.
 fn signer() -> TokenSigner {
     TokenSigner::from_seed(&[7; 32])
 }
 
-/// What a store is started with whose garbage goes at once and only when asked for.
-/// The key of the receipts of a store.
+/// Returns the receipt key of a store.
 pub(crate) async fn receipt_key(url: &str) -> [u8; 32] {
     let connection = sea_orm::Database::connect(url).await.expect("the database");
     let asked = Statement::from_string(connection.get_database_backend(), "SELECT receipt_key FROM store");
@@ -118,7 +117,7 @@ pub(crate) async fn receipt_key(url: &str) -> [u8; 32] {
     key.try_into().expect("32 bytes")
 }
 
-/// A receipt for any report, as only the store can make it.
+/// Makes a receipt for a report, as only the store can.
 pub(crate) fn receipt(key: &[u8; 32], worker: WorkerId, token: &pb::ReportToken) -> Vec<u8> {
     let life: domain::StoreLife = token.store_life.parse().expect("a life");
     let sequence = token.sequence.to_be_bytes();
@@ -128,7 +127,7 @@ pub(crate) fn receipt(key: &[u8; 32], worker: WorkerId, token: &pb::ReportToken)
 
 pub(crate) fn config(url: &str) -> Config {
     Config {
-        // What tests count with, whatever the default is.
+        // Fixed for the tests, independent of the default.
         claim_term: Duration::from_secs(60),
         gc_grace: Duration::ZERO,
         default_keep: Duration::ZERO,
@@ -139,14 +138,14 @@ pub(crate) fn config(url: &str) -> Config {
     }
 }
 
-/// Those who call a store.
+/// Clients of a store.
 #[derive(Clone)]
 pub(crate) struct Callers {
     pub(crate) peer: Peer,
 }
 
 impl Callers {
-    /// Of the store at `endpoint`.
+    /// Connects to the store at `endpoint`.
     pub(crate) fn at(endpoint: &str) -> Self {
         Self { peer: rpc::client::peer(endpoint, Outgoing::default()).expect("an address") }
     }
@@ -175,14 +174,14 @@ impl Callers {
         pb::inventory_client::InventoryClient::new(self.peer.clone())
     }
 
-    /// A gateway of a new worker, which the store has heard of.
+    /// Returns a gateway of a new worker that has registered with the store.
     pub(crate) async fn gateway(&self) -> Gateway {
         let gateway = self.silent_gateway(WorkerId::new(), 1, 1);
         gateway.begin_report().await.expect("a new worker may speak");
         gateway
     }
 
-    /// A gateway that has not spoken yet.
+    /// Returns a gateway that has not called the store yet.
     pub(crate) fn silent_gateway(&self, worker: WorkerId, incarnation: u64, session: u64) -> Gateway {
         let claims = SessionClaims {
             worker,
@@ -259,7 +258,7 @@ impl Callers {
         Ok(())
     }
 
-    /// An artifact that was uploaded to the gateway's worker, and its replica.
+    /// Uploads an artifact to the gateway's worker. Returns the artifact and its replica.
     pub(crate) async fn upload(
         &self,
         gateway: &Gateway,
@@ -278,7 +277,7 @@ impl Callers {
         self.adopt_without(digest, build, &[]).await
     }
 
-    /// The same, where the replicas on these workers do not count.
+    /// Adopts by digest, without counting replicas on `without`.
     pub(crate) async fn adopt_without(
         &self,
         digest: Digest,
@@ -326,7 +325,7 @@ impl Callers {
         self.settle_with(workload, attempt, outputs, build, pb::BuildStatus::Succeeded).await
     }
 
-    /// Settles a workload that made nothing.
+    /// Settles a workload without outputs.
     pub(crate) async fn settle_as(&self, workload: WorkloadId, status: pb::BuildStatus) -> Answer<()> {
         self.settle_with(workload, None, &[], None, status).await
     }
@@ -364,7 +363,7 @@ impl Callers {
         Ok(())
     }
 
-    /// What is marked, or would be. What is marked is what a dry run has said just before.
+    /// Collects, or runs a dry run. Before a collection, checks that a dry run reports the same.
     pub(crate) async fn collect(&self, dry_run: pb::DryRun) -> Vec<pb::Collected> {
         let would_go = self.collect_once(pb::DryRun::Only).await;
         if dry_run == pb::DryRun::Only {
@@ -378,12 +377,16 @@ impl Callers {
         };
         assert_eq!(went.truncated, would_go.truncated);
         if !went.truncated {
-            assert_eq!(sorted(&went.collected), sorted(&would_go.collected), "a dry run says what goes");
+            assert_eq!(
+                sorted(&went.collected),
+                sorted(&would_go.collected),
+                "a dry run lists what a collection marks"
+            );
         }
         went.collected
     }
 
-    /// The same, while others do something.
+    /// Collects while other calls run, without a dry run.
     pub(crate) async fn collect_beside_others(&self) -> Vec<pb::Collected> {
         self.collect_once(pb::DryRun::Off).await.collected
     }
@@ -410,7 +413,7 @@ impl Callers {
         self.artifacts().list_artifacts(request).await.expect("listed").into_inner().artifacts
     }
 
-    /// The state of a volume. `None`: its row is gone.
+    /// Returns the state of a volume. `None` if it has no row.
     pub(crate) async fn volume_state(&self, handle: &str) -> Option<pb::InventoryState> {
         let volumes = self.volumes().await;
         volumes.iter().find(|volume| volume.volume_handle == handle).map(pb::Volume::state)
@@ -422,13 +425,13 @@ impl Callers {
 pub(crate) struct Gateway {
     pub(crate) worker: WorkerId,
     pub(crate) credential: String,
-    /// The store life that its worker's volumes are of. `None`: whichever the store is in.
+    /// Store life of the worker's volumes. `None`: the current one.
     pub(crate) life: Option<String>,
     inventory: pb::inventory_client::InventoryClient<Peer>,
 }
 
 impl Gateway {
-    /// The same gateway, by way of another replica of the store.
+    /// Returns the same gateway, connected to another replica of the store.
     pub(crate) fn by_way_of(&self, callers: &Callers) -> Self {
         Self { inventory: callers.inventory(), ..self.clone() }
     }
@@ -495,7 +498,8 @@ impl Gateway {
         self.begin_report_after(None, &[]).await
     }
 
-    /// Begins a report of a worker that shows `last` as the token of its last judged report, and `receipt` as the proof.
+    /// Begins a report of a worker that presents `last` as the token of its last judged report, and
+    /// `receipt` as the proof.
     pub(crate) async fn begin_report_after(
         &self,
         last: Option<pb::ReportToken>,
@@ -507,7 +511,7 @@ impl Gateway {
         Ok(answer.token.expect("a token"))
     }
 
-    /// Reports `volumes` and `containers`, ended by a commit that counts `count`, or by nothing.
+    /// Reports `volumes` and `containers`, with a commit that counts `count`, or without a commit.
     pub(crate) async fn report_counted(
         &self,
         token: pb::ReportToken,
@@ -530,7 +534,7 @@ impl Gateway {
         Ok(self.inventory().report(tokio_stream::iter(messages.collect::<Vec<_>>())).await?.into_inner())
     }
 
-    /// Opens a report whose end a test decides on, which also tells whether the store took it.
+    /// Opens a report that the test ends later.
     pub(crate) async fn open_report(&self, token: pb::ReportToken) -> OpenReport {
         use pb::report_request::Message;
         let (messages, sent) = tokio::sync::mpsc::channel(4);
@@ -543,7 +547,7 @@ impl Gateway {
         report
     }
 
-    /// How a report with this token begins.
+    /// Returns the first message of a report with this token.
     fn opened(&self, token: pb::ReportToken) -> pb::ReportOpen {
         let worker_life = self.life.clone().unwrap_or_else(|| token.store_life.clone());
         pb::ReportOpen { session_credential: self.credential.clone(), token: Some(token), worker_life }
@@ -559,7 +563,7 @@ impl Gateway {
         self.report_counted(token, volumes, containers, Some(count)).await
     }
 
-    /// A complete report, begun now.
+    /// Sends a complete report with a new token.
     pub(crate) async fn report(
         &self,
         volumes: &[String],
@@ -574,7 +578,8 @@ impl Gateway {
         Ok(self.inventory().watch_destroying(request).await?.into_inner())
     }
 
-    /// Waits until the store has handed out `containers` and `volumes`, and answers the volumes in their order.
+    /// Waits until the store has handed out `containers` and `volumes`. Returns the volumes in
+    /// order.
     pub(crate) async fn swept(&self, containers: &[&str], volumes: &[&str]) -> Vec<String> {
         let mut stream = self.watch().await.expect("a stream");
         let mut missing: BTreeSet<&str> = containers.iter().chain(volumes).copied().collect();
@@ -582,7 +587,7 @@ impl Gateway {
         while !missing.is_empty() {
             let message = tokio::time::timeout(PATIENCE, stream.message()).await;
             let message = message.unwrap_or_else(|_| panic!("not handed out: {missing:?}"));
-            let sweep = message.expect("no error").expect("the stream goes on");
+            let sweep = message.expect("no error").expect("the stream is open");
             for handle in sweep.container_handles.iter().chain(&sweep.volume_handles) {
                 missing.remove(handle.as_str());
             }
@@ -592,7 +597,7 @@ impl Gateway {
     }
 }
 
-/// A report that has begun, and of which nothing counts yet.
+/// A report that was opened and not committed.
 pub(crate) struct OpenReport {
     messages: tokio::sync::mpsc::Sender<pb::ReportRequest>,
     answer: JoinHandle<Answer<pb::ReportResponse>>,
@@ -600,31 +605,31 @@ pub(crate) struct OpenReport {
 
 impl OpenReport {
     async fn say(&self, message: pb::report_request::Message) {
-        // Who was refused already does not listen any more.
+        // Send fails if the store has rejected the report.
         self.messages.send(pb::ReportRequest { message: Some(message) }).await.ok();
     }
 
-    /// Some of what the worker holds.
+    /// Sends a part of the worker's contents.
     pub(crate) async fn send(&self, volumes: &[String], containers: &[String]) {
         let holdings =
             pb::Holdings { volume_handles: volumes.to_vec(), container_handles: containers.to_vec() };
         self.say(pb::report_request::Message::Holdings(holdings)).await;
     }
 
-    /// Ends it as it should be.
+    /// Commits the report.
     pub(crate) async fn commit(self, count: u64) -> Answer<pb::ReportResponse> {
         self.say(pb::report_request::Message::Commit(pb::ReportCommit { count })).await;
         self.cut().await
     }
 
-    /// Ends it in the middle.
+    /// Ends the stream without a commit.
     pub(crate) async fn cut(self) -> Answer<pb::ReportResponse> {
         drop(self.messages);
         self.answer.await.expect("no panic")
     }
 }
 
-/// A volume that starts with an artifact's bytes.
+/// Returns a volume that starts with an artifact's bytes.
 pub(crate) fn input(name: &str, from: ArtifactId) -> pb::PrepareVolume {
     pb::PrepareVolume {
         name: name.to_owned(),
@@ -635,7 +640,7 @@ pub(crate) fn input(name: &str, from: ArtifactId) -> pb::PrepareVolume {
     }
 }
 
-/// A volume that may become an artifact.
+/// Returns a volume that may become an artifact.
 pub(crate) fn output(name: &str, artifact: ArtifactId) -> pb::PrepareVolume {
     pb::PrepareVolume {
         name: name.to_owned(),
@@ -646,7 +651,7 @@ pub(crate) fn output(name: &str, artifact: ArtifactId) -> pb::PrepareVolume {
     }
 }
 
-/// Some digest, another for each `content`.
+/// Returns a digest that is unique for `content`.
 pub(crate) fn digest(content: u64) -> Digest {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&content.to_le_bytes());
@@ -657,7 +662,7 @@ fn text(id: Option<impl ToString>) -> String {
     id.map(|id| id.to_string()).unwrap_or_default()
 }
 
-/// The call was refused for `reason`.
+/// Asserts that the call was rejected with `reason`.
 #[track_caller]
 pub(crate) fn assert_refused<T: Debug>(answer: Answer<T>, reason: Reason) {
     match answer {

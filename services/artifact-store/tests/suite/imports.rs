@@ -1,4 +1,4 @@
-//! What workers bring along: who makes artifacts of it, what these are, and when it is done again.
+//! Imports of worker-provided images and certificates.
 
 use std::time::Duration;
 
@@ -11,20 +11,20 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    what_a_worker_brings_along_becomes_its_base_type,
-    certs_become_those_of_the_worker,
-    asking_again_imports_nothing_twice,
-    another_version_takes_the_place_of_the_older_one,
-    a_session_that_is_over_seals_nothing,
-    what_was_lost_is_imported_again,
-    an_import_that_stops_loses_its_claim,
-    a_failure_is_shown_and_keeps_what_was_there,
-    nobody_else_fills_or_seals_an_import,
-    several_at_once_import_it_once,
-    every_team_uses_it_and_nobody_else_keeps_it,
-    a_worker_that_is_forgotten_takes_what_it_brought_along,
-    what_is_of_others_outlives_a_forgotten_worker,
-    it_says_what_keeps_it,
+    provided_image_becomes_base_type_of_worker,
+    provided_certs_become_certs_of_worker,
+    repeated_prepare_import_imports_nothing_twice,
+    newer_version_replaces_imported_version,
+    ended_session_seals_no_import,
+    lost_import_is_imported_again,
+    import_loses_claim_when_not_renewed,
+    failed_import_is_shown_and_keeps_previous_artifact,
+    only_its_gateway_fills_or_seals_import,
+    concurrent_prepares_import_once,
+    every_team_uses_an_imported_artifact,
+    imports_are_deleted_with_forgotten_worker,
+    artifacts_of_others_outlive_forgotten_worker,
+    explanation_of_import_names_its_keeper,
 }
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -42,10 +42,12 @@ impl Gateway {
     async fn prepare_import(
         &self,
         suite: &Suite,
-        brought: pb::WorkerProvided,
+        provided: pb::WorkerProvided,
     ) -> Answer<pb::PrepareImportResponse> {
-        let request =
-            pb::PrepareImportRequest { session_credential: self.credential.clone(), provided: Some(brought) };
+        let request = pb::PrepareImportRequest {
+            session_credential: self.credential.clone(),
+            provided: Some(provided),
+        };
         Ok(suite.inventory().prepare_import(request).await?.into_inner())
     }
 
@@ -69,9 +71,14 @@ impl Gateway {
         Ok(())
     }
 
-    /// Imports something from the beginning to the end: the artifact and its replica.
-    async fn import(&self, suite: &Suite, brought: pb::WorkerProvided, content: u64) -> (ArtifactId, String) {
-        let begun = self.prepare_import(suite, brought).await.expect("prepared");
+    /// Imports an item completely. Returns the artifact and its replica.
+    async fn import(
+        &self,
+        suite: &Suite,
+        provided: pb::WorkerProvided,
+        content: u64,
+    ) -> (ArtifactId, String) {
+        let begun = self.prepare_import(suite, provided).await.expect("prepared");
         assert!(begun.term.is_some(), "it is to be imported: {begun:?}");
         let sealed = self.complete_import(suite, &begun.volume_handle, digest(content)).await;
         assert_eq!(sealed.expect("complete"), begun.artifact_id);
@@ -85,7 +92,7 @@ impl Suite {
         self.inventory().list_imports(request).await.expect("listed").into_inner().imports
     }
 
-    /// The only import, as it is listed.
+    /// Returns the only listed import.
     async fn listed(&self) -> pb::Import {
         let [only] = &self.imports().await[..] else { panic!("there is one") };
         only.clone()
@@ -112,7 +119,7 @@ impl Suite {
     }
 }
 
-async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase) {
+async fn provided_image_becomes_base_type_of_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
@@ -136,13 +143,13 @@ async fn what_a_worker_brings_along_becomes_its_base_type(database: TestDatabase
     assert_eq!((listed.state(), &listed.artifact_id), (ImportState::Imported, &begun.artifact_id));
     assert_eq!((listed.worker_id, listed.provided), (gateway.worker.to_string(), Some(self::git("1"))));
 
-    // Nothing lets go of it.
+    // The base type never lets go.
     suite.clock.advance(1000 * 24 * 60 * MINUTE);
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.stop().await;
 }
 
-async fn certs_become_those_of_the_worker(database: TestDatabase) {
+async fn provided_certs_become_certs_of_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (first, _) = gateway.import(&suite, certs("/etc/ssl/certs"), 1).await;
@@ -167,7 +174,7 @@ async fn certs_become_those_of_the_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn asking_again_imports_nothing_twice(database: TestDatabase) {
+async fn repeated_prepare_import_imports_nothing_twice(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let gateway = suite.silent_gateway(worker, 1, 1);
@@ -180,14 +187,14 @@ async fn asking_again_imports_nothing_twice(database: TestDatabase) {
     let other = gateway.complete_import(&suite, &begun.volume_handle, digest(2)).await;
     assert_refused(other, Reason::InvalidField);
 
-    // A gateway that starts again, and one that stands by and takes over.
+    // A restarted gateway, and a standby that takes over.
     for session in [2, 3] {
         let next = suite.silent_gateway(worker, 1, session);
         let found = next.prepare_import(&suite, git("1")).await.expect("found");
         assert_eq!((found.term, &found.artifact_id), (None, &begun.artifact_id));
         assert_eq!(found.volume_handle, begun.volume_handle);
     }
-    // In a new life of the worker nobody knows before it was reported.
+    // A new incarnation must report first.
     let reborn = suite.silent_gateway(worker, 2, 4);
     assert_refused(reborn.prepare_import(&suite, git("1")).await, Reason::Unavailable);
     reborn.report(std::slice::from_ref(&begun.volume_handle), &[]).await.expect("reported");
@@ -198,17 +205,18 @@ async fn asking_again_imports_nothing_twice(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase) {
+async fn newer_version_replaces_imported_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (first, first_volume) = gateway.import(&suite, git("1"), 1).await;
     let id = suite.base_types().await[0].base_type_id.clone();
-    // Of an attempt that goes on.
+    // An active attempt.
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
     let prepared = gateway.prepare(workload, attempt, &[input("image", first)]).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, first_volume);
 
-    // One that was begun and is not wanted any more is garbage; what is there stays until the next is whole.
+    // An unfinished import of an old version is garbage. The existing artifact stays until the next
+    // one is complete.
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     assert!(begun.term.is_some());
     assert_eq!(suite.base_types().await[0].artifact_id, first.to_string());
@@ -237,7 +245,7 @@ async fn another_version_takes_the_place_of_the_older_one(database: TestDatabase
     suite.stop().await;
 }
 
-async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
+async fn ended_session_seals_no_import(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     for (incarnation, session, reason) in [(1, 2, Reason::StaleSession), (2, 3, Reason::StaleIncarnation)] {
@@ -253,7 +261,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
         assert_refused(old.prepare_import(&suite, git(&version)).await, reason);
         assert_refused(old.fail_import(&suite, &begun.volume_handle, "late").await, reason);
 
-        // Nor does the new one seal what the old one made: that may still be written to.
+        // The new session does not complete a volume of the old one, which may still be written to.
         assert_eq!(suite.volume_state(&begun.volume_handle).await, Some(InventoryState::Destroying));
         let not_its = new.complete_import(&suite, &begun.volume_handle, digest(1)).await;
         assert_refused(not_its, Reason::ClaimLost);
@@ -265,7 +273,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
         new.complete_import(&suite, &again.volume_handle, digest(1)).await.expect("complete");
         assert_refused(new.complete_import(&suite, &begun.volume_handle, digest(1)).await, Reason::ClaimLost);
     }
-    // Another worker's gateway knows no such volume.
+    // The gateway of another worker cannot complete it.
     let begun = suite.silent_gateway(worker, 3, 3).prepare_import(&suite, git("9")).await.expect("prepared");
     let other = suite.gateway().await;
     let refused = other.complete_import(&suite, &begun.volume_handle, digest(1)).await;
@@ -274,7 +282,7 @@ async fn a_session_that_is_over_seals_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_was_lost_is_imported_again(database: TestDatabase) {
+async fn lost_import_is_imported_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let gateway = suite.silent_gateway(worker, 1, 1);
@@ -286,14 +294,14 @@ async fn what_was_lost_is_imported_again(database: TestDatabase) {
     assert_ne!(first, second);
     assert_eq!(suite.base_types().await[0].artifact_id, second.to_string());
 
-    // The worker came back without volumes.
+    // The worker has returned without volumes.
     let reborn = suite.silent_gateway(worker, 2, 2);
     reborn.begin_report().await.expect("begun");
     assert_refused(reborn.prepare_import(&suite, git("1")).await, Reason::Unavailable);
     reborn.report(&[], &[]).await.expect("reported");
     let (third, _) = reborn.import(&suite, git("1"), 1).await;
 
-    // Somebody put something else in its place: what the worker brings along is put there again.
+    // Another artifact replaces the owner's. The next import restores the worker's own.
     let (own, _) = suite.upload(&reborn, None, 5).await.expect("uploaded");
     let put = pb::PutBaseResourceTypeRequest {
         team: TEAM.to_owned(),
@@ -315,12 +323,12 @@ async fn what_was_lost_is_imported_again(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
+async fn import_loses_claim_when_not_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
     assert_eq!(rpc::parse_duration("term", begun.term).expect("a term"), Some(MINUTE));
-    // While it goes on, it says so.
+    // An active import renews its claim.
     for _ in 0..3 {
         suite.clock.advance(MINUTE * 2 / 3);
         assert_eq!(suite.collect(DryRun::Off).await, []);
@@ -335,7 +343,7 @@ async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
     assert_ne!(again.volume_handle, begun.volume_handle);
     gateway.complete_import(&suite, &again.volume_handle, digest(1)).await.expect("complete");
 
-    // What nobody goes on with goes altogether.
+    // An import without renewal is deleted completely.
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     suite.clock.advance(365 * 24 * 60 * MINUTE);
     let mut gone = Vec::new();
@@ -349,14 +357,14 @@ async fn an_import_that_stops_loses_its_claim(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
+async fn failed_import_is_shown_and_keeps_previous_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (first, first_volume) = gateway.import(&suite, git("1"), 1).await;
     assert_refused(gateway.fail_import(&suite, &first_volume, "never").await, Reason::InvalidField);
     let begun = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     for _ in 0..2 {
-        gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("told");
+        gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("recorded");
     }
     let listed = suite.listed().await;
     assert_eq!((listed.state(), &*listed.failed_why), (ImportState::Failed, "no such path"));
@@ -365,7 +373,7 @@ async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
     assert_eq!(suite.base_types().await[0].artifact_id, first.to_string(), "it is there still");
     assert_eq!(suite.state_of(first).await, Some(ArtifactState::Sealed));
 
-    // Another try is another volume of the same artifact; it has failed until it succeeds.
+    // A retry uses another volume of the same artifact. The failure is shown until it succeeds.
     let again = gateway.prepare_import(&suite, git("2")).await.expect("prepared");
     assert_eq!(again.artifact_id, begun.artifact_id);
     assert_ne!(again.volume_handle, begun.volume_handle);
@@ -374,15 +382,15 @@ async fn a_failure_is_shown_and_keeps_what_was_there(database: TestDatabase) {
     let listed = suite.listed().await;
     assert_eq!((listed.state(), &*listed.failed_why, listed.failed_at), (ImportState::Imported, "", None));
 
-    // What failed is not what is brought along now.
+    // The failure of another version is not shown.
     let begun = gateway.prepare_import(&suite, git("3")).await.expect("prepared");
-    gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("told");
+    gateway.fail_import(&suite, &begun.volume_handle, "no such path").await.expect("recorded");
     gateway.prepare_import(&suite, git("4")).await.expect("prepared");
     assert_eq!(suite.listed().await.state(), ImportState::Importing);
     suite.stop().await;
 }
 
-async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
+async fn only_its_gateway_fills_or_seals_import(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let begun = gateway.prepare_import(&suite, git("1")).await.expect("prepared");
@@ -395,7 +403,7 @@ async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
     assert_refused(suite.pin(WorkloadId::new(), &[artifact], None).await, Reason::InputUnavailable);
     let prepared = gateway.prepare(WorkloadId::new(), AttemptId::new(), &[input("in", artifact)]).await;
     assert_refused(prepared, Reason::InputUnavailable);
-    // Nor does an upload end as an import.
+    // An upload cannot be completed as an import.
     let open = ArtifactId::new();
     suite.create(open, None).await.expect("created");
     let upload = suite.plan(open, gateway.worker, TransferId::new()).await.expect("planned");
@@ -405,7 +413,7 @@ async fn nobody_else_fills_or_seals_an_import(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn several_at_once_import_it_once(database: TestDatabase) {
+async fn concurrent_prepares_import_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let prepare = || gateway.prepare_import(&suite, git("1"));
@@ -418,7 +426,7 @@ async fn several_at_once_import_it_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn every_team_uses_it_and_nobody_else_keeps_it(database: TestDatabase) {
+async fn every_team_uses_an_imported_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, volume) = gateway.import(&suite, git("1"), 1).await;
@@ -426,20 +434,20 @@ async fn every_team_uses_it_and_nobody_else_keeps_it(database: TestDatabase) {
     let prepared = gateway.prepare(WorkloadId::new(), AttemptId::new(), &needs).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, volume);
     assert_eq!(prepared.volumes[0].parent_digest, digest(1).as_bytes()[..]);
-    // It is copied to another worker like anything else.
+    // It is copied to other workers like any artifact.
     suite.plan(artifact, other.worker, TransferId::new()).await.expect("planned");
     suite.pin(WorkloadId::new(), &[artifact], None).await.expect("pinned");
     assert_eq!(suite.all_artifacts().await, [], "it is no team's");
     suite.stop().await;
 }
 
-async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDatabase) {
+async fn imports_are_deleted_with_forgotten_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (image, _) = gateway.import(&suite, git("1"), 1).await;
     let (of_certs, _) = gateway.import(&suite, certs("/certs"), 2).await;
     let (kept, _) = other.import(&suite, git("1"), 1).await;
-    suite.forget(gateway.worker, false).await.expect("what it brought along is nobody's last replica");
+    suite.forget(gateway.worker, false).await.expect("an import is no last replica of a kept artifact");
     assert_eq!(suite.base_types().await.len(), 1);
     assert_eq!(suite.base_types().await[0].artifact_id, kept.to_string());
     assert_eq!(suite.certs().await, []);
@@ -450,7 +458,7 @@ async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDa
     expected.sort();
     assert_eq!(gone, expected);
 
-    // It may come back, and brings the same along.
+    // The worker may return and provide the same image.
     let back = suite.silent_gateway(gateway.worker, 2, 2);
     back.begin_report().await.expect("begun");
     let (again, _) = back.import(&suite, git("1"), 1).await;
@@ -458,7 +466,7 @@ async fn a_worker_that_is_forgotten_takes_what_it_brought_along(database: TestDa
     suite.stop().await;
 }
 
-async fn what_is_of_others_outlives_a_forgotten_worker(database: TestDatabase) {
+async fn artifacts_of_others_outlive_forgotten_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (own, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -479,7 +487,7 @@ async fn what_is_of_others_outlives_a_forgotten_worker(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn it_says_what_keeps_it(database: TestDatabase) {
+async fn explanation_of_import_names_its_keeper(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let explain = async |id: &str| {
@@ -501,7 +509,7 @@ async fn it_says_what_keeps_it(database: TestDatabase) {
             .any(|by| by.contains("imported"))
     );
     let of_volume = explain(&begun.volume_handle).await;
-    assert!(of_volume.kept_by.iter().any(|by| by.text.contains("imported")), "{of_volume:?}");
+    assert!(of_volume.kept_by.iter().any(|by| by.text.contains("imports it")), "{of_volume:?}");
 
     gateway.complete_import(&suite, &begun.volume_handle, digest(1)).await.expect("complete");
     let explained = explain(&begun.artifact_id).await;

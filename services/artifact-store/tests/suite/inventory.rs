@@ -1,4 +1,4 @@
-//! Who may speak, what is handed out, and what reports bring about.
+//! Sessions of gateways, deletions handed to them, and effects of reports.
 
 use std::time::Duration;
 
@@ -12,19 +12,19 @@ use testing::databases::TestDatabase;
 use crate::{PATIENCE, Suite, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    only_what_the_scheduler_signed_is_believed,
-    a_lower_session_or_incarnation_changes_nothing,
-    a_new_session_gets_new_handles_for_what_was_being_made,
-    a_new_incarnation_ends_containers_and_must_confirm_volumes,
-    a_report_says_nothing_about_what_is_newer_than_its_token,
-    a_report_that_does_not_end_well_changes_nothing,
-    what_was_handed_out_comes_again_until_it_is_gone,
-    a_mark_is_streamed_when_it_comes,
-    what_is_reported_although_it_was_handed_out_is_streamed_again,
-    a_store_that_comes_back_knows_everything,
+    only_signed_credentials_are_accepted,
+    lower_session_or_incarnation_changes_nothing,
+    new_session_gets_new_handles_for_creating_items,
+    new_incarnation_ends_containers_and_unconfirms_volumes,
+    report_ignores_items_newer_than_its_token,
+    uncommitted_report_changes_nothing,
+    handed_out_item_is_resent_until_gone,
+    mark_is_streamed_at_once,
+    reported_item_is_streamed_again_after_hand_out,
+    restarted_store_keeps_its_state,
 }
 
-async fn only_what_the_scheduler_signed_is_believed(database: TestDatabase) {
+async fn only_signed_credentials_are_accepted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let claims = SessionClaims {
         worker: WorkerId::new(),
@@ -42,7 +42,7 @@ async fn only_what_the_scheduler_signed_is_believed(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_lower_session_or_incarnation_changes_nothing(database: TestDatabase) {
+async fn lower_session_or_incarnation_changes_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let [old, new, newest] = [(1, 1), (1, 2), (2, 1)]
@@ -66,7 +66,7 @@ async fn a_lower_session_or_incarnation_changes_nothing(database: TestDatabase) 
     suite.stop().await;
 }
 
-async fn a_new_session_gets_new_handles_for_what_was_being_made(database: TestDatabase) {
+async fn new_session_gets_new_handles_for_creating_items(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let (old, new) = (suite.silent_gateway(worker, 1, 1), suite.silent_gateway(worker, 1, 2));
@@ -87,13 +87,13 @@ async fn a_new_session_gets_new_handles_for_what_was_being_made(database: TestDa
     assert_eq!(new.prepare(workload, made, &needs).await.expect("prepared"), of_made);
     new.swept(&[&of_making.container_handle], &[&of_making.volumes[0].volume_handle]).await;
 
-    // A transfer is left to its claim.
+    // A transfer is kept until its claim expires.
     new.complete(&planned, digest(1)).await.expect("complete");
     suite.seal(artifact, digest(1)).await.expect("sealed");
     suite.stop().await;
 }
 
-async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: TestDatabase) {
+async fn new_incarnation_ends_containers_and_unconfirms_volumes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let old = suite.silent_gateway(worker, 1, 1);
@@ -115,10 +115,10 @@ async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: Te
     }
     assert_refused(new.complete(&in_flight, digest(3)).await, Reason::ClaimLost);
     new.swept(&[&planned.container_handle], &[&in_flight]).await;
-    assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None, "nobody knows whether it is there");
+    assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None, "the replica is unconfirmed");
     assert_eq!(suite.get(kept).await.expect("it is there").replicas.len(), 1, "but it may be");
 
-    // A token of the old life judges nothing of the new one.
+    // A token of the old incarnation judges nothing of the new one.
     let reported = new.report_with(old_token, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
     let holds = [kept_volume.clone(), planned.volumes[0].volume_handle.clone()];
@@ -131,7 +131,7 @@ async fn a_new_incarnation_ends_containers_and_must_confirm_volumes(database: Te
     suite.stop().await;
 }
 
-async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: TestDatabase) {
+async fn report_ignores_items_newer_than_its_token(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -139,7 +139,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     let planned = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     let [volume, container] = [&planned.volumes[0].volume_handle, &planned.container_handle];
 
-    // What is being made is not missed, and what was made after the token neither.
+    // A report does not miss items that are being created, or were created after its token.
     let early = gateway.begin_report().await.expect("begun");
     let reported = gateway.report(&[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
@@ -150,13 +150,13 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     assert_refused(gateway.report_with(early, &[], &[]).await, Reason::StaleReport);
     gateway.report_with(early_and_late, &[], &[]).await.expect("a repeat is no harm");
 
-    // What was marked after the token is not forgotten, although it is not named.
+    // An item that was marked after the token is not forgotten, although it is missing.
     let before_mark = gateway.begin_report().await.expect("begun");
     suite.settle(workload, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
     let reported = gateway.report_with(before_mark, &[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (0, 0));
-    // What is named is not forgotten, however old the mark is.
+    // A named item is not forgotten, however old its mark is.
     let reported = gateway.report(std::slice::from_ref(volume), std::slice::from_ref(container)).await;
     assert_eq!(reported.expect("reported").forgotten, 0);
     let reported = gateway.report(std::slice::from_ref(volume), &[]).await.expect("reported");
@@ -164,7 +164,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     let reported = gateway.report(&[], &[]).await.expect("reported");
     assert_eq!((reported.forgotten, suite.volumes().await.len()), (1, 0));
 
-    // What was forgotten, and is there after all, is garbage.
+    // A forgotten item that still exists is garbage.
     let reported = gateway.report(std::slice::from_ref(volume), std::slice::from_ref(container)).await;
     let reported = reported.expect("reported");
     assert_eq!(reported.unknown_volume_handles, std::slice::from_ref(volume));
@@ -172,7 +172,7 @@ async fn a_report_says_nothing_about_what_is_newer_than_its_token(database: Test
     suite.stop().await;
 }
 
-async fn a_report_that_does_not_end_well_changes_nothing(database: TestDatabase) {
+async fn uncommitted_report_changes_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, volume) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -197,7 +197,7 @@ async fn a_report_that_does_not_end_well_changes_nothing(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_was_handed_out_comes_again_until_it_is_gone(database: TestDatabase) {
+async fn handed_out_item_is_resent_until_gone(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -221,7 +221,7 @@ async fn what_was_handed_out_comes_again_until_it_is_gone(database: TestDatabase
     suite.stop().await;
 }
 
-async fn a_mark_is_streamed_when_it_comes(database: TestDatabase) {
+async fn mark_is_streamed_at_once(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.sweep_interval = Duration::from_secs(24 * 3600);
     let suite = Suite::start_with(database, adjust).await;
     let gateway = suite.gateway().await;
@@ -232,14 +232,14 @@ async fn a_mark_is_streamed_when_it_comes(database: TestDatabase) {
         suite.settle(workload, None, &[], None).await.expect("settled");
         suite.collect(DryRun::Off).await;
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let sweep = message.expect("no error").expect("the stream goes on");
+        let sweep = message.expect("no error").expect("the stream is open");
         assert_eq!(sweep.container_handles, [planned.container_handle]);
     }
     suite.stop().await;
     assert_eq!(stream.message().await.expect("no error"), None, "the stream ends with the store");
 }
 
-async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database: TestDatabase) {
+async fn reported_item_is_streamed_again_after_hand_out(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut stream = gateway.watch().await.expect("a stream");
@@ -249,9 +249,10 @@ async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database:
     suite.collect(DryRun::Off).await;
     for _ in 0..3 {
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let sweep = message.expect("no error").expect("the stream goes on");
+        let sweep = message.expect("no error").expect("the stream is open");
         assert_eq!(sweep.container_handles, std::slice::from_ref(&planned.container_handle));
-        // It was made only now: a gateway may be told to destroy what it is about to make.
+        // The container was created late: a gateway may be told to delete an item that it is about
+        // to create.
         let reported = gateway.report(&[], std::slice::from_ref(&planned.container_handle)).await;
         assert_eq!(reported.expect("reported").forgotten, 0);
     }
@@ -259,7 +260,7 @@ async fn what_is_reported_although_it_was_handed_out_is_streamed_again(database:
     suite.stop().await;
 }
 
-async fn a_store_that_comes_back_knows_everything(database: TestDatabase) {
+async fn restarted_store_keeps_its_state(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");

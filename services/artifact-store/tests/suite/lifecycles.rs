@@ -1,4 +1,4 @@
-//! From the first byte to nothing left.
+//! Complete lifecycles of artifacts and workloads.
 
 use std::time::Duration;
 
@@ -12,20 +12,20 @@ use testing::databases::TestDatabase;
 use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    a_workload_leaves_its_outputs_and_in_the_end_nothing,
-    repeats_answer_as_the_first_call_did,
-    an_input_that_is_not_here_is_missing_until_it_was_brought,
-    an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing,
-    bytes_are_adopted_only_within_a_team_and_while_a_replica_lives,
-    who_has_an_id_loses_nothing_by_others_with_the_same_bytes,
-    what_only_workers_have_that_do_not_count_is_not_adopted,
-    an_attempt_that_ended_makes_and_settles_nothing,
-    a_settled_workload_is_settled_for_good,
-    a_build_without_a_workload_ends_by_its_term,
-    time_without_a_store_counts_against_nobody,
+    workload_leaves_outputs_and_finally_nothing,
+    repeated_calls_return_first_answer,
+    input_is_missing_until_it_is_copied,
+    expired_or_abandoned_upload_leaves_nothing,
+    bytes_are_adopted_within_team_with_live_replica,
+    artifact_lifetime_is_unaffected_by_equal_bytes,
+    artifact_on_excluded_workers_is_not_adopted,
+    ended_attempt_prepares_and_settles_nothing,
+    settled_workload_stays_settled,
+    unbound_build_ends_by_its_term,
+    store_downtime_expires_no_terms,
 }
 
-async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestDatabase) {
+async fn workload_leaves_outputs_and_finally_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
@@ -54,7 +54,7 @@ async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestData
     assert_eq!(settled.digest, digest(2).as_bytes());
     assert_eq!(settled.replicas[0].volume_handle, made_out.volume_handle);
 
-    // The build keeps nothing beyond its end here, so all is garbage now; a dry run says so and does nothing.
+    // The build has ended and everything is garbage. A dry run reports that and changes nothing.
     let would_go = suite.collect(DryRun::Only).await;
     assert_eq!(would_go.len(), 1 + 2 + 3, "a container, two artifacts, three volumes: {would_go:?}");
     assert_eq!(suite.get(out).await.expect("it is there").state(), ArtifactState::Sealed);
@@ -78,7 +78,7 @@ async fn a_workload_leaves_its_outputs_and_in_the_end_nothing(database: TestData
     suite.stop().await;
 }
 
-async fn repeats_answer_as_the_first_call_did(database: TestDatabase) {
+async fn repeated_calls_return_first_answer(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
@@ -130,7 +130,7 @@ async fn repeats_answer_as_the_first_call_did(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_input_that_is_not_here_is_missing_until_it_was_brought(database: TestDatabase) {
+async fn input_is_missing_until_it_is_copied(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -154,7 +154,7 @@ async fn an_input_that_is_not_here_is_missing_until_it_was_brought(database: Tes
     suite.stop().await;
 }
 
-async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database: TestDatabase) {
+async fn expired_or_abandoned_upload_leaves_nothing(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, transfer) = (ArtifactId::new(), TransferId::new());
@@ -188,7 +188,7 @@ async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database:
     assert_eq!(suite.volumes().await, []);
     assert_eq!(suite.all_artifacts().await, []);
 
-    // What was sealed does not go with its transfer.
+    // A sealed artifact is not deleted with its transfer.
     let (kept, transfer) = (ArtifactId::new(), TransferId::new());
     suite.create(kept, None).await.expect("created");
     let handle = suite.plan(kept, gateway.worker, transfer).await.expect("planned");
@@ -199,7 +199,7 @@ async fn an_upload_that_lost_its_claim_or_was_abandoned_leaves_nothing(database:
     suite.stop().await;
 }
 
-async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database: TestDatabase) {
+async fn bytes_are_adopted_within_team_with_live_replica(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     assert_eq!(suite.adopt(digest(1), None).await.expect("asked"), None);
@@ -233,20 +233,20 @@ async fn bytes_are_adopted_only_within_a_team_and_while_a_replica_lives(database
     let located = suite.artifacts().locate(request).await.expect("located").into_inner().locations;
     assert_eq!((located.len(), located[0].replicas.len()), (1, 0));
 
-    // It was only mislaid.
+    // The replica was only lost for a while.
     gateway.report(std::slice::from_ref(&handle), &[]).await.expect("reported");
     assert_eq!(suite.volume_state(&handle).await, Some(InventoryState::Created));
     assert!(suite.adopt(digest(1), None).await.expect("asked").is_some());
     suite.stop().await;
 }
 
-async fn who_has_an_id_loses_nothing_by_others_with_the_same_bytes(database: TestDatabase) {
+async fn artifact_lifetime_is_unaffected_by_equal_bytes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(build, workload, None).await.expect("put");
     suite.pin(workload, &[], Some(build)).await.expect("bound");
-    let (of_nobody, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
+    let (unowned, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     suite.adopt(digest(1), Some(build)).await.expect("asked").expect("adopted");
     let (of_build, _) = suite.upload(&gateway, Some(build), 2).await.expect("uploaded");
     let (gone, _) = suite.upload(&gateway, Some(build), 3).await.expect("uploaded");
@@ -256,19 +256,19 @@ async fn who_has_an_id_loses_nothing_by_others_with_the_same_bytes(database: Tes
     let hour = Duration::from_secs(3600);
     suite.clock.advance(11 * hour);
     suite.collect(DryRun::Off).await;
-    for kept in [of_nobody, of_build] {
+    for kept in [unowned, of_build] {
         assert_eq!(suite.get(kept).await.expect("kept").state(), ArtifactState::Sealed);
     }
     assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
     suite.clock.advance(2 * hour);
     suite.collect(DryRun::Off).await;
-    for gone in [of_nobody, of_build] {
+    for gone in [unowned, of_build] {
         assert_eq!(suite.get(gone).await.expect("its tombstone").state(), ArtifactState::Deleting);
     }
     suite.stop().await;
 }
 
-async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestDatabase) {
+async fn artifact_on_excluded_workers_is_not_adopted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (older, _) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -276,7 +276,7 @@ async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestD
     suite.put_build(build, WorkloadId::new(), None).await.expect("put");
     let adopted = suite.adopt_without(digest(1), Some(build), &[one.worker]).await.expect("asked");
     assert_eq!(adopted, None);
-    assert_eq!(suite.get(older).await.expect("it is there").kept_by.len(), 1, "nobody, yet");
+    assert_eq!(suite.get(older).await.expect("it is there").kept_by.len(), 1, "no owner yet");
     assert!(suite.adopt_without(digest(1), None, &[two.worker]).await.expect("asked").is_some());
 
     let (newer, handle) = suite.upload(&two, None, 1).await.expect("uploaded");
@@ -288,7 +288,7 @@ async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestD
     assert_eq!(of(&[two.worker]).await, Some((older.to_string(), 1)));
     assert_eq!(of(&[one.worker, two.worker]).await, None);
 
-    // A copy of the older one comes to where the newer one is.
+    // The older artifact is copied to the worker of the newer one.
     let copy = suite.plan(older, two.worker, TransferId::new()).await.expect("planned");
     two.complete(&copy, digest(1)).await.expect("complete");
     two.report(std::slice::from_ref(&copy), &[]).await.expect("reported");
@@ -297,7 +297,7 @@ async fn what_only_workers_have_that_do_not_count_is_not_adopted(database: TestD
     suite.stop().await;
 }
 
-async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase) {
+async fn ended_attempt_prepares_and_settles_nothing(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.gc_grace = Duration::from_secs(300)).await;
     let gateway = suite.gateway().await;
     let (workload, first, second) = (WorkloadId::new(), AttemptId::new(), AttemptId::new());
@@ -329,7 +329,7 @@ async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase)
     assert_eq!(went.len(), 3, "two containers and the first attempt's output: {went:?}");
     assert_eq!(suite.get(out).await.expect("it is there").replicas.len(), 1);
 
-    // An end that overtakes what it ends is remembered.
+    // An end that arrives before its attempt is remembered.
     let late = AttemptId::new();
     let workload = WorkloadId::new();
     suite.end_attempt(workload, late).await.expect("ended");
@@ -337,7 +337,7 @@ async fn an_attempt_that_ended_makes_and_settles_nothing(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_settled_workload_is_settled_for_good(database: TestDatabase) {
+async fn settled_workload_stays_settled(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -354,7 +354,7 @@ async fn a_settled_workload_is_settled_for_good(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
+async fn store_downtime_expires_no_terms(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, transfer) = (ArtifactId::new(), TransferId::new());
@@ -365,7 +365,8 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     let now = suite.clock.now();
     let database = suite.stop().await;
 
-    // Longer than the terms of the claim and the build. Two that start at once give one term, not two.
+    // Longer than the terms of the claim and the build. Two stores that start at once extend by one
+    // term, not two.
     let late = |config: &mut artifact_store::Config| {
         config.clock = Clock::movable(now + Duration::from_secs(3600));
     };
@@ -375,7 +376,7 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     let request = || pb::ProgressRequest { transfer_id: transfer.to_string(), team: TEAM.to_owned() };
     suite.clock.advance(Duration::from_secs(59));
     assert_eq!(suite.collect(DryRun::Off).await, []);
-    suite.replicas().progress(request()).await.expect("it goes on");
+    suite.replicas().progress(request()).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
     assert_eq!(suite.collect(DryRun::Off).await.len(), 1, "its second term is over");
 
@@ -386,25 +387,25 @@ async fn time_without_a_store_counts_against_nobody(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_without_a_workload_ends_by_its_term(database: TestDatabase) {
+async fn unbound_build_ends_by_its_term(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (bound, unbound) = (BuildId::new(), BuildId::new());
-    let (workload, nobody) = (WorkloadId::new(), WorkloadId::new());
+    let (workload, other) = (WorkloadId::new(), WorkloadId::new());
     let keep = Some(Duration::from_secs(60));
     suite.put_build(bound, workload, keep).await.expect("put");
-    suite.put_build(unbound, nobody, keep).await.expect("put");
+    suite.put_build(unbound, other, keep).await.expect("put");
     let (kept, _) = suite.upload(&gateway, Some(bound), 1).await.expect("uploaded");
     let (let_go, _) = suite.upload(&gateway, Some(unbound), 2).await.expect("uploaded");
     suite.pin(workload, &[], Some(bound)).await.expect("bound");
 
     suite.clock.advance(Duration::from_secs(9 * 60));
-    suite.put_build(unbound, nobody, keep).await.expect("renewed");
+    suite.put_build(unbound, other, keep).await.expect("renewed");
     suite.clock.advance(Duration::from_secs(9 * 60));
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(Duration::from_secs(60));
     assert_eq!(suite.collect(DryRun::Off).await, [], "its end keeps for a minute");
-    assert_refused(suite.put_build(unbound, nobody, keep).await, Reason::BuildEnded);
+    assert_refused(suite.put_build(unbound, other, keep).await, Reason::BuildEnded);
     assert_refused(suite.create(ArtifactId::new(), Some(unbound)).await, Reason::OwnerEnded);
     suite.clock.advance(Duration::from_secs(60));
     let went = suite.collect(DryRun::Off).await;

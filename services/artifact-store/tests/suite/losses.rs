@@ -1,4 +1,4 @@
-//! What was lost: noticed, told, brought from elsewhere; what would be lost next; and workers that are gone for good.
+//! Losses: notices, remaining replicas, artifacts at risk, and forgotten workers.
 
 use std::time::Duration;
 
@@ -15,16 +15,16 @@ use crate::{
 };
 
 on_both_databases! {
-    what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it,
-    what_is_found_again_within_the_grace_was_not_lost,
-    what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back,
-    whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot,
-    what_was_lost_in_one_place_is_read_from_another,
-    what_would_be_lost_with_some_workers_is_listed,
-    a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten,
-    what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left,
-    an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer,
-    losses_are_told_in_their_order_however_many_come_at_once,
+    loss_is_reported_once_with_its_dependents,
+    item_found_within_grace_is_no_loss,
+    loss_of_garbage_is_reported_after_restore,
+    watcher_resumes_or_is_rejected_as_compacted,
+    lost_replica_is_read_from_another_worker,
+    artifacts_at_risk_with_workers_are_listed,
+    worker_with_last_replica_is_not_forgotten,
+    forgetting_worker_reports_losses_and_deletes_rows,
+    ended_attempt_is_forgotten_with_its_worker,
+    concurrent_losses_are_reported_in_order,
 }
 
 const GRACE: Duration = Duration::from_secs(60);
@@ -43,12 +43,12 @@ impl Watcher {
     }
 
     async fn next(&mut self) -> pb::WatchLostResponse {
-        self.message().await.expect("no error").expect("the stream goes on")
+        self.message().await.expect("no error").expect("the stream is open")
     }
 }
 
-/// Lets the grace pass, and the store notice what is lost.
-async fn notice(suite: &Suite) {
+/// Waits for the grace period, and lets the store record losses.
+async fn record_losses(suite: &Suite) {
     suite.clock.advance(GRACE);
     suite.collect(DryRun::Off).await;
 }
@@ -64,7 +64,7 @@ async fn forget(suite: &Suite, worker: WorkerId, force: bool) -> Answer<pb::Forg
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
 }
 
-/// Whether it would be forgotten without force.
+/// Checks whether the worker could be forgotten without force.
 async fn check(suite: &Suite, worker: WorkerId) -> Answer<pb::ForgetWorkerResponse> {
     let request = pb::ForgetWorkerRequest { worker_id: worker.to_string(), force: false, only_check: true };
     Ok(suite.inventory().forget_worker(request).await?.into_inner())
@@ -90,7 +90,7 @@ async fn at_risk(suite: &Suite, without: &[WorkerId]) -> Vec<String> {
     }
 }
 
-async fn what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_on_it(database: TestDatabase) {
+async fn loss_is_reported_once_with_its_dependents(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (build, owner) = (BuildId::new(), WorkloadId::new());
@@ -127,20 +127,20 @@ async fn what_is_missing_for_longer_than_a_grace_is_told_once_with_who_depends_o
     let left: Vec<_> = of_replica.replicas.iter().map(|replica| replica.volume_handle.as_str()).collect();
     assert_eq!(left, [other.as_str()]);
 
-    // The next is the next: none was told twice.
+    // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let next = watcher.next().await;
     assert_eq!((next.revision, next.volume_handle.as_str(), next.replicas.len()), (3, other.as_str(), 0));
-    // What was told is found: told again when it is lost again.
+    // A lost replica that was found is reported again when it is lost again.
     gateway.report(std::slice::from_ref(&replica), &[]).await.expect("reported");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     assert_eq!(watcher.next().await.volume_handle, replica);
     suite.stop().await;
 }
 
-async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabase) {
+async fn item_found_within_grace_is_no_loss(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, found) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -154,24 +154,24 @@ async fn what_is_found_again_within_the_grace_was_not_lost(database: TestDatabas
     suite.clock.advance(GRACE - Duration::from_secs(1));
     gateway.report(std::slice::from_ref(&found), &[]).await.expect("reported");
     assert_eq!(volume(&found).await.lost_at, None);
-    notice(&suite).await;
+    record_losses(&suite).await;
     let mut watcher = Watcher::after(&suite, 0).await;
     assert_eq!(watcher.next().await.volume_handle, lost);
-    // The grace begins anew.
+    // The grace period restarts.
     gateway.report(&[], &[]).await.expect("reported");
     suite.clock.advance(GRACE - Duration::from_secs(1));
     suite.collect(DryRun::Off).await;
     gateway.report(&[found, lost], &[]).await.expect("reported");
     let (_, third) = suite.upload(&gateway, None, 3).await.expect("uploaded");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
-    let told = [watcher.next().await, watcher.next().await, watcher.next().await];
-    assert_eq!(told.map(|told| told.revision), [2, 3, 4], "each of the three, once, and none before");
+    record_losses(&suite).await;
+    let loss = [watcher.next().await, watcher.next().await, watcher.next().await];
+    assert_eq!(loss.map(|loss| loss.revision), [2, 3, 4], "each of the three, once, and none before");
     assert_eq!(Watcher::after(&suite, 3).await.next().await.volume_handle, third);
     suite.stop().await;
 }
 
-/// How many volumes are lost that nobody looked at, garbage or not.
+/// Returns the number of lost volumes without a recorded loss, garbage or not.
 async fn unnoticed(suite: &Suite) -> i64 {
     let connection = sea_orm::Database::connect(suite.url()).await.expect("the database");
     let sql = "SELECT COUNT(*) AS n FROM volumes WHERE lost_at IS NOT NULL AND loss_noticed = FALSE";
@@ -181,9 +181,7 @@ async fn unnoticed(suite: &Suite) -> i64 {
     row.try_get("", "n").expect("a number")
 }
 
-async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it_comes_back(
-    database: TestDatabase,
-) {
+async fn loss_of_garbage_is_reported_after_restore(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.tombstone = 10 * GRACE).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
@@ -195,7 +193,7 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
     gateway.prepare(workload, attempt, &needs).await.expect("prepared");
     gateway.prepared(attempt).await.expect("recorded");
     assert_eq!(gateway.report(&[], &[]).await.expect("reported").lost, 3);
-    // One goes with its artifact, the other for a reason of its own.
+    // One is deleted with its artifact, the other for a reason of its own.
     suite.delete_build(build).await.expect("deleted");
     suite.end_attempt(workload, attempt).await.expect("ended");
     suite.collect(DryRun::Off).await;
@@ -203,7 +201,7 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
         assert_eq!(volume.state(), InventoryState::Destroying, "{volume:?}");
     }
     assert_eq!(unnoticed(&suite).await, 2);
-    notice(&suite).await;
+    record_losses(&suite).await;
     assert_eq!(unnoticed(&suite).await, 0);
 
     let request = pb::UndeleteRequest {
@@ -217,30 +215,30 @@ async fn what_is_garbage_before_it_is_noticed_is_looked_at_once_and_told_when_it
         suite.collect(DryRun::Off).await;
     }
     let mut watcher = Watcher::after(&suite, 0).await;
-    let told = watcher.next().await;
-    assert_eq!((told.revision, &told.volume_handle), (1, &lost), "nobody was told of garbage");
+    let loss = watcher.next().await;
+    assert_eq!((loss.revision, &loss.volume_handle), (1, &lost), "losses of garbage are not reported");
     assert_eq!(unnoticed(&suite).await, 0);
-    // The next is the next: it was told once.
+    // The next notice has the next revision, so that none was sent twice.
     elsewhere.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let next = watcher.next().await;
     assert_eq!((next.revision, next.volume_handle), (2, left));
     suite.stop().await;
 }
 
-async fn whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot(database: TestDatabase) {
+async fn watcher_resumes_or_is_rejected_as_compacted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     for content in 0..3 {
         suite.upload(&gateway, None, content).await.expect("uploaded");
     }
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     let mut watcher = Watcher::after(&suite, 1).await;
     assert_eq!([watcher.next().await.revision, watcher.next().await.revision], [2, 3]);
     assert_refused(Watcher::after(&suite, 4).await.message().await, Reason::Compacted);
 
-    // After a day they are forgotten, and not by who received them all.
+    // After a day they are forgotten. A watcher that received them all can continue.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     suite.collect(DryRun::Off).await;
     for revision in [1, 2] {
@@ -248,23 +246,23 @@ async fn whoever_watches_goes_on_where_it_was_or_hears_that_it_cannot(database: 
     }
     let (_, lost) = suite.upload(&gateway, None, 9).await.expect("uploaded");
     gateway.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
     for revision in [0, 3] {
-        let told = Watcher::after(&suite, revision).await.next().await;
-        assert_eq!((told.revision, &told.volume_handle), (4, &lost));
+        let loss = Watcher::after(&suite, revision).await.next().await;
+        assert_eq!((loss.revision, &loss.volume_handle), (4, &lost));
     }
     assert_eq!(watcher.next().await.revision, 4);
     suite.stop().await;
     assert_eq!(watcher.message().await.expect("no error"), None, "the stream ends with the store");
 }
 
-async fn what_was_lost_in_one_place_is_read_from_another(database: TestDatabase) {
+async fn lost_replica_is_read_from_another_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let (artifact, lost) = suite.upload(&here, None, 1).await.expect("uploaded");
     let left = copy(&suite, &there, artifact, 1).await;
     here.report(&[], &[]).await.expect("reported");
-    notice(&suite).await;
+    record_losses(&suite).await;
 
     let (workload, attempt, transfer) = (WorkloadId::new(), AttemptId::new(), TransferId::new());
     let located = suite.pin(workload, &[artifact], None).await.expect("there is a replica");
@@ -288,7 +286,7 @@ async fn what_was_lost_in_one_place_is_read_from_another(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) {
+async fn artifacts_at_risk_with_workers_are_listed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
@@ -298,7 +296,7 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     let second = copy(&suite, &two, on_both, 2).await;
     let (on_two, of_two) = suite.upload(&two, None, 3).await.expect("uploaded");
     suite.upload(&one, Some(build), 4).await.expect("uploaded");
-    suite.delete_build(build).await.expect("deleted: nobody keeps it any more");
+    suite.delete_build(build).await.expect("deleted: it is not kept any more");
     suite.create(ArtifactId::new(), None).await.expect("open, and without a replica");
     let ids = [on_one, on_both, on_two].map(|id| id.to_string());
     let [on_one, on_both, on_two] = ids.each_ref().map(String::as_str);
@@ -311,14 +309,14 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     assert_eq!(at_risk(&suite, &[]).await, [on_two], "it has none left at all");
     two.report(std::slice::from_ref(&of_two), &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both], "its other replica is lost");
-    // A machine that started again has not said what it still has.
+    // A restarted machine has not reported its volumes.
     let two = suite.silent_gateway(two.worker, 2, 1);
     two.begin_report().await.expect("it may speak");
     assert_eq!(at_risk(&suite, &[]).await, [on_two]);
     assert_eq!(at_risk(&suite, &[one.worker]).await, [on_one, on_both, on_two]);
     two.report(&[of_two], &[]).await.expect("reported");
     assert_eq!(at_risk(&suite, &[]).await, [] as [String; 0]);
-    // It is lost, which is noticed, or its worker is gone for good.
+    // The replica is lost and recorded, or its worker is forgotten.
     two.report(&[], &[]).await.expect("reported");
     suite.clock.advance(GRACE);
     suite.collect(DryRun::Off).await;
@@ -330,13 +328,13 @@ async fn what_would_be_lost_with_some_workers_is_listed(database: TestDatabase) 
     suite.stop().await;
 }
 
-async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(database: TestDatabase) {
+async fn worker_with_last_replica_is_not_forgotten(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gone, stays) = (suite.gateway().await, suite.gateway().await);
     let build = BuildId::new();
     suite.put_build(build, WorkloadId::new(), None).await.expect("a build");
     suite.upload(&gone, Some(build), 1).await.expect("uploaded");
-    suite.delete_build(build).await.expect("deleted: nobody keeps it any more");
+    suite.delete_build(build).await.expect("deleted: it is not kept any more");
     let (artifact, replica) = suite.upload(&gone, None, 2).await.expect("uploaded");
     let before = suite.volumes().await;
     let refused = forget(&suite, gone.worker, false).await.expect_err("it is kept");
@@ -347,7 +345,7 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     assert_refused(check(&suite, gone.worker).await, Reason::LastReplica);
     gone.begin_report().await.expect("it may speak");
 
-    // One that may be there is not there for sure.
+    // An unconfirmed replica does not count.
     let second = copy(&suite, &stays, artifact, 2).await;
     let reborn = suite.silent_gateway(stays.worker, 2, 1);
     reborn.begin_report().await.expect("it may speak");
@@ -365,7 +363,7 @@ async fn a_worker_with_the_last_replica_of_what_is_kept_is_not_forgotten(databas
     suite.stop().await;
 }
 
-async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database: TestDatabase) {
+async fn forgetting_worker_reports_losses_and_deletes_rows(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -382,16 +380,17 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
         pb::ForgetWorkerResponse::default()
     );
     let mut watcher = Watcher::after(&suite, 0).await;
-    let told = [watcher.next().await, watcher.next().await, watcher.next().await];
-    assert_eq!(told[0].container_handle, planned.container_handle);
-    assert_eq!(told[1].artifact_id, artifact.to_string());
-    assert_eq!([&told[1].volume_handle, &told[2].volume_handle], [&replica, &child]);
+    let loss = [watcher.next().await, watcher.next().await, watcher.next().await];
+    assert_eq!(loss[0].container_handle, planned.container_handle);
+    assert_eq!(loss[1].artifact_id, artifact.to_string());
+    assert_eq!([&loss[1].volume_handle, &loss[2].volume_handle], [&replica, &child]);
 
-    // It comes back: what it has is not ours any more, and a report of its earlier time says nothing.
+    // The worker returns. Its old volumes are unknown, and a report of the earlier time has no
+    // effect.
     let (_, fresh) = loop {
         match suite.upload(&gateway, None, 2).await {
             Ok(uploaded) => break uploaded,
-            // The store has to hear of it anew.
+            // The store must record the session again.
             Err(refusal) => {
                 assert!(refusal.is(Reason::NotAttended), "{refusal}");
                 gateway.begin_report().await.ok();
@@ -408,7 +407,7 @@ async fn what_a_forgotten_worker_held_is_lost_and_nothing_of_it_is_left(database
     suite.stop().await;
 }
 
-async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(database: TestDatabase) {
+async fn ended_attempt_is_forgotten_with_its_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     for gateway in [&gateway, &other] {
@@ -422,7 +421,7 @@ async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(da
         let rows = Tables::open(&suite.url()).await.rows().await;
         rows.iter().filter(|row| row.starts_with("attempts: ")).count()
     };
-    // All that is left of them waits to be destroyed.
+    // All of their remains wait for deletion.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     for _ in 0..2 {
         suite.collect(DryRun::Off).await;
@@ -434,7 +433,7 @@ async fn an_attempt_that_waits_for_a_worker_that_is_forgotten_waits_no_longer(da
     suite.stop().await;
 }
 
-async fn losses_are_told_in_their_order_however_many_come_at_once(database: TestDatabase) {
+async fn concurrent_losses_are_reported_in_order(database: TestDatabase) {
     const WORKERS: usize = 8;
     const EACH: u64 = 20;
     let suite = Suite::start(database).await;

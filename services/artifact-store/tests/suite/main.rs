@@ -1,4 +1,4 @@
-//! The store as its callers see it: over gRPC, on both databases.
+//! Tests of the store over gRPC, on both databases.
 
 mod bad_input;
 mod builds;
@@ -12,12 +12,12 @@ mod inventory;
 mod lifecycles;
 mod losses;
 mod model;
+mod orphans;
 mod owners;
 mod queries;
 mod races;
 mod reports;
 mod restarts;
-mod set_aside;
 mod trees;
 mod trust;
 mod why;
@@ -25,7 +25,7 @@ mod why;
 pub(crate) use harness::*;
 pub(crate) use testing::tables::Tables;
 
-/// Makes each test run on SQLite and on PostgreSQL.
+/// Runs each test on SQLite and on PostgreSQL.
 macro_rules! on_both_databases {
     ($($(#[$attribute:meta])* $name:ident),+ $(,)?) => {
         mod sqlite {

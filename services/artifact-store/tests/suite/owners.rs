@@ -1,4 +1,4 @@
-//! What keeps artifacts, and stops to.
+//! Owners of artifacts, and how they let go.
 
 use std::time::Duration;
 
@@ -13,18 +13,18 @@ use tokio::task::JoinSet;
 use crate::{Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
-    a_deleted_build_lets_go_at_once,
-    deleted_artifacts_stay_where_they_are_used,
-    what_is_used_again_and_again_gathers_no_owners,
+    deleted_build_lets_go_at_once,
+    deleted_artifacts_stay_while_used,
+    reused_artifact_does_not_accumulate_owners,
     #[ignore = "slow: make full"]
-    very_many_owners_are_no_obstacle,
-    a_batch_is_made_as_a_whole_or_not_at_all,
-    a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all,
-    batches_of_the_same_in_any_order_do_not_hold_each_other_up,
-    a_holder_is_listed_as_long_as_anything_is_kept_for_it,
+    artifact_with_very_many_owners_is_collected,
+    batch_is_created_all_or_none,
+    batch_changes_owner_all_or_none,
+    batches_in_any_order_do_not_deadlock,
+    holder_is_listed_while_it_keeps_something,
 }
 
-async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
+async fn deleted_artifacts_stay_while_used(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -50,7 +50,7 @@ async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
 
     delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
     assert_eq!(states().await, [Sealed, Deleting, Sealed], "the build and its workload go on");
-    // What the build was to keep for an hour goes once the build has ended.
+    // The build's keep time of an hour starts with its end.
     suite.settle(workload, None, &[], Some(build)).await.expect("settled");
     for _ in 0..2 {
         delete(TEAM, &[owned, young, pinned]).await.expect("deleted");
@@ -58,7 +58,7 @@ async fn deleted_artifacts_stay_where_they_are_used(database: TestDatabase) {
     assert_eq!(states().await, [Deleting; 3]);
 }
 
-async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
+async fn deleted_build_lets_go_at_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (build, other) = (BuildId::new(), BuildId::new());
@@ -81,18 +81,18 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     assert_refused(suite.put_build(build, workload, month).await, Reason::BuildEnded);
     assert_eq!(suite.collect(DryRun::Off).await, [], "one is pinned, one has another owner");
 
-    // The workload goes on and ends; nobody owns what it made.
+    // The workload ends later, and its output has no owner.
     let out = workload.output_artifact("out");
     let planned = gateway.prepare(workload, attempt, &[output("out", out)]).await.expect("prepared");
     gateway.prepared(attempt).await.expect("recorded");
     gateway.complete(&planned.volumes[0].volume_handle, digest(3)).await.expect("complete");
     suite.settle(workload, Some(attempt), &[(out, digest(3))], Some(build)).await.expect("settled");
-    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(out).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
     assert_eq!(suite.get(shared).await.expect("it is there").kept_by, [format!("build {other}")]);
 
-    // One that has ended and keeps for a month lets go, too.
+    // An ended build that keeps for a month lets go as well.
     let (ended, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(ended, workload, month).await.expect("put");
     let (artifact, _) = suite.upload(&gateway, Some(ended), 4).await.expect("uploaded");
@@ -106,7 +106,7 @@ async fn a_deleted_build_lets_go_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) {
+async fn reused_artifact_does_not_accumulate_owners(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (going_on, of_going_on) = (BuildId::new(), WorkloadId::new());
@@ -126,18 +126,18 @@ async fn what_is_used_again_and_again_gathers_no_owners(database: TestDatabase) 
         assert_eq!(suite.collect(DryRun::Off).await, []);
     }
     for (build, workload) in ended {
-        suite.put_build(build, workload, None).await.expect("nobody remembers it");
+        suite.put_build(build, workload, None).await.expect("it is forgotten");
     }
     let found = suite.get(artifact).await.expect("it is there");
     assert_eq!(found.kept_by, [format!("build {going_on}")]);
 
-    // It goes with the last owner all the same.
+    // It is deleted with its last owner all the same.
     suite.settle(of_going_on, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact and its replica");
     suite.stop().await;
 }
 
-async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
+async fn artifact_with_very_many_owners_is_collected(database: TestDatabase) {
     // More than a statement takes values.
     const OWNERS: u32 = 70_000;
     let suite = Suite::start(database).await;
@@ -172,11 +172,11 @@ async fn very_many_owners_are_no_obstacle(database: TestDatabase) {
         assert_eq!(found.kept_by.last(), Some(&format!("and {} more", half - 50)));
         assert_eq!(suite.collect(DryRun::Off).await, []);
     }
-    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(other).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
-async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDatabase) {
+async fn holder_is_listed_while_it_keeps_something(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (builds, makes, nothing) = (WorkloadId::new(), WorkloadId::new(), WorkloadId::new());
@@ -184,7 +184,7 @@ async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDat
     suite.put_build(build, builds, None).await.expect("put");
     suite.pin(builds, &[], Some(build)).await.expect("bound");
     gateway.prepare(makes, attempt, &[]).await.expect("prepared");
-    suite.pin(nothing, &[], None).await.expect("heard of");
+    suite.pin(nothing, &[], None).await.expect("pinned");
 
     let listed = async || {
         let page = suite.pins().list_pins(pb::ListPinsRequest::default()).await.expect("listed");
@@ -193,7 +193,7 @@ async fn a_holder_is_listed_as_long_as_anything_is_kept_for_it(database: TestDat
     };
     let both = || [builds.to_string(), makes.to_string()].into();
     assert_eq!(listed().await, both());
-    // However long nobody asks: nobody else would ever end them.
+    // However late: no other call would end them.
     suite.clock.advance(Duration::from_secs(30 * 24 * 3600));
     suite.collect(DryRun::Off).await;
     assert_eq!(listed().await, both());
@@ -217,7 +217,7 @@ fn batch(build: Option<BuildId>, artifacts: &[ArtifactId]) -> pb::BatchCreateArt
     }
 }
 
-async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
+async fn batch_is_created_all_or_none(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut artifacts = suite.artifacts();
     let (build, other) = (BuildId::new(), BuildId::new());
@@ -226,7 +226,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     let ids: Vec<_> = (0..1000).map(|_| ArtifactId::new()).collect();
     suite.create(ids[3], Some(build)).await.expect("created");
 
-    // What is there already and the same is no obstacle, and a repeat changes nothing.
+    // An existing, equal artifact is accepted, and a repeat changes nothing.
     for _ in 0..2 {
         artifacts.batch_create_artifacts(batch(Some(build), &ids)).await.expect("created");
     }
@@ -237,7 +237,7 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
         assert_eq!(made.label, label);
     }
 
-    // One that is another's: none of the others is made.
+    // An id of another artifact: none of the others is created.
     let fresh = ArtifactId::new();
     let taken = [fresh, ids[5]];
     for owner in [Some(other), None] {
@@ -249,16 +249,16 @@ async fn a_batch_is_made_as_a_whole_or_not_at_all(database: TestDatabase) {
     assert_refused(refused.map_err(rpc::Refusal::from), Reason::OwnerEnded);
     assert_refused(suite.get(fresh).await, Reason::ArtifactNotFound);
 
-    // All go with their owner, and those of nobody stay for a while.
+    // All are deleted with their owner. Artifacts without an owner stay for a while.
     artifacts.batch_create_artifacts(batch(None, &[fresh])).await.expect("created");
     suite.delete_build(build).await.expect("deleted");
     let collected = suite.collect(DryRun::Off).await;
     assert_eq!(collected.len(), ids.len());
-    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(fresh).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
-async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: TestDatabase) {
+async fn batch_changes_owner_all_or_none(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut artifacts = suite.artifacts();
     let build = BuildId::new();
@@ -278,7 +278,7 @@ async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: Tes
 
     let refused = artifacts.batch_add_owner(add(&[ids[0], ArtifactId::new()])).await;
     assert_refused(refused.map_err(rpc::Refusal::from), Reason::ArtifactNotFound);
-    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, ["no owner: deleted when it is old"]);
     for _ in 0..2 {
         artifacts.batch_add_owner(add(&ids)).await.expect("owned");
     }
@@ -293,12 +293,12 @@ async fn a_batch_gets_and_loses_its_owner_as_a_whole_or_not_at_all(database: Tes
         artifacts.batch_remove_owner(remove(&ids[1..])).await.expect("disowned");
     }
     let collected = suite.collect(DryRun::Off).await;
-    assert_eq!(collected.len(), ids.len() - 1, "what nobody owns any more, and no other");
+    assert_eq!(collected.len(), ids.len() - 1, "only artifacts without owners");
     assert_eq!(suite.get(ids[0]).await.expect("it is there").kept_by, [format!("build {build}")]);
     suite.stop().await;
 }
 
-async fn batches_of_the_same_in_any_order_do_not_hold_each_other_up(database: TestDatabase) {
+async fn batches_in_any_order_do_not_deadlock(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = BuildId::new();
     suite.put_build(build, WorkloadId::new(), None).await.expect("put");

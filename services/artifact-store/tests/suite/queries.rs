@@ -1,4 +1,4 @@
-//! Lists, what is refused at the door, and what goes by itself.
+//! Lists, rejected requests, and automatic deletion.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use testing::databases::TestDatabase;
 use crate::{PATIENCE, Suite, TEAM, assert_refused, input, on_both_databases, output};
 
 on_both_databases! {
-    lists_are_paged_the_newest_first,
-    what_is_malformed_is_refused_at_the_door,
-    garbage_goes_by_itself,
-    what_ended_long_ago_is_forgotten,
+    lists_are_paged_newest_first,
+    malformed_requests_are_rejected,
+    collector_runs_automatically,
+    ended_items_are_forgotten_after_a_day,
 }
 
-async fn lists_are_paged_the_newest_first(database: TestDatabase) {
+async fn lists_are_paged_newest_first(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut uploaded = Vec::new();
@@ -45,7 +45,7 @@ async fn lists_are_paged_the_newest_first(database: TestDatabase) {
     }
     let ids: Vec<_> = listed.iter().map(|artifact| artifact.artifact_id.clone()).collect();
     assert_eq!(ids, uploaded.iter().map(|(id, _)| id.to_string()).collect::<Vec<_>>());
-    assert_eq!(listed[0].kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(listed[0].kept_by, ["no owner: deleted when it is old"]);
     assert_eq!(listed[0].replicas[0].volume_handle, uploaded[0].1);
 
     let mut listed = Vec::new();
@@ -78,7 +78,7 @@ async fn lists_are_paged_the_newest_first(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
+async fn malformed_requests_are_rejected(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let team = || TEAM.to_owned();
@@ -131,12 +131,12 @@ async fn what_is_malformed_is_refused_at_the_door(database: TestDatabase) {
     };
     suite.pins().pin(request.clone()).await.expect("pinned");
     request.team = team();
-    // A workload is of one team for good.
+    // A workload has one team for good.
     assert_refused(suite.pins().pin(request).await.map_err(Refusal::from), Reason::InvalidField);
     suite.stop().await;
 }
 
-async fn garbage_goes_by_itself(database: TestDatabase) {
+async fn collector_runs_automatically(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| {
         config.collect_interval = Duration::from_millis(20);
         config.sweep_interval = Duration::from_millis(20);
@@ -164,7 +164,7 @@ async fn garbage_goes_by_itself(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
+async fn ended_items_are_forgotten_after_a_day(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt, build) = (WorkloadId::new(), AttemptId::new(), BuildId::new());
@@ -174,7 +174,7 @@ async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
     let planned = gateway.prepare(workload, attempt, &[]).await.expect("prepared");
     suite.settle(workload, Some(attempt), &[], None).await.expect("settled");
 
-    // As long as something of it is left it is remembered.
+    // It is remembered while some of its items are left.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     suite.collect(DryRun::Off).await;
     assert_refused(suite.pin(workload, &[], None).await, Reason::HolderSettled);
@@ -182,7 +182,7 @@ async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
     gateway.swept(&[&planned.container_handle], &[]).await;
     gateway.report(&handles(&suite).await, &[]).await.expect("reported");
     suite.collect(DryRun::Off).await;
-    suite.pin(workload, &[], None).await.expect("nobody remembers it");
+    suite.pin(workload, &[], None).await.expect("it is forgotten");
     assert_refused(suite.put_build(build, workload, None).await, Reason::BuildEnded);
 
     suite.clock.advance(Duration::from_secs(25 * 3600));
@@ -191,11 +191,11 @@ async fn what_ended_long_ago_is_forgotten(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.all_artifacts().await, []);
     suite.collect(DryRun::Off).await;
-    suite.put_build(build, workload, None).await.expect("nobody remembers it");
+    suite.put_build(build, workload, None).await.expect("it is forgotten");
     suite.stop().await;
 }
 
-/// All volumes that are not garbage.
+/// Returns all volumes that are not garbage.
 async fn handles(suite: &Suite) -> Vec<String> {
     let live: BTreeSet<_> = [InventoryState::Creating, InventoryState::Created].into();
     let volumes = suite.volumes().await.into_iter();

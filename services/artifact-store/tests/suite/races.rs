@@ -1,4 +1,4 @@
-//! Who begins to use something, and who marks it, at the same time.
+//! Races between new references and marks.
 
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use testing::databases::TestDatabase;
 use crate::{Suite, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    a_reference_and_a_mark_never_pass_each_other,
-    a_workload_is_settled_once_however_often_it_is_asked_for,
-    everybody_may_prepare_at_once,
+    concurrent_reference_and_mark_never_both_win,
+    workload_is_settled_once_by_concurrent_calls,
+    concurrent_prepares_succeed,
 }
 
-async fn a_reference_and_a_mark_never_pass_each_other(database: TestDatabase) {
+async fn concurrent_reference_and_mark_never_both_win(database: TestDatabase) {
     const ROUNDS: u64 = 30;
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -31,7 +31,7 @@ async fn a_reference_and_a_mark_never_pass_each_other(database: TestDatabase) {
         let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
         let pinned = [artifacts[0]];
         let needs = [input("in", artifacts[2])];
-        // A round of the collector has a way to go until it marks artifacts: let it go on, now more, now less.
+        // A round takes some time before it marks artifacts. The delay varies.
         let a_while = || async {
             for _ in 0..round % 6 {
                 suite.get(artifacts[0]).await.ok();
@@ -68,7 +68,7 @@ async fn a_reference_and_a_mark_never_pass_each_other(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_workload_is_settled_once_however_often_it_is_asked_for(database: TestDatabase) {
+async fn workload_is_settled_once_by_concurrent_calls(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     for content in 0..10 {
@@ -93,14 +93,14 @@ async fn a_workload_is_settled_once_however_often_it_is_asked_for(database: Test
     suite.stop().await;
 }
 
-async fn everybody_may_prepare_at_once(database: TestDatabase) {
+async fn concurrent_prepares_succeed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
     let mut attempts = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
-        // The same attempt twice, as a gateway does that was cut off.
+        // The same attempt twice, like a gateway whose first call was cut off.
         for _ in 0..2 {
             let gateway = gateway.clone();
             attempts.spawn(async move {

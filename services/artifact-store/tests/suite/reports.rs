@@ -1,4 +1,4 @@
-//! Reports that are late, doubled, overtaken or very long.
+//! Late, repeated, overtaken and very long reports.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -13,17 +13,18 @@ use tonic::Streaming;
 use crate::{Gateway, PATIENCE, Suite, assert_refused, input, on_both_databases, output};
 
 on_both_databases! {
-    of_reports_at_once_the_newest_is_what_stays,
-    what_happened_while_a_report_was_under_way_is_not_judged_by_it,
-    a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_came_after,
-    of_two_reports_the_older_is_refused_when_the_newer_was_committed_first,
-    a_report_that_comes_twice_is_one_report,
-    each_stream_sends_what_any_other_handed_out_and_nothing_twice,
+    newest_of_concurrent_reports_wins,
+    report_ignores_changes_during_its_stream,
+    report_of_former_session_judges_no_later_items,
+    older_report_is_rejected_after_newer_commit,
+    duplicated_report_counts_once,
+    each_stream_sends_every_item_once,
     #[ignore = "slow: make full"]
-    a_hundred_thousand_handles_are_reported_at_once,
+    report_accepts_hundred_thousand_handles,
 }
 
-/// Some attempts on the worker of `gateway`, each with two volumes: their handles, containers and volumes.
+/// Prepares attempts on the worker of `gateway`, each with two volumes. Returns their containers
+/// and volumes.
 async fn prepared(gateway: &Gateway, attempts: usize) -> (Vec<String>, Vec<String>) {
     let (mut containers, mut volumes) = (Vec::new(), Vec::new());
     for _ in 0..attempts {
@@ -37,7 +38,7 @@ async fn prepared(gateway: &Gateway, attempts: usize) -> (Vec<String>, Vec<Strin
     (containers, volumes)
 }
 
-/// What the store believes to be there.
+/// Returns the items that the store believes to exist.
 async fn believed(suite: &Suite) -> BTreeSet<String> {
     let volumes = suite.volumes().await.into_iter().map(|volume| (volume.state(), volume.volume_handle));
     let containers = suite.containers().await;
@@ -46,13 +47,13 @@ async fn believed(suite: &Suite) -> BTreeSet<String> {
     there.map(|(_, handle)| handle).collect()
 }
 
-/// Some of `handles`, others in each `round` and for each `reporter`.
+/// Returns some of `handles`, different for each `round` and `reporter`.
 fn some(handles: &[String], round: usize, reporter: usize) -> Vec<String> {
     let picked = handles.iter().enumerate().filter(|(place, _)| (place + round) % 3 != reporter % 3);
     picked.map(|(_, handle)| handle.clone()).collect()
 }
 
-async fn of_reports_at_once_the_newest_is_what_stays(database: TestDatabase) {
+async fn newest_of_concurrent_reports_wins(database: TestDatabase) {
     const ROUNDS: usize = 40;
     const REPORTERS: usize = 4;
     let suite = Suite::start(database).await;
@@ -86,16 +87,16 @@ async fn of_reports_at_once_the_newest_is_what_stays(database: TestDatabase) {
     suite.stop().await;
 }
 
-/// Only on PostgreSQL: a report can be stopped there in the middle of its rows, by a lock on one of them, and between them, by a lock on the
-/// table that comes next.
+/// Only on PostgreSQL, where locks can stop a report: a row lock in the middle of its rows, and a
+/// table lock between two tables.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
+async fn overtaken_report_stops_in_the_middle() {
     let suite = Suite::start(testing::databases::postgres().await).await;
     let gateway = suite.gateway().await;
     let (containers, volumes) = prepared(&gateway, 1).await;
     let (older, newer) =
         (gateway.begin_report().await.expect("begun"), gateway.begin_report().await.expect("begun"));
-    // As a listing from before has it: the volumes are there, and then they are not.
+    // A listing of an earlier time has the volumes, and a later one does not.
     gateway.report_with(older.clone(), &[], &containers).await.expect("the volumes are lost");
 
     let database = sea_orm::Database::connect(suite.url()).await.expect("connected");
@@ -114,14 +115,15 @@ async fn a_report_that_is_overtaken_in_the_middle_of_its_rows_stops_there() {
     let of_containers = database.begin().await.expect("begun");
     of_containers.execute_unprepared("SELECT handle FROM containers FOR UPDATE").await.expect("locked");
     let mut reports = tokio::task::JoinSet::new();
-    // It wants to lose the container first, and waits for it.
+    // The older report marks the container as lost first, and waits for its lock.
     let (old, old_volumes) = (gateway.clone(), volumes.clone());
     reports.spawn(async move { (old.report_with(older, &old_volumes, &[]).await, "older") });
     until("a report that waits for a row", async || waiting().await > 0).await;
     let new = gateway.clone();
     reports.spawn(async move { (new.report_with(newer, &[], &containers).await, "newer") });
     until("a newer report that waits for the older one", async || waiting().await > 1).await;
-    // The older one has lost the container, and may not go on to the volumes before the newer one has taken over.
+    // The older report has lost the container, and must not judge the volumes before the newer one
+    // has taken over.
     of_containers.rollback().await.expect("released");
     until("a newer report that has taken over", async || number(taken_over).await > before).await;
     of_volumes.rollback().await.expect("released");
@@ -151,7 +153,7 @@ async fn until(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     tokio::time::timeout(PATIENCE, met).await.unwrap_or_else(|_| panic!("{what} did not come"));
 }
 
-async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database: TestDatabase) {
+async fn report_ignores_changes_during_its_stream(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
     let suite = Suite::start_with(database, adjust).await;
     let gateway = suite.gateway().await;
@@ -161,7 +163,7 @@ async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database
     gateway.prepared(attempt).await.expect("recorded");
     let before: Vec<_> = [&replica, &old.volumes[0].volume_handle].map(Clone::clone).into();
 
-    // It is listed what is there, sent by halves, and its end is delayed.
+    // The report is sent in two halves, and its end is delayed.
     let token = gateway.begin_report().await.expect("begun");
     let late = gateway.open_report(token.clone()).await;
     late.send(&before, &[]).await;
@@ -176,7 +178,7 @@ async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database
     let open = ArtifactId::new();
     suite.create(open, None).await.expect("created");
     suite.plan(open, gateway.worker, TransferId::new()).await.expect("planned");
-    // What the report has seen is marked and handed out meanwhile, what it has not seen is as well.
+    // Some reported and some unreported items are marked and handed out meanwhile.
     let (passing, of_passing) = (WorkloadId::new(), AttemptId::new());
     let passed = gateway.prepare(passing, of_passing, &[]).await.expect("prepared");
     gateway.prepared(of_passing).await.expect("recorded");
@@ -191,7 +193,7 @@ async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database
     let reported = late.commit(2).await.expect("it counts for what it has seen");
     assert_eq!(reported, ReportResponse { receipt: reported.receipt.clone(), ..Default::default() });
     assert_eq!((suite.volumes().await, suite.containers().await), (volumes.clone(), containers.clone()));
-    // Nor when it comes a second time, or without what it named.
+    // Neither does a repeated report, or one without these items.
     suite.clock.advance(Duration::from_secs(240));
     assert_eq!(gateway.report_with(token.clone(), &before, &[]).await.expect("judged"), reported);
     gateway.report_with(token, std::slice::from_ref(&replica), &[]).await.expect("judged");
@@ -204,9 +206,7 @@ async fn what_happened_while_a_report_was_under_way_is_not_judged_by_it(database
     suite.stop().await;
 }
 
-async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_came_after(
-    database: TestDatabase,
-) {
+async fn report_of_former_session_judges_no_later_items(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let worker = WorkerId::new();
     let first = suite.silent_gateway(worker, 1, 1);
@@ -217,14 +217,14 @@ async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_
     let late = first.open_report(token.clone()).await;
     let too_late = first.open_report(first.begin_report().await.expect("begun")).await;
 
-    // A new session marks what was being made, and begins it anew.
+    // A new session marks items that are being created, and creates them again.
     let second = suite.silent_gateway(worker, 1, 2);
     let of_second = second.begin_report().await.expect("it may speak");
     let again = second.prepare(making, attempt, &[]).await.expect("prepared");
     second.prepared(attempt).await.expect("recorded");
     suite.clock.advance(Duration::from_secs(300));
     assert_refused(late.commit(0).await, Reason::StaleSession);
-    // Even in its own name, that of the first session judges nothing of this.
+    // A report of the new session with the token of the first one judges nothing of this.
     let reported = second.report_with(token.clone(), &[], &[]).await.expect("judged");
     assert_eq!(reported, ReportResponse { receipt: reported.receipt.clone(), ..Default::default() });
     let reported = second.report_with(of_second.clone(), &[], &[]).await.expect("judged");
@@ -237,11 +237,11 @@ async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_
         .await
         .expect("reported");
 
-    // After a new incarnation nothing from before confirms a volume, loses it, or forgets what it marked.
+    // After a new incarnation, no earlier report confirms, loses or forgets a volume.
     let third = suite.silent_gateway(worker, 2, 1);
     let late = third.begin_report().await.expect("it may speak");
     suite.clock.advance(Duration::from_secs(300));
-    // For the one reason or the other: the store may have read how it begins before the incarnation was over, or after.
+    // Either reason: the store may have read the first message before or after the new incarnation.
     let refusal = too_late.commit(0).await.expect_err("it is of the first session");
     assert!(refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation), "{refusal:?}");
     let (state, containers) = (suite.volume_state(&kept).await, suite.containers().await);
@@ -256,7 +256,7 @@ async fn a_report_from_before_a_new_session_or_incarnation_says_nothing_of_what_
     suite.stop().await;
 }
 
-async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(database: TestDatabase) {
+async fn older_report_is_rejected_after_newer_commit(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (_, volume) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -265,12 +265,12 @@ async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(
 
     for newer_names_it in [false, true] {
         let (older, cut, newer) = (opened().await, opened().await, opened().await);
-        // Both are complete but for their commits when the newer one comes to its end.
+        // Both are complete except for their commits when the newer one ends.
         older.send(if newer_names_it { &[] } else { named }, &[]).await;
         newer.send(if newer_names_it { named } else { &[] }, &[]).await;
         newer.commit(u64::from(newer_names_it)).await.expect("judged");
         assert_refused(older.commit(u64::from(!newer_names_it)).await, Reason::StaleReport);
-        // For the one reason or the other: the store may not have begun to read it when the newer one was committed.
+        // Either reason: the store may not have begun to read it when the newer one was committed.
         let refusal = cut.cut().await.expect_err("it is cut, and older");
         assert!(refusal.is(Reason::ReportTruncated) || refusal.is(Reason::StaleReport), "{refusal:?}");
         let expected = if newer_names_it { InventoryState::Created } else { InventoryState::Lost };
@@ -285,7 +285,7 @@ async fn of_two_reports_the_older_is_refused_when_the_newer_was_committed_first(
     suite.stop().await;
 }
 
-async fn a_report_that_comes_twice_is_one_report(database: TestDatabase) {
+async fn duplicated_report_counts_once(database: TestDatabase) {
     const COPIES: usize = 4;
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -322,7 +322,7 @@ async fn a_report_that_comes_twice_is_one_report(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn each_stream_sends_what_any_other_handed_out_and_nothing_twice(database: TestDatabase) {
+async fn each_stream_sends_every_item_once(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let mut streams =
@@ -338,7 +338,7 @@ async fn each_stream_sends_what_any_other_handed_out_and_nothing_twice(database:
             assert_eq!(containers_of(stream).await, [planned.container_handle.as_str()]);
         }
         all.push(planned.container_handle);
-        // What is there although it was handed out comes once more, on each.
+        // Items that exist although they were handed out are sent again, on each stream.
         gateway.report(&[], &all).await.expect("reported");
         for stream in &mut streams {
             let again: BTreeSet<_> = containers_of(stream).await.into_iter().collect();
@@ -348,13 +348,13 @@ async fn each_stream_sends_what_any_other_handed_out_and_nothing_twice(database:
     suite.stop().await;
 }
 
-/// What a stream sends next.
+/// Returns the next message of a stream.
 async fn containers_of(stream: &mut Streaming<WatchDestroyingResponse>) -> Vec<String> {
     let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-    message.expect("no error").expect("the stream goes on").container_handles
+    message.expect("no error").expect("the stream is open").container_handles
 }
 
-async fn a_hundred_thousand_handles_are_reported_at_once(database: TestDatabase) {
+async fn report_accepts_hundred_thousand_handles(database: TestDatabase) {
     const ATTEMPTS: usize = 100;
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -377,7 +377,7 @@ async fn a_hundred_thousand_handles_are_reported_at_once(database: TestDatabase)
     assert_eq!((reported.forgotten, reported.lost), (0, 1));
     assert_eq!(suite.volume_state(&missing).await, Some(InventoryState::Lost));
 
-    // A new life: each of them has to be confirmed.
+    // A new incarnation: each volume must be confirmed.
     let gateway = suite.silent_gateway(gateway.worker, 2, 1);
     let reported = gateway.report(&volumes, &[]).await.expect("reported");
     assert_eq!((reported.forgotten, reported.lost), (u64::try_from(ATTEMPTS).expect("a number"), 0));

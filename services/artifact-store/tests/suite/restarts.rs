@@ -1,4 +1,4 @@
-//! PostgreSQL goes down in the middle of everything, again and again, and two replicas of the store go on by themselves.
+//! Repeated crashes of PostgreSQL, which two replicas of the store survive without help.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,18 +16,18 @@ use tokio::task::JoinSet;
 
 use crate::{Answer, Callers, Gateway, PATIENCE, Suite, TEAM, digest};
 
-/// How often PostgreSQL goes down.
+/// Number of crashes of PostgreSQL.
 const CRASHES: usize = 3;
 
-/// What is uploaded between two crashes, at least.
+/// Minimum number of uploads between two crashes.
 const UPLOADS: usize = 12;
 
-/// What there is beside the store.
+/// State outside of the store.
 struct World {
     clock: Clock,
     replicas: [Callers; 2],
     gateway: Gateway,
-    /// The volumes that the worker holds. Who lists them, or makes one, holds it for as long as that takes.
+    /// Volumes on the worker. Locked while they are listed or created.
     disk: Mutex<BTreeSet<String>>,
     calls: AtomicUsize,
     refused: AtomicUsize,
@@ -35,8 +35,8 @@ struct World {
     over: AtomicBool,
 }
 
-/// Something that must stay: its replica, and what keeps it.
-struct Kept {
+/// An artifact that must stay: its replica, and its reference.
+struct KeptArtifact {
     artifact: ArtifactId,
     handle: String,
     build: Option<BuildId>,
@@ -44,7 +44,7 @@ struct Kept {
 }
 
 impl World {
-    /// Asks one replica after the other until one answers. Nobody is told anything else than that it does not work just now.
+    /// Asks one replica after the other until one answers. The only permitted error is UNAVAILABLE.
     async fn ask<T, F>(&self, call: impl Fn(Callers) -> F) -> T
     where
         F: Future<Output = Answer<T>>,
@@ -68,8 +68,9 @@ impl World {
         self.over.load(Ordering::Relaxed)
     }
 
-    /// Uploads one thing after the other. Of three, one stays its build's, one is pinned when its build goes, and nothing keeps the third.
-    async fn upload(self: Arc<Self>) -> Vec<Kept> {
+    /// Uploads artifacts. Of three, one stays in its build, one is pinned when its build ends, and
+    /// one has no reference.
+    async fn upload(self: Arc<Self>) -> Vec<KeptArtifact> {
         let mut kept = Vec::new();
         for round in 0.. {
             if self.is_over() {
@@ -98,14 +99,14 @@ impl World {
             }
             if round % 3 < 2 {
                 let build = (round % 3 == 0).then_some(build);
-                kept.push(Kept { artifact, handle, build, pinned_by });
+                kept.push(KeptArtifact { artifact, handle, build, pinned_by });
             }
             self.uploaded.fetch_add(1, Ordering::Relaxed);
         }
         kept
     }
 
-    /// A gateway that reports what its worker holds.
+    /// Reports the contents of the worker repeatedly.
     async fn report(self: Arc<Self>) {
         while !self.is_over() {
             self.report_once().await;
@@ -127,7 +128,7 @@ impl World {
         .await;
     }
 
-    /// The same gateway destroys what it is told to.
+    /// Deletes the items that the store hands out.
     async fn sweep(self: Arc<Self>) {
         while !self.is_over() {
             let gateway = &self.gateway;
@@ -138,7 +139,7 @@ impl World {
                         let mut disk = self.disk.lock().await;
                         sweep.volume_handles.iter().for_each(|handle| _ = disk.remove(handle));
                     }
-                    // What went into a stream that broke off comes again from the next.
+                    // An item that was sent to a broken stream comes again from the next one.
                     Ok(Ok(None)) => break,
                     Ok(Err(status)) => {
                         let refusal = rpc::Refusal::from(status);
@@ -154,16 +155,16 @@ impl World {
         }
     }
 
-    /// Waits for a count to have risen by `more`.
+    /// Waits until a count has risen by `more`.
     async fn risen(&self, count: &AtomicUsize, more: usize) {
         let (before, deadline) = (count.load(Ordering::Relaxed), Instant::now() + PATIENCE * 4);
         while count.load(Ordering::Relaxed) < before + more {
-            assert!(Instant::now() < deadline, "nothing goes on");
+            assert!(Instant::now() < deadline, "no progress");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
 
-    /// Sweeps and reports until nothing is left but `artifacts`, with these replicas.
+    /// Sweeps and reports until only `artifacts` with these replicas are left.
     async fn comes_to_rest(self: &Arc<Self>, artifacts: &BTreeSet<String>, volumes: &BTreeSet<String>) {
         self.over.store(false, Ordering::Relaxed);
         let mut gateway = JoinSet::new();
@@ -180,7 +181,7 @@ impl World {
             }
             assert!(artifacts.is_subset(&left), "something that is kept has gone");
             assert!(volumes.is_subset(&held), "a replica of something that is kept has gone");
-            // What was locked by somebody else is looked at again after a while.
+            // Items that other transactions had locked are checked again after a while.
             self.clock.advance(Duration::from_secs(61));
             assert!(Instant::now() < deadline, "left: {left:?}, {held:?}");
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -192,7 +193,7 @@ impl World {
     }
 }
 
-/// A build that ends when its caller says so.
+/// Creates a build that its caller ends.
 async fn put_build(store: &Callers, build: BuildId) -> Answer<()> {
     let request =
         pb::PutBuildRequest { build_id: build.to_string(), team: TEAM.to_owned(), ..Default::default() };
@@ -201,8 +202,8 @@ async fn put_build(store: &Callers, build: BuildId) -> Answer<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn postgresql_goes_down_in_mid_collection() {
-    // Started and stopped by this thread, whose end would be its end.
+async fn store_survives_postgres_crashes_during_collection() {
+    // The server must not outlive this thread, which starts and stops it.
     let mut server = Server::new();
     let clock = Clock::movable(Timestamp::now());
     let start = async || {

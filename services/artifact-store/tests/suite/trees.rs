@@ -1,4 +1,4 @@
-//! Artifacts that are made from small trees, without a worker: what they are, where their bytes are, and when those go.
+//! Artifacts made from small trees: contents, locations and lifetimes.
 
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Suite, TEAM, Tables, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    a_tree_makes_a_sealed_artifact_without_a_worker,
-    a_tree_counts_as_bytes_wherever_bytes_are_asked_for,
-    replicas_are_made_from_a_tree_as_often_as_they_are_lost,
-    a_tree_stays_until_its_tombstone_is_over,
+    tree_makes_sealed_artifact_without_worker,
+    stored_tree_counts_as_bytes,
+    lost_replica_of_tree_is_made_again,
+    tree_stays_until_its_tombstone_expires,
 }
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -55,14 +55,14 @@ impl Suite {
         Ok(self.artifacts().create_artifact(request).await?.into_inner())
     }
 
-    /// A new artifact, and its digest.
+    /// Creates an artifact from a tree. Returns it with its digest.
     async fn handed_over(&self, build: Option<BuildId>, content: u8) -> (ArtifactId, Digest) {
         let (artifact, tree) = (ArtifactId::new(), tree(content));
         self.create_from(artifact, build, Some(tree.clone())).await.expect("created");
         (artifact, digest_of(&tree))
     }
 
-    /// A build that goes on until it is deleted.
+    /// Creates a build that stays open until it is deleted.
     async fn build(&self) -> BuildId {
         let build = BuildId::new();
         let request =
@@ -107,14 +107,14 @@ impl Suite {
         listed.artifacts.into_iter().map(|artifact| artifact.artifact_id).collect()
     }
 
-    /// How many trees the database has.
+    /// Returns the number of trees in the database.
     async fn trees(&self) -> usize {
         let rows = Tables::open(&self.url()).await.rows().await;
         rows.iter().filter(|row| row.starts_with("trees: ")).count()
     }
 }
 
-async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase) {
+async fn tree_makes_sealed_artifact_without_worker(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = suite.build().await;
     let large = pb::SmallTree { entries: vec![file("large", vec![0xa5; (1 << 20) - 5])] };
@@ -130,7 +130,7 @@ async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase)
         assert_eq!(suite.read_tree(TEAM, artifact).await.expect("it is kept"), Some(tree.clone()));
         assert_refused(suite.read_tree("other", artifact).await, Reason::ArtifactNotFound);
 
-        // The same again is the same, however it is written down; anything else is another.
+        // An equal tree is accepted in any order. A different tree is not.
         let mut turned = tree.clone();
         turned.entries.reverse();
         assert_eq!(suite.create_from(artifact, Some(build), Some(turned)).await.expect("the same"), made);
@@ -149,7 +149,7 @@ async fn a_tree_makes_a_sealed_artifact_without_a_worker(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_tree_counts_as_bytes_wherever_bytes_are_asked_for(database: TestDatabase) {
+async fn stored_tree_counts_as_bytes(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let build = suite.build().await;
     let (artifact, digest) = suite.handed_over(Some(build), 1).await;
@@ -180,7 +180,7 @@ async fn a_tree_counts_as_bytes_wherever_bytes_are_asked_for(database: TestDatab
     suite.stop().await;
 }
 
-async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestDatabase) {
+async fn lost_replica_of_tree_is_made_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let build = suite.build().await;
@@ -202,7 +202,7 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
         assert_eq!((again.outcome(), &again.volume_handle), (PlanOutcome::Complete, &planned.volume_handle));
         let prepared = gateway.prepare(workload, attempt, &needs).await.expect("prepared");
         assert_eq!(prepared.volumes[0].parent_handle, planned.volume_handle);
-        // It is lost, and what is left is what there was in the beginning.
+        // The replica is lost, and the tree is left.
         gateway.report(&[], &[]).await.expect("reported");
         let seen = suite.get(artifact).await.expect("it is there");
         assert_eq!((seen.state(), seen.in_store, seen.replicas.len()), (ArtifactState::Sealed, true, 0));
@@ -211,7 +211,7 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
         before = planned.volume_handle;
     }
 
-    // The last replica of what somebody keeps may go, and the worker with it.
+    // The last replica of a kept artifact may be dropped, and its worker forgotten.
     let planned = suite.planned(artifact, gateway.worker).await;
     gateway.complete(&planned.volume_handle, tree_digest).await.expect("complete");
     let drop = pb::DropReplicaRequest {
@@ -229,12 +229,12 @@ async fn replicas_are_made_from_a_tree_as_often_as_they_are_lost(database: TestD
         pb::ForgetWorkerRequest { worker_id: other.worker.to_string(), force: false, only_check: false };
     suite.inventory().forget_worker(forget).await.expect("the store has the bytes");
     let watched = suite.inventory().watch_lost(pb::WatchLostRequest::default()).await.expect("watched");
-    let told = watched.into_inner().message().await.expect("no error").expect("a loss");
-    assert_eq!((told.artifact_id, told.in_store), (artifact.to_string(), true));
+    let notice = watched.into_inner().message().await.expect("no error").expect("a loss");
+    assert_eq!((notice.artifact_id, notice.in_store), (artifact.to_string(), true));
     suite.stop().await;
 }
 
-async fn a_tree_stays_until_its_tombstone_is_over(database: TestDatabase) {
+async fn tree_stays_until_its_tombstone_expires(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| config.tombstone = HOUR).await;
     let build = suite.build().await;
     let (owned, _) = suite.handed_over(Some(build), 1).await;
@@ -248,7 +248,7 @@ async fn a_tree_stays_until_its_tombstone_is_over(database: TestDatabase) {
     assert_refused(suite.read_tree(TEAM, unowned).await, Reason::ArtifactNotFound);
     assert_refused(suite.pin(WorkloadId::new(), &[unowned], None).await, Reason::InputUnavailable);
 
-    // No worker had it, and still it comes back.
+    // It is restored although no worker has it.
     suite.clock.advance(HOUR / 2);
     suite.collect(DryRun::Off).await;
     let back = suite.bring_back(unowned).await.expect("its bytes are there");

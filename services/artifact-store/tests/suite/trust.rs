@@ -1,4 +1,4 @@
-//! Who may do what: teams apart from each other, and attempts that were given up.
+//! Isolation of teams, and of attempts that were given up.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use crate::{Answer, Gateway, Suite, Tables, assert_refused, digest, input, on_bo
 
 on_both_databases! {
     another_team_sees_and_changes_nothing,
-    outputs_are_never_given_to_the_build_of_another_team,
-    an_attempt_ends_only_for_its_own_workload,
-    an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up,
-    what_an_attempt_had_completed_before_another_was_settled_stays_unseen,
+    outputs_never_go_to_build_of_another_team,
+    attempt_ends_only_for_its_workload,
+    abandoned_attempt_seals_nothing_after_waking_up,
+    output_of_unsettled_attempt_stays_invisible,
 }
 
-/// Who has no business with what is of another team.
+/// A team without access.
 const OTHER: &str = "other";
 
 fn plan(team: &str, artifact: ArtifactId, gateway: &Gateway, transfer: TransferId) -> pb::PlanReplicaRequest {
@@ -81,7 +81,7 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
     let delete = pb::DeleteBuildRequest { team: team(), build_id: build.to_string() };
     assert_refused(answer(owners.delete_build(delete).await), Reason::BuildNotFound);
 
-    // A workload of the other team's own, which nobody had heard of.
+    // A new workload of the other team.
     let pin = pb::PinRequest {
         holder_id: WorkloadId::new().to_string(),
         team: team(),
@@ -116,18 +116,18 @@ async fn another_team_sees_and_changes_nothing(database: TestDatabase) {
         digest: digest(2).as_bytes().to_vec().into(),
     };
     assert_refused(answer(suite.replicas().seal_upload(seal).await), Reason::ArtifactNotFound);
-    // Nobody learns from the answer whether there is such a transfer.
+    // The answer does not reveal whether the transfer exists.
     let abandon = pb::AbandonUploadRequest { transfer_id: transfer.to_string(), team: team() };
     suite.replicas().abandon_upload(abandon).await.expect("nothing to abandon");
 
     Tables::assert_unchanged(&before, &tables.rows().await, "another team");
-    // And the team itself may.
+    // The team itself may.
     suite.seal(arrived, digest(2)).await.expect("sealed");
     suite.pin(workload, &[sealed, arrived], Some(build)).await.expect("pinned");
     suite.stop().await;
 }
 
-async fn outputs_are_never_given_to_the_build_of_another_team(database: TestDatabase) {
+async fn outputs_never_go_to_build_of_another_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let foreign = BuildId::new();
@@ -148,11 +148,11 @@ async fn outputs_are_never_given_to_the_build_of_another_team(database: TestData
         suite.settle(workload, Some(attempt), &[(out, digest(1))], Some(build)).await.expect("settled");
     }
     let settled = suite.get(out).await.expect("it is there");
-    assert_eq!(settled.kept_by, ["no owner: it goes when it is old"]);
+    assert_eq!(settled.kept_by, ["no owner: deleted when it is old"]);
     suite.stop().await;
 }
 
-async fn an_attempt_ends_only_for_its_own_workload(database: TestDatabase) {
+async fn attempt_ends_only_for_its_workload(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (workload, attempt) = (WorkloadId::new(), AttemptId::new());
@@ -166,25 +166,26 @@ async fn an_attempt_ends_only_for_its_own_workload(database: TestDatabase) {
         assert_refused(suite.end_attempt(WorkloadId::new(), attempt).await, Reason::InvalidField);
     }
     Tables::assert_unchanged(&before, &tables.rows().await, "the end of another's attempt");
-    gateway.prepared(attempt).await.expect("it goes on");
+    gateway.prepared(attempt).await.expect("it is active");
     suite.end_attempt(workload, attempt).await.expect("ended");
     assert_refused(gateway.prepared(attempt).await, Reason::AttemptEnded);
     suite.stop().await;
 }
 
-/// Two attempts of one workload at the same time: the first is cut off, and the store has not heard that it was given up.
+/// Two concurrent attempts of one workload. The first is cut off, and the store does not know that
+/// it was given up.
 struct Partition {
     suite: Suite,
     workload: WorkloadId,
     out: ArtifactId,
-    /// Of the first attempt, and of the second.
+    /// Gateways of the first and the second attempt.
     gateways: [Gateway; 2],
     attempts: [AttemptId; 2],
     prepared: [pb::PrepareResponse; 2],
 }
 
 impl Partition {
-    /// Both attempts are prepared, on one worker or on two.
+    /// Prepares both attempts, on one worker or on two.
     async fn start(suite: Suite, same_worker: bool) -> Self {
         let first = suite.gateway().await;
         let second = if same_worker { first.clone() } else { suite.gateway().await };
@@ -204,11 +205,11 @@ impl Partition {
         &self.prepared[attempt].volumes[0].volume_handle
     }
 
-    /// The second attempt exits, and its workload is settled with what it made.
+    /// The second attempt exits, and its workload is settled with its output.
     async fn settle_second(&self) {
         self.gateways[1].complete(self.candidate(1), digest(2)).await.expect("complete");
         let outputs = [(self.out, digest(2))];
-        // What the first one has made, or may yet make, is not the second one's.
+        // An output of the first attempt cannot be settled for the second one.
         let refused =
             self.suite.settle(self.workload, Some(self.attempts[1]), &[(self.out, digest(1))], None).await;
         assert_refused(refused, Reason::CandidateMissing);
@@ -216,7 +217,7 @@ impl Partition {
         self.suite.settle(self.workload, Some(self.attempts[1]), &outputs, None).await.expect("settled");
     }
 
-    /// The first attempt wakes up, and goes on with whatever it was about to do.
+    /// The first attempt wakes up, and continues.
     async fn wake_first(&self) {
         let (gateway, attempt) = (&self.gateways[0], self.attempts[0]);
         let tables = Tables::open(&self.suite.url()).await;
@@ -227,14 +228,14 @@ impl Partition {
         assert_refused(gateway.prepare(self.workload, third, &needs).await, Reason::AttemptEnded);
         assert_refused(gateway.prepared(attempt).await, Reason::AttemptEnded);
         assert_refused(self.suite.seal(self.out, digest(1)).await, Reason::ArtifactSealed);
-        // A workload is settled once: a repeat is answered as the first call was, and changes nothing.
+        // A workload is settled once: a repeat returns the same answer, and changes nothing.
         let outputs = [(self.out, digest(1)), (ArtifactId::new(), digest(1))];
         self.suite.settle(self.workload, Some(attempt), &outputs, None).await.expect("settled before");
         self.suite.end_attempt(self.workload, attempt).await.expect("it ended before");
         Tables::assert_unchanged(&before, &tables.rows().await, "an attempt that was given up");
     }
 
-    /// The second attempt's output is all that is seen, the rest goes, and in the end that goes, too.
+    /// Checks that only the second attempt's output stays, and that finally everything is deleted.
     async fn finish(self) -> Suite {
         let Self { suite, out, gateways, prepared, .. } = self;
         let [first, second] = prepared;
@@ -256,7 +257,7 @@ impl Partition {
 
         gateways[0].swept(&[&first.container_handle], &[&first.volumes[0].volume_handle]).await;
         gateways[1].swept(&[&second.container_handle], &[]).await;
-        // Each holds what is not garbage: the replica, on the second one's worker.
+        // Only the replica on the second worker is not garbage.
         let kept = std::slice::from_ref(&second.volumes[0].volume_handle);
         gateways[1].report(kept, &[]).await.expect("reported");
         if gateways[0].worker != gateways[1].worker {
@@ -278,7 +279,7 @@ impl Partition {
     }
 }
 
-async fn an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up(database: TestDatabase) {
+async fn abandoned_attempt_seals_nothing_after_waking_up(database: TestDatabase) {
     let mut suite = Suite::start(database).await;
     for same_worker in [true, false] {
         let partition = Partition::start(suite, same_worker).await;
@@ -286,7 +287,7 @@ async fn an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up(database: T
         partition.wake_first().await;
         let late = partition.gateways[0].complete(partition.candidate(0), digest(1)).await;
         assert_refused(late, Reason::AttemptEnded);
-        // Nor is what the second one made the first one's to complete.
+        // The first attempt cannot complete a volume of the second one.
         let foreign = partition.gateways[0].complete(partition.candidate(1), digest(1)).await;
         assert_refused(foreign, if same_worker { Reason::InvalidField } else { Reason::VolumeNotFound });
         suite = partition.finish().await;
@@ -294,7 +295,7 @@ async fn an_attempt_that_was_given_up_seals_nothing_when_it_wakes_up(database: T
     suite.stop().await;
 }
 
-async fn what_an_attempt_had_completed_before_another_was_settled_stays_unseen(database: TestDatabase) {
+async fn output_of_unsettled_attempt_stays_invisible(database: TestDatabase) {
     let mut suite = Suite::start(database).await;
     for same_worker in [true, false] {
         let partition = Partition::start(suite, same_worker).await;

@@ -1,4 +1,4 @@
-//! Why things are there, or went; and what was deleted comes back while its bytes are there.
+//! Explanations, and restoring of deleted artifacts.
 
 use std::time::Duration;
 
@@ -13,20 +13,20 @@ use crate::{
 };
 
 on_both_databases! {
-    an_artifact_says_what_keeps_it_and_until_when,
-    what_went_says_when_and_why_as_long_as_tombstones_stay,
-    what_an_attempt_made_says_when_it_will_go_and_goes_then,
-    a_replica_says_what_keeps_it,
-    a_build_says_when_it_lets_go,
-    a_cache_says_who_uses_it_and_until_when,
-    nothing_is_said_to_another_team,
-    what_keeps_much_is_counted,
-    a_deleted_artifact_comes_back_while_its_bytes_are_there,
-    what_a_gateway_was_told_to_destroy_does_not_come_back,
-    a_replica_that_was_not_there_when_it_was_marked_does_not_come_back,
-    a_build_can_own_what_comes_back,
-    what_comes_back_beside_what_is_handed_out_is_whole,
-    collections_are_watched,
+    artifact_explanation_names_keepers_and_ends,
+    deletion_is_explained_until_tombstone_expires,
+    attempt_items_are_deleted_when_explained,
+    replica_explanation_names_its_keepers,
+    build_explanation_says_when_it_lets_go,
+    cache_explanation_names_users_and_ends,
+    nothing_is_explained_to_another_team,
+    long_lists_of_explanations_have_totals,
+    deleted_artifact_is_restored_while_bytes_exist,
+    handed_out_replica_is_not_restored,
+    unconfirmed_marked_replica_is_not_restored,
+    build_owns_restored_artifact,
+    restored_artifact_is_whole_during_hand_out,
+    watcher_receives_collected_items,
 }
 
 mod ends;
@@ -59,7 +59,7 @@ impl Suite {
         Ok(self.artifacts().undelete(request).await?.into_inner().artifact.expect("the artifact"))
     }
 
-    /// An artifact that a build owned which has let go, and its replica: both are marked.
+    /// Creates an artifact and a replica that are marked because their build has let go.
     async fn deleted(&self, gateway: &Gateway, content: u64) -> (ArtifactId, String) {
         let (build, workload) = (BuildId::new(), WorkloadId::new());
         self.put_build(build, workload, None).await.expect("put");
@@ -75,7 +75,7 @@ impl Suite {
     }
 }
 
-/// When what is explained was marked, went, goes and is forgotten.
+/// Times of an explanation.
 trait When {
     fn marked(&self) -> Option<Timestamp>;
     fn gone(&self) -> Option<Timestamp>;
@@ -113,7 +113,7 @@ fn related(explained: &pb::ExplainResponse, relation: &str) -> Vec<String> {
     relation.map(|relation| relation.ids.clone()).unwrap_or_default()
 }
 
-async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
+async fn artifact_explanation_names_keepers_and_ends(database: TestDatabase) {
     let suite = suite(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -126,7 +126,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     assert_eq!(explained.goes(), Some(old));
     assert_eq!(explained.why, "it never had an owner, and it is old");
 
-    // Everything that can keep it, at once.
+    // All kinds of references at once.
     let (build, of_build, user, attempt) =
         (BuildId::new(), WorkloadId::new(), WorkloadId::new(), AttemptId::new());
     suite.put_build(build, of_build, Some(MINUTE)).await.expect("put");
@@ -153,9 +153,9 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     );
     assert_eq!(explained.kept_by_total, 4);
     assert_eq!((explained.goes(), explained.why.as_str()), (None, ""), "not before something happens");
-    assert!(explained.kept_by[0].text.ends_with("which goes on"), "{:?}", explained.kept_by[0]);
+    assert!(explained.kept_by[0].text.ends_with("which is open"), "{:?}", explained.kept_by[0]);
 
-    // When only the build's time is left, that is when it goes; and it does.
+    // When only the build is left, the artifact is deleted at the predicted time.
     suite.settle(user, None, &[], None).await.expect("settled");
     suite.abandon(transfer.parse().expect("an id")).await.expect("abandoned");
     suite.settle(of_build, None, &[], None).await.expect("settled");
@@ -171,7 +171,7 @@ async fn an_artifact_says_what_keeps_it_and_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDatabase) {
+async fn deletion_is_explained_until_tombstone_expires(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.deleted(&gateway, 1).await;
@@ -213,7 +213,7 @@ async fn what_went_says_when_and_why_as_long_as_tombstones_stay(database: TestDa
     suite.stop().await;
 }
 
-async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestDatabase) {
+async fn attempt_items_are_deleted_when_explained(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.tombstone = HOUR;
         config.gc_grace = 5 * MINUTE;
@@ -277,7 +277,7 @@ async fn what_an_attempt_made_says_when_it_will_go_and_goes_then(database: TestD
     suite.stop().await;
 }
 
-async fn a_replica_says_what_keeps_it(database: TestDatabase) {
+async fn replica_explanation_names_its_keepers(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -306,7 +306,7 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
     let (transfer, until) = (transfer.to_string(), suite.clock.now() + MINUTE);
     assert_eq!(kept_by(&explained), [(Thing::Transfer, transfer.as_str(), Some(until))]);
     assert_eq!(explained.goes(), Some(until));
-    assert_eq!(explained.why, "its transfer stopped without an end");
+    assert_eq!(explained.why, "the claim of its transfer expired");
     suite.clock.advance(MINUTE);
     suite.collect(DryRun::Off).await;
     let explained = suite.explain(&filled).await.expect("explained");
@@ -314,7 +314,7 @@ async fn a_replica_says_what_keeps_it(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_build_says_when_it_lets_go(database: TestDatabase) {
+async fn build_explanation_says_when_it_lets_go(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (build, workload) = (BuildId::new(), WorkloadId::new());
@@ -341,7 +341,7 @@ async fn a_build_says_when_it_lets_go(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
+async fn cache_explanation_names_users_and_ends(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.resource_cache_ttl = HOUR;
         config.tombstone = HOUR;
@@ -366,7 +366,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
         (Thing::ResourceCache, pb::ExplainedState::BeingMade, "git v1")
     );
     assert_eq!(kept_by(&explained), [(Thing::Unspecified, "", suite.after(MINUTE))]);
-    assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker goes on");
+    assert_eq!(explained.goes(), suite.after(MINUTE), "unless its maker renews");
 
     let put = pb::PutResourceCacheRequest {
         team: TEAM.to_owned(),
@@ -377,7 +377,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     let explained = suite.explain(&cache).await.expect("explained");
     assert_eq!((explained.state(), explained.goes()), (pb::ExplainedState::Ready, suite.after(HOUR)));
     assert_eq!(related(&explained, "owns"), [artifact.to_string()]);
-    // What keeps the artifact names it.
+    // The explanation of the artifact names the cache.
     let keeper = suite.explain(artifact).await.expect("explained");
     assert_eq!(kept_by(&keeper), [(Thing::ResourceCache, cache.as_str(), suite.after(HOUR))]);
     assert_eq!((keeper.goes(), keeper.kept_by_total), (suite.after(HOUR), 1), "it has had an owner");
@@ -400,7 +400,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     assert_eq!((explained.goes(), explained.why.as_str()), (None, ""));
     assert_eq!(suite.explain(artifact).await.expect("explained").goes(), None);
     assert_refused(suite.explain_to("other", &cache).await, Reason::UnknownId);
-    // When their uses have ended, it goes when it says, and not before.
+    // After the uses have ended, it is deleted at the predicted time.
     suite.delete_build(build).await.expect("deleted");
     suite.settle(workload, None, &[], None).await.expect("settled");
     let goes = suite.explain(&cache).await.expect("explained").goes();
@@ -447,7 +447,7 @@ async fn a_cache_says_who_uses_it_and_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn nothing_is_said_to_another_team(database: TestDatabase) {
+async fn nothing_is_explained_to_another_team(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (build, workload, attempt) = (BuildId::new(), WorkloadId::new(), AttemptId::new());
@@ -478,7 +478,7 @@ async fn nothing_is_said_to_another_team(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_keeps_much_is_counted(database: TestDatabase) {
+async fn long_lists_of_explanations_have_totals(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -493,24 +493,24 @@ async fn what_keeps_much_is_counted(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestDatabase) {
+async fn deleted_artifact_is_restored_while_bytes_exist(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, replica) = suite.deleted(&gateway, 1).await;
-    // A report that begins before and is judged after says nothing about what comes back.
+    // A report that begins before the restore and is judged after it has no effect on the replica.
     let early = gateway.begin_report().await.expect("begun");
     for _ in 0..2 {
         let back = suite.undelete(artifact, None).await.expect("it is back");
         assert_eq!((back.state(), back.replicas.len()), (ArtifactState::Sealed, 1));
         assert_eq!((back.marked_at, back.marked_why.as_str()), (None, ""));
-        assert_eq!(back.kept_by, ["no owner: it is kept for a while"]);
+        assert_eq!(back.kept_by, ["no owner: kept for a limited time"]);
     }
     assert_eq!(gateway.report_with(early, &[], &[]).await.expect("reported").lost, 0);
     assert_eq!(suite.volume_state(&replica).await, Some(InventoryState::Created));
     let explained = suite.explain(artifact).await.expect("explained");
     assert_eq!(explained.goes(), suite.after(HOUR));
 
-    // It can be used as before.
+    // It is usable again.
     let workload = WorkloadId::new();
     suite.pin(workload, &[artifact], None).await.expect("pinned");
     suite.settle(workload, None, &[], None).await.expect("settled");
@@ -519,7 +519,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
     suite.clock.advance(Duration::from_micros(1));
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "its reprieve is over");
 
-    // For as long as is asked.
+    // It is kept for the requested time.
     let keep = |keep| Some(pb::undelete_request::KeptBy::Keep(rpc::duration(keep)));
     suite.undelete(artifact, keep(MINUTE)).await.expect("it is back");
     suite.undelete(artifact, keep(2 * MINUTE)).await.expect("kept for longer");
@@ -530,7 +530,7 @@ async fn a_deleted_artifact_comes_back_while_its_bytes_are_there(database: TestD
     suite.stop().await;
 }
 
-async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDatabase) {
+async fn handed_out_replica_is_not_restored(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -550,12 +550,12 @@ async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDat
     assert_refused(suite.undelete(artifact, None).await, Reason::BytesGone);
     assert_eq!(suite.get(artifact).await.expect("its tombstone").state(), ArtifactState::Deleting);
 
-    // What is there and has lost its bytes does not come back either.
+    // An artifact with lost bytes is not restored.
     let (lost, _) = suite.upload(&one, None, 3).await.expect("uploaded");
     one.report(&[], &[]).await.expect("reported");
     assert_refused(suite.undelete(lost, None).await, Reason::BytesGone);
 
-    // What never had final bytes has none to come back with.
+    // An artifact without final bytes has nothing to restore.
     let (open, transfer) = (ArtifactId::new(), TransferId::new());
     suite.create(open, None).await.expect("created");
     assert_refused(suite.undelete(open, None).await, Reason::ArtifactNotFound);
@@ -566,7 +566,7 @@ async fn what_a_gateway_was_told_to_destroy_does_not_come_back(database: TestDat
     suite.stop().await;
 }
 
-async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(database: TestDatabase) {
+async fn unconfirmed_marked_replica_is_not_restored(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (lost, _) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -576,7 +576,7 @@ async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(data
     assert_eq!(suite.collect(DryRun::Off).await.len(), 4);
     assert_refused(suite.undelete(lost, None).await, Reason::BytesGone);
 
-    // Since it was marked its worker has begun another life, and has not said what is left.
+    // After the mark its worker has begun a new incarnation, and has not reported.
     let gateway = suite.silent_gateway(gateway.worker, 2, 2);
     gateway.begin_report().await.expect("begun");
     suite.undelete(kept, None).await.expect("it may be there");
@@ -586,7 +586,7 @@ async fn a_replica_that_was_not_there_when_it_was_marked_does_not_come_back(data
     suite.stop().await;
 }
 
-async fn a_build_can_own_what_comes_back(database: TestDatabase) {
+async fn build_owns_restored_artifact(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (artifact, _) = suite.deleted(&gateway, 1).await;
@@ -605,7 +605,7 @@ async fn a_build_can_own_what_comes_back(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_comes_back_beside_what_is_handed_out_is_whole(database: TestDatabase) {
+async fn restored_artifact_is_whole_during_hand_out(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     for content in 0..15 {
@@ -626,14 +626,14 @@ async fn what_comes_back_beside_what_is_handed_out_is_whole(database: TestDataba
             }
             refused => assert_refused(refused, Reason::BytesGone),
         }
-        // Either way it goes in the end.
+        // In both cases it is finally deleted.
         gateway.swept(&[], &[&replica]).await;
         gateway.report(&[], &[]).await.expect("reported");
     }
     suite.stop().await;
 }
 
-async fn collections_are_watched(database: TestDatabase) {
+async fn watcher_receives_collected_items(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let mut collector = pb::collector_client::CollectorClient::new(suite.peer.clone());
@@ -643,7 +643,7 @@ async fn collections_are_watched(database: TestDatabase) {
     let mut seen = Vec::new();
     while seen.len() < 2 {
         let message = tokio::time::timeout(PATIENCE, stream.message()).await.expect("in time");
-        let message = message.expect("no error").expect("the stream goes on");
+        let message = message.expect("no error").expect("the stream is open");
         assert_eq!(message.missed, 0);
         seen.extend(message.collected);
     }

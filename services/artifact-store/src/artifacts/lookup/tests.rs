@@ -1,4 +1,4 @@
-//! Whatever is asked at the same time, each is told what its own team may use, in its own order.
+//! Tests that batched lookups return what separate lookups would.
 
 use std::sync::Arc;
 
@@ -19,19 +19,20 @@ use crate::config::{Config, KeySource};
 
 const TEAMS: [&str; 2] = ["main", "other"];
 
-/// What there is of an artifact.
-struct Known {
+/// A generated artifact.
+struct TestArtifact {
     id: ArtifactId,
     team: &'static str,
     is_deleting: bool,
-    /// The teams that may use it though it is another's.
+    /// Teams that may use it although it belongs to another team.
     for_others: Vec<&'static str>,
-    /// The workers that have it.
+    /// Workers with a replica of it.
     workers: BTreeSet<WorkerId>,
 }
 
-/// Some that a team may use because they are its own, because every team may, because a holder of it has pinned them, and some that none may.
-async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
+/// Creates artifacts: usable by their team, by every team, by a team that has pinned them, and by
+/// no team.
+async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<TestArtifact> {
     let write = async |sql: &'static str, values: Vec<Value>| {
         let backend = store.db.read().get_database_backend();
         let statement = &Statement::from_sql_and_values(backend, sql, values);
@@ -68,7 +69,7 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
                 let sql = "INSERT INTO resource_certs (worker_id, artifact_id) VALUES ($1, $2)";
                 write(sql, vec![worker.into(), id.into()]).await;
             }
-            // As one that was for every team once.
+            // Pinned while it was available to every team.
             21 | 22 => {
                 for_others.push("main");
                 let sql = "INSERT INTO pins (holder_id, artifact_id, pinned_at) VALUES ($1, $2, 0)";
@@ -86,12 +87,12 @@ async fn artifacts(store: &Store, random: &mut SmallRng) -> Vec<Known> {
             has_it.insert(*worker);
         }
         let (id, is_deleting) = (ArtifactId::from_uuid(id), state == "deleting");
-        all.push(Known { id, team, is_deleting, for_others, workers: has_it });
+        all.push(TestArtifact { id, team, is_deleting, for_others, workers: has_it });
     }
     all
 }
 
-async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
+async fn lookups_return_usable_artifacts_of_the_team(database: TestDatabase) {
     let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let random = &mut SmallRng::seed_from_u64(seed);
@@ -101,8 +102,8 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
     };
     let store = Arc::new(Store::open(config).await.expect("it opens"));
     let known = artifacts(&store, random).await;
-    let locating = Locating::new(store.db.clone(), TaskTracker::new());
-    let (mut told, mut left_out) = (0, 0);
+    let locator = ArtifactLocator::new(store.db.clone(), TaskTracker::new());
+    let (mut returned, mut left_out) = (0, 0);
     for _ in 0..40 {
         let team = *TEAMS.choose(random).expect("two");
         let mut calls = Vec::new();
@@ -116,13 +117,13 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
             }
             calls.push(artifacts);
         }
-        // By one lookup.
+        // All calls in one lookup.
         let (answers, answered): (Vec<_>, Vec<_>) = calls.iter().map(|_| oneshot::channel()).unzip();
         let wanted =
-            calls.iter().map(|artifacts| Wanted { team: team.to_owned(), artifacts: artifacts.clone() });
+            calls.iter().map(|artifacts| LookupCall { team: team.to_owned(), artifacts: artifacts.clone() });
         locate_group(&store.db, (wanted.collect(), answers)).await;
         for (artifacts, answered) in calls.iter().zip(answered) {
-            let mut expected: Vec<&Known> = Vec::new();
+            let mut expected: Vec<&TestArtifact> = Vec::new();
             for id in artifacts {
                 let one = known.iter().find(|one| one.id == *id && !one.is_deleting);
                 let one = one.filter(|one| one.team == team || one.for_others.contains(&team));
@@ -135,32 +136,33 @@ async fn each_is_told_what_its_team_may_use(database: TestDatabase) {
             });
             let expected: Vec<_> = expected.iter().map(|one| (one.id, one.workers.clone())).collect();
             assert_eq!(found.collect::<Vec<_>>(), expected, "{team}: {artifacts:?}, with {calls:?}");
-            told += expected.len();
+            returned += expected.len();
             left_out += artifacts.len() - expected.len();
         }
     }
 
-    // Whoever asks, with others or for so many that it is looked up for him alone.
+    // Small calls, which are batched, and large ones, which are not.
     let all: Vec<_> = known.iter().map(|one| one.id).collect();
     let many: Vec<_> = all.iter().copied().chain((0..FEW).map(|_| ArtifactId::new())).collect();
     let asked = [&all, &many, &Vec::new()];
-    let calls = asked.map(|artifacts| TEAMS.map(|team| locating.locate(team.to_owned(), artifacts.clone())));
+    let calls = asked.map(|artifacts| TEAMS.map(|team| locator.locate(team.to_owned(), artifacts.clone())));
     let answers = join_all(calls.into_iter().flatten()).await.into_iter();
     let counts: Vec<_> = answers.map(|answer| answer.expect("it is looked up").len()).collect();
     let usable = TEAMS.map(|team| {
-        let may = |one: &&Known| !one.is_deleting && (one.team == team || one.for_others.contains(&team));
+        let may =
+            |one: &&TestArtifact| !one.is_deleting && (one.team == team || one.for_others.contains(&team));
         known.iter().filter(may).count()
     });
     assert_eq!(counts, [usable, usable, [0, 0]].concat());
-    assert!(told > 100 && left_out > 100, "too little happened: {told}, {left_out}");
+    assert!(returned > 100 && left_out > 100, "too little happened: {returned}, {left_out}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_is_told_what_its_team_may_use_on_sqlite() {
-    each_is_told_what_its_team_may_use(databases::sqlite()).await;
+async fn lookups_return_usable_artifacts_of_the_team_on_sqlite() {
+    lookups_return_usable_artifacts_of_the_team(databases::sqlite()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn each_is_told_what_its_team_may_use_on_postgres() {
-    each_is_told_what_its_team_may_use(databases::postgres().await).await;
+async fn lookups_return_usable_artifacts_of_the_team_on_postgres() {
+    lookups_return_usable_artifacts_of_the_team(databases::postgres().await).await;
 }

@@ -1,4 +1,4 @@
-//! Artifacts that nothing may keep any more: marked, and their replicas with them.
+//! The step of artifacts: marks artifacts without references, and their replicas.
 
 use std::collections::BTreeMap;
 
@@ -9,61 +9,63 @@ use crate::db::entity::artifact;
 use crate::db::ids;
 use crate::db::units::size;
 use crate::gc::steps::deleted::{self, Replicas};
-use crate::gc::{Batch, Collected, Kind, Settings, look_next};
-use crate::marks::Wait;
-use crate::marks::references::{self, JudgedArtifact};
+use crate::gc::{Batch, CollectedItem, Kind, Settings, schedule_next};
+use crate::marks::LockWait;
+use crate::marks::references::{self, ArtifactRow};
 use crate::marks::tombstones;
 use crate::policy::garbage::{self, MarkReason, Verdict};
 
-pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
         "SELECT {} FROM artifacts WHERE look_at <= $1 AND state <> 'deleting' ORDER BY look_at LIMIT $2{}",
-        JudgedArtifact::COLUMNS,
+        ArtifactRow::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
     let most = i64::try_from(settings.batch).unwrap_or(i64::MAX);
     let due = Statement::from_sql_and_values(backend, sql, [settings.now.0.into(), most.into()]);
-    let rows = JudgedArtifact::find_by_statement(due).all(txn).await?;
+    let rows = ArtifactRow::find_by_statement(due).all(txn).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    let mut batch = Batch { looked: true, ..Batch::default() };
+    let mut batch = Batch { checked: true, ..Batch::default() };
     judge(txn, settings, &rows, &mut batch).await?;
     Ok(batch)
 }
 
-/// Judges artifacts that are locked and not marked: marks them, with their replicas, or says when to look at them again.
+/// Judges locked, unmarked artifacts. Marks them with their replicas, or sets their next check.
 pub(in crate::gc) async fn judge(
     txn: &DatabaseTransaction,
     settings: &Settings,
-    rows: &[JudgedArtifact],
+    rows: &[ArtifactRow],
     batch: &mut Batch,
 ) -> Result<(), DbErr> {
     let facts = references::artifacts(txn, rows, settings.now).await?;
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut marked = Vec::new();
     for (row, facts) in rows.iter().zip(&facts) {
         match garbage::artifact(facts, settings.now, &settings.policy) {
             Verdict::Keep(look) if settings.column(look) == row.look_at => {}
-            Verdict::Keep(look) => looks.push((row.artifact_id, look)),
+            Verdict::Keep(look) => checks.push((row.artifact_id, look)),
             Verdict::Mark(why) => {
                 let (id, size_bytes) = (row.artifact_id, size(row.size_bytes));
-                marked.push(Collected { kind: Kind::Artifact, id, why, size_bytes });
+                marked.push(CollectedItem { kind: Kind::Artifact, id, why, size_bytes });
             }
         }
     }
-    look_next::<artifact::Entity>(txn, settings, &looks).await?;
+    schedule_next::<artifact::Entity>(txn, settings, &checks).await?;
     if marked.is_empty() {
         return Ok(());
     }
     batch.collected.extend(marked.iter().cloned());
     let ids: Vec<_> = marked.iter().map(|marked| marked.id).collect();
-    // A transaction that holds a worker may wait for one of these artifacts: what is there is left to the next step, which holds none that is not marked.
-    let Replicas { left, .. } = deleted::mark_replicas(txn, settings, &ids, Wait::Not, batch).await?;
+    // A transaction that has locked a worker may wait for one of these artifacts, so that locked
+    // workers are skipped. The next step marks their replicas. It locks only marked artifacts.
+    let Replicas { left, .. } =
+        deleted::mark_replicas(txn, settings, &ids, LockWait::SkipLocked, batch).await?;
     let tombstone_over = settings.now + settings.tombstone;
     let mut alike: BTreeMap<_, Vec<Uuid>> = BTreeMap::new();
-    for Collected { id, why, .. } in &marked {
+    for CollectedItem { id, why, .. } in &marked {
         let look_at = if left.contains(id) { settings.now } else { tombstone_over };
         alike.entry((*why, look_at)).or_default().push(*id);
     }

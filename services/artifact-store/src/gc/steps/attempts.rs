@@ -1,4 +1,4 @@
-//! Attempts that ended: what they made goes, and in the end their rows.
+//! The step of attempts: marks containers and volumes of ended attempts, and forgets the attempts.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -12,68 +12,68 @@ use uuid::Uuid;
 use crate::db::entity::{Purpose, attempt, container, volume};
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::{Batch, Collected, Kind, NextLook, Settings, by_reason, lock_due, look_next};
-use crate::marks::references::{self, JudgedVolume};
+use crate::gc::{Batch, CollectedItem, Kind, NextCheck, Settings, by_reason, lock_due, schedule_next};
+use crate::marks::references::{self, VolumeRow};
 use crate::marks::schedule::make_due;
-use crate::marks::{self, Wait};
+use crate::marks::{self, LockWait};
 use crate::policy::garbage::{self, ContainerFacts, Verdict};
-use crate::policy::retention::FORGOTTEN_LATER;
+use crate::policy::retention::REMAINS_RECHECK_INTERVAL;
 
-/// How many volumes are judged at a time: an attempt may have thousands.
+/// Number of volumes judged at a time. An attempt may have thousands.
 const VOLUMES: usize = 1000;
 
-pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
-    // Each made some volumes, which are what takes time.
+pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+    // Smaller batches, because the volumes of the attempts take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
     let rows = lock_due(txn, attempt::Entity::find(), &some).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    let mut batch = Batch { looked: true, ..Batch::default() };
+    let mut batch = Batch { checked: true, ..Batch::default() };
     let ids: Vec<_> = rows.iter().map(|row| row.attempt_id).collect();
-    let mut looks = Looks::default();
-    containers(txn, settings, &ids, &mut batch, &mut looks).await?;
-    volumes(txn, settings, &ids, &mut batch, &mut looks).await?;
+    let mut checks = NextChecks::default();
+    containers(txn, settings, &ids, &mut batch, &mut checks).await?;
+    volumes(txn, settings, &ids, &mut batch, &mut checks).await?;
 
     let mut forgettable = Vec::new();
     let mut next = Vec::new();
     for row in &rows {
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
-        match looks.0.get(&row.attempt_id) {
+        match checks.0.get(&row.attempt_id) {
             Some(look) => next.push((row.attempt_id, *look)),
-            None if row.ended_at.is_none() => next.push((row.attempt_id, NextLook::WhenTold)),
-            None if forget_at > settings.now => next.push((row.attempt_id, NextLook::At(forget_at))),
+            None if row.ended_at.is_none() => next.push((row.attempt_id, NextCheck::OnEvent)),
+            None if forget_at > settings.now => next.push((row.attempt_id, NextCheck::At(forget_at))),
             None => forgettable.push(row.attempt_id),
         }
     }
     next.extend(forget(txn, settings, &forgettable).await?);
-    look_next::<attempt::Entity>(txn, settings, &next).await?;
+    schedule_next::<attempt::Entity>(txn, settings, &next).await?;
     Ok(batch)
 }
 
-/// When attempts of which something is left are looked at again: as soon as for any of it.
+/// Next checks of attempts with remains: the earliest of all remains.
 #[derive(Default)]
-struct Looks(BTreeMap<Uuid, NextLook>);
+struct NextChecks(BTreeMap<Uuid, NextCheck>);
 
-impl Looks {
-    fn add(&mut self, attempt: Uuid, look: NextLook) {
+impl NextChecks {
+    fn add(&mut self, attempt: Uuid, look: NextCheck) {
         let sooner = |one, other| match (one, other) {
-            (NextLook::At(one), NextLook::At(other)) => NextLook::At(Ord::min(one, other)),
-            (NextLook::At(at), _) | (_, NextLook::At(at)) => NextLook::At(at),
-            _ => NextLook::Later,
+            (NextCheck::At(one), NextCheck::At(other)) => NextCheck::At(Ord::min(one, other)),
+            (NextCheck::At(at), _) | (_, NextCheck::At(at)) => NextCheck::At(at),
+            _ => NextCheck::Later,
         };
         self.0.entry(attempt).and_modify(|known| *known = sooner(*known, look)).or_insert(look);
     }
 }
 
-/// Containers of the attempts `IDS` that are no garbage.
+/// Containers of the attempts `IDS` that are not garbage.
 const CONTAINERS_OF: &str =
     "FROM containers WHERE attempt_id IN (IDS) AND state NOT IN ('destroying', 'sweeping')";
 
-/// Volumes of the attempts `IDS` that are no garbage.
+/// Volumes of the attempts `IDS` that are not garbage.
 const VOLUMES_OF: &str = "FROM volumes WHERE attempt_id IN (IDS) AND purpose <> 'replica' AND state NOT IN ('destroying', 'sweeping')";
 
-/// A container that is judged.
+/// Columns of a container that is judged.
 #[derive(FromQueryResult)]
 struct Container {
     handle: Uuid,
@@ -86,12 +86,12 @@ async fn containers(
     settings: &Settings,
     attempts: &[Uuid],
     batch: &mut Batch,
-    looks: &mut Looks,
+    checks: &mut NextChecks,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let of_attempts = CONTAINERS_OF.replace("IDS", &ids::query(backend, 1));
     let values = || [ids::value(backend, attempts.iter().copied())];
-    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), LockWait::Block).await?;
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
     let sql = format!("SELECT handle, attempt_id, touched_at {of_attempts}{lock}");
     let locked = Statement::from_sql_and_values(backend, sql, values());
@@ -105,25 +105,27 @@ async fn containers(
         };
         match garbage::container(&facts, settings.now, &settings.policy) {
             Verdict::Mark(why) => {
-                collected.push(Collected { kind: Kind::Container, id: row.handle, why, size_bytes: 0 });
+                collected.push(CollectedItem { kind: Kind::Container, id: row.handle, why, size_bytes: 0 });
             }
-            Verdict::Keep(look) => looks.add(row.attempt_id, look),
+            Verdict::Keep(look) => checks.add(row.attempt_id, look),
         }
     }
     for (why, handles) in by_reason(&collected) {
-        batch.workers.extend(marks::mark_containers_of_held(txn, &handles, why, settings.now).await?);
+        batch
+            .workers
+            .extend(marks::mark_containers_of_locked_workers(txn, &handles, why, settings.now).await?);
     }
     batch.collected.extend(collected);
-    // What others have locked is looked at again.
+    // Containers that other transactions have locked are checked again.
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
-        if !looks.0.contains_key(&attempt) {
-            looks.add(attempt, NextLook::Later);
+        if !checks.0.contains_key(&attempt) {
+            checks.add(attempt, NextCheck::Later);
         }
     }
     Ok(())
 }
 
-/// The attempts of rows.
+/// Returns the attempts of rows.
 async fn attempts_of(
     txn: &DatabaseTransaction,
     rows: &str,
@@ -140,19 +142,19 @@ async fn volumes(
     settings: &Settings,
     attempts: &[Uuid],
     batch: &mut Batch,
-    looks: &mut Looks,
+    checks: &mut NextChecks,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();
     let of_attempts = VOLUMES_OF.replace("IDS", &ids::query(backend, 1));
     let values = || [ids::value(backend, attempts.iter().copied())];
-    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), Wait::Long).await?;
+    marks::lock_workers(txn, &format!("SELECT worker_id {of_attempts}"), values(), LockWait::Block).await?;
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
-    let sql = format!("SELECT {} {of_attempts} ORDER BY handle{lock}", JudgedVolume::COLUMNS);
+    let sql = format!("SELECT {} {of_attempts} ORDER BY handle{lock}", VolumeRow::COLUMNS);
     let locked = Statement::from_sql_and_values(backend, sql, values());
-    let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
-    let mut let_go = HashSet::new();
+    let locked = VolumeRow::find_by_statement(locked).all(txn).await?;
+    let mut released = HashSet::new();
     let mut parents_free = false;
-    // Children are younger than their parents: from the youngest on, parents are judged after them.
+    // Children are younger than their parents. From the youngest on, parents are judged after them.
     for rows in locked.rchunks(VOLUMES) {
         let facts = references::volumes(txn, rows).await?;
         let mut collected = Vec::new();
@@ -160,35 +162,38 @@ async fn volumes(
             match garbage::volume(&facts, settings.now, &settings.policy) {
                 Verdict::Mark(why) => {
                     let size_bytes = size(row.size_bytes);
-                    collected.push(Collected { kind: Kind::Volume, id: row.handle, why, size_bytes });
-                    let_go.extend(row.from_artifact_id);
+                    collected.push(CollectedItem { kind: Kind::Volume, id: row.handle, why, size_bytes });
+                    released.extend(row.from_artifact_id);
                     parents_free |= row.parent.is_some();
                 }
-                Verdict::Keep(look) => looks.add(row.attempt_id.unwrap_or_default(), look),
+                Verdict::Keep(look) => checks.add(row.attempt_id.unwrap_or_default(), look),
             }
         }
         for (why, handles) in by_reason(&collected) {
-            batch.workers.extend(marks::mark_volumes_of_ended(txn, &handles, why, settings.now).await?);
+            batch
+                .workers
+                .extend(marks::mark_volumes_of_ended_attempts(txn, &handles, why, settings.now).await?);
         }
         batch.collected.extend(collected);
     }
     for attempt in attempts_of(txn, &of_attempts, values()).await? {
         if parents_free {
-            // It may have been a parent of what was just marked.
-            looks.add(attempt, NextLook::At(settings.now));
-        } else if !looks.0.contains_key(&attempt) {
-            looks.add(attempt, NextLook::Later);
+            // The volume may be a parent of a volume that was just marked.
+            checks.add(attempt, NextCheck::At(settings.now));
+        } else if !checks.0.contains_key(&attempt) {
+            checks.add(attempt, NextCheck::Later);
         }
     }
-    make_due(txn, let_go, settings.now).await
+    make_due(txn, released, settings.now).await
 }
 
-/// Forgets attempts of which nothing is left. Answers when to look at the others, whose volumes and containers are all marked.
+/// Deletes attempts without remains. Returns the next checks of the others, whose volumes and
+/// containers are all marked.
 async fn forget(
     txn: &DatabaseTransaction,
     settings: &Settings,
     attempts: &[Uuid],
-) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
+) -> Result<Vec<(Uuid, NextCheck)>, DbErr> {
     if attempts.is_empty() {
         return Ok(Vec::new());
     }
@@ -212,6 +217,6 @@ async fn forget(
     let left: HashSet<_> = of_containers.into_iter().chain(of_volumes).collect();
     let gone = attempts.iter().copied().filter(|attempt| !left.contains(attempt));
     attempt::Entity::delete_many().filter(ids::among(backend, "attempt_id", gone)).exec(txn).await?;
-    let look = NextLook::At(settings.now + FORGOTTEN_LATER);
+    let look = NextCheck::At(settings.now + REMAINS_RECHECK_INTERVAL);
     Ok(left.into_iter().map(|attempt| (attempt, look)).collect())
 }

@@ -1,4 +1,4 @@
-//! Builds: ended by their terms, letting go, forgotten.
+//! The step of builds: ends overdue builds, lets ended builds go, and forgets them.
 
 use std::collections::HashSet;
 
@@ -13,39 +13,39 @@ use uuid::Uuid;
 use crate::db::entity::{ArtifactState, BuildStatus, build, job};
 use crate::db::ids;
 use crate::gc::steps::artifacts;
-use crate::gc::{Batch, NextLook, Settings, lock_due, look_next};
-use crate::marks::references::JudgedArtifact;
+use crate::gc::{Batch, NextCheck, Settings, lock_due, schedule_next};
+use crate::marks::references::ArtifactRow;
 
-pub(crate) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(crate) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let now = settings.now;
-    // Each owns some artifacts, which are what takes time.
+    // Smaller batches, because the artifacts of the builds take the time.
     let some = Settings { batch: Ord::max(settings.batch / 8, 1), ..*settings };
     let due = lock_due(txn, build::Entity::find(), &some).await?;
     if due.is_empty() {
         return Ok(Batch::default());
     }
-    let mut looks = Vec::new();
-    let (mut overdue, mut let_go) = (Vec::new(), Vec::new());
+    let mut checks = Vec::new();
+    let (mut overdue, mut released) = (Vec::new(), Vec::new());
     for row in &due {
         match (row.ended_at, row.kept_until.map(Timestamp)) {
             (None, _) => match row.term_ends_at.filter(|_| !row.bound).map(Timestamp) {
                 Some(ends_at) if ends_at <= now => overdue.push(row.build_id),
-                Some(ends_at) => looks.push((row.build_id, NextLook::At(ends_at))),
-                None => looks.push((row.build_id, NextLook::WhenTold)),
+                Some(ends_at) => checks.push((row.build_id, NextCheck::At(ends_at))),
+                None => checks.push((row.build_id, NextCheck::OnEvent)),
             },
-            (Some(_), None) => looks.push((row.build_id, NextLook::WhenTold)),
-            (Some(_), Some(until)) if until > now => looks.push((row.build_id, NextLook::At(until))),
-            (Some(_), Some(_)) => let_go.push(row),
+            (Some(_), None) => checks.push((row.build_id, NextCheck::OnEvent)),
+            (Some(_), Some(until)) if until > now => checks.push((row.build_id, NextCheck::At(until))),
+            (Some(_), Some(_)) => released.push(row),
         }
     }
     end(txn, &overdue, now).await?;
-    let mut batch = Batch { looked: true, ..Batch::default() };
-    looks.extend(release(txn, &let_go, settings, &mut batch).await?);
-    look_next::<build::Entity>(txn, settings, &looks).await?;
+    let mut batch = Batch { checked: true, ..Batch::default() };
+    checks.extend(release(txn, &released, settings, &mut batch).await?);
+    schedule_next::<build::Entity>(txn, settings, &checks).await?;
     Ok(batch)
 }
 
-/// Ends builds whose term is over. They stay due: some let go at once.
+/// Ends builds whose term has expired. They stay due, because some let go at once.
 async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Result<(), DbErr> {
     if overdue.is_empty() {
         return Ok(());
@@ -60,23 +60,23 @@ async fn end(txn: &DatabaseTransaction, overdue: &[Uuid], now: Timestamp) -> Res
         .map(|_| ())
 }
 
-/// Takes from builds that have let go what they own, or a batch of it, and judges that. Answers when to look at which build again; one that still
-/// owns something stays due.
+/// Removes a batch of artifacts from builds that have let go, and judges the artifacts. Returns the
+/// next checks of the builds. A build that still owns artifacts stays due.
 async fn release(
     txn: &DatabaseTransaction,
-    let_go: &[&build::Model],
+    released: &[&build::Model],
     settings: &Settings,
     batch: &mut Batch,
-) -> Result<Vec<(Uuid, NextLook)>, DbErr> {
-    if let_go.is_empty() {
+) -> Result<Vec<(Uuid, NextCheck)>, DbErr> {
+    if released.is_empty() {
         return Ok(Vec::new());
     }
     let backend = txn.get_database_backend();
-    let builds = ids::value(backend, let_go.iter().map(|row| row.build_id));
+    let builds = ids::value(backend, released.iter().map(|row| row.build_id));
     let owned = lock_owned(txn, &builds, settings).await?;
     if !owned.is_empty() {
         disown(txn, &owned, settings).await?;
-        let live = |row: &&JudgedArtifact| row.state != ArtifactState::Deleting;
+        let live = |row: &&ArtifactRow| row.state != ArtifactState::Deleting;
         let live: Vec<_> = owned.iter().filter(live).copied().collect();
         artifacts::judge(txn, settings, &live, batch).await?;
     }
@@ -87,17 +87,17 @@ async fn release(
     let owning = txn.query_all_raw(Statement::from_sql_and_values(backend, sql, [builds])).await?;
     let owning: HashSet<Uuid> = owning.iter().map(|row| row.try_get("", "id")).collect::<Result<_, _>>()?;
 
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut forgotten = Vec::new();
-    for row in let_go {
+    for row in released {
         let forget_at = Timestamp(row.ended_at.unwrap_or_default()) + settings.remember;
         if owning.contains(&row.build_id) {
             if owned.is_empty() {
-                // Others have locked it.
-                looks.push((row.build_id, NextLook::Later));
+                // Other transactions have locked its artifacts.
+                checks.push((row.build_id, NextCheck::Later));
             }
         } else if forget_at > settings.now {
-            looks.push((row.build_id, NextLook::At(forget_at)));
+            checks.push((row.build_id, NextCheck::At(forget_at)));
         } else {
             forgotten.push(row.build_id);
         }
@@ -109,19 +109,19 @@ async fn release(
             .await?;
         job::Entity::delete_many().filter(ids::among(backend, "latest_build", forgotten)).exec(txn).await?;
     }
-    Ok(looks)
+    Ok(checks)
 }
 
-/// Locks artifacts that some of these builds own, as many as a batch has, without those that others have locked.
+/// Locks artifacts of these builds, up to the batch size, and skips locked ones.
 async fn lock_owned(
     txn: &DatabaseTransaction,
     builds: &Value,
     settings: &Settings,
-) -> Result<Vec<JudgedArtifact>, DbErr> {
+) -> Result<Vec<ArtifactRow>, DbErr> {
     let backend = txn.get_database_backend();
     let builds_query = ids::query(backend, 1);
     let owned = match backend {
-        // One build after the other by the index, however many artifacts PostgreSQL expects them to have.
+        // LATERAL makes PostgreSQL use the index for each build, however many artifacts it expects.
         DbBackend::Postgres => format!(
             "SELECT o.artifact_id FROM ({builds_query}) AS builds
              CROSS JOIN LATERAL (SELECT artifact_id FROM owners WHERE build_id = builds.id LIMIT $2) AS o LIMIT $2"
@@ -130,17 +130,18 @@ async fn lock_owned(
     };
     let sql = format!(
         "SELECT {} FROM artifacts WHERE artifact_id IN ({owned}){}",
-        JudgedArtifact::COLUMNS,
+        ArtifactRow::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
     let values = [builds.clone(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
-    JudgedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
+    ArtifactRow::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
-/// Takes these artifacts, which are locked, from builds that have let go. That is final, so it need not be one of this batch.
+/// Removes locked artifacts from all builds that have let go, which may include builds outside the
+/// batch.
 async fn disown(
     txn: &DatabaseTransaction,
-    artifacts: &[JudgedArtifact],
+    artifacts: &[ArtifactRow],
     settings: &Settings,
 ) -> Result<(), DbErr> {
     let backend = txn.get_database_backend();

@@ -1,4 +1,4 @@
-//! Caches: gone when they were unused for long, or were not made.
+//! The step of caches: deletes caches that were unused for their TTL, or never finished.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -13,12 +13,12 @@ use uuid::Uuid;
 use crate::caches::{resource_caches, task_caches};
 use crate::db::entity::{artifact, resource_cache, task_cache};
 use crate::db::ids;
-use crate::gc::{Batch, LATER, NextLook, Settings, lock_due, look_next};
+use crate::gc::{Batch, NextCheck, RECHECK_INTERVAL, Settings, lock_due, schedule_next};
 use crate::marks::cache_uses;
 use crate::marks::deletion_log::{self, LogEntry};
 use crate::policy::retention::{CacheEndReason, ReleaseTime, Uses};
 
-pub(crate) async fn look_at_resource_caches(
+pub(crate) async fn check_resource_caches(
     txn: &DatabaseTransaction,
     settings: &Settings,
 ) -> Result<Batch, DbErr> {
@@ -29,36 +29,37 @@ pub(crate) async fn look_at_resource_caches(
     }
     let ids: Vec<_> = due.iter().map(|row| row.cache_id).collect();
     let uses = cache_uses::uses(txn, &ids, now).await?;
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut over = Vec::new();
     for row in &due {
         let uses = uses.get(&row.cache_id).copied().unwrap_or_default();
-        match row.standing(uses).lets_go(settings.resource_cache_ttl) {
-            // Whenever the use ends, the cache cannot be unused for long any earlier; and an ended user is remembered for longer than until then.
+        match row.facts(uses).release_time(settings.resource_cache_ttl) {
+            // However soon the use ends, the TTL ends no earlier than that. An ended user is
+            // remembered for longer.
             ReleaseTime::NotYet => {
                 let next = Ord::min(settings.resource_cache_ttl, settings.remember / 2);
-                looks.push((row.cache_id, NextLook::At(now + Ord::max(next, LATER))));
+                checks.push((row.cache_id, NextCheck::At(now + Ord::max(next, RECHECK_INTERVAL))));
             }
-            ReleaseTime::At(at) if at > now => looks.push((row.cache_id, NextLook::At(at))),
+            ReleaseTime::At(at) if at > now => checks.push((row.cache_id, NextCheck::At(at))),
             ReleaseTime::At(_) => over.push((row.cache_id, row.artifact_id)),
         }
     }
     let held_up = release(txn, &over, now).await?;
-    looks.extend(held_up.iter().map(|cache| (*cache, NextLook::Later)));
+    checks.extend(held_up.iter().map(|cache| (*cache, NextCheck::Later)));
     let gone: Vec<_> =
         over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
     if !gone.is_empty() {
         resource_caches::remove(txn, &gone).await?;
         let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
-        let entries: Vec<_> = rows.map(|row| LogEntry::of_resource_cache(row, row.goes())).collect();
+        let entries: Vec<_> = rows.map(|row| LogEntry::of_resource_cache(row, row.end_reason())).collect();
         deletion_log::append(txn, &entries, now, settings.tombstone).await?;
     }
     note_ended_uses(txn, &due, &uses, now).await?;
-    look_next::<resource_cache::Entity>(txn, settings, &looks).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    schedule_next::<resource_cache::Entity>(txn, settings, &checks).await?;
+    Ok(Batch { checked: true, ..Batch::default() })
 }
 
-/// Writes down when uses ended that have ended, and forgets them.
+/// Records the ends of uses, and deletes the uses.
 async fn note_ended_uses(
     txn: &DatabaseTransaction,
     rows: &[resource_cache::Model],
@@ -84,7 +85,7 @@ async fn note_ended_uses(
     cache_uses::forget_ended_uses(txn, &caches, now).await
 }
 
-pub(crate) async fn look_at_task_caches(
+pub(crate) async fn check_task_caches(
     txn: &DatabaseTransaction,
     settings: &Settings,
 ) -> Result<Batch, DbErr> {
@@ -95,32 +96,33 @@ pub(crate) async fn look_at_task_caches(
     }
     let ids: Vec<_> = due.iter().map(|row| row.cache_id).collect();
     let in_use = task_caches::in_use(txn, &ids).await?;
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut over = Vec::new();
     for row in &due {
-        match row.lets_go(in_use.contains(&row.cache_id)) {
-            // Whenever the use ends, the cache cannot be unused for long any earlier.
+        match row.release_time(in_use.contains(&row.cache_id)) {
+            // However soon the use ends, the TTL ends no earlier than that.
             ReleaseTime::NotYet => {
                 let ttl = Duration::from_micros(u64::try_from(row.ttl).unwrap_or(0));
-                looks.push((row.cache_id, NextLook::At(now + Ord::max(ttl, LATER))));
+                checks.push((row.cache_id, NextCheck::At(now + Ord::max(ttl, RECHECK_INTERVAL))));
             }
-            ReleaseTime::At(at) if at > now => looks.push((row.cache_id, NextLook::At(at))),
+            ReleaseTime::At(at) if at > now => checks.push((row.cache_id, NextCheck::At(at))),
             ReleaseTime::At(_) => over.push((row.cache_id, row.artifact_id)),
         }
     }
     let held_up = release(txn, &over, now).await?;
-    looks.extend(held_up.iter().map(|cache| (*cache, NextLook::Later)));
+    checks.extend(held_up.iter().map(|cache| (*cache, NextCheck::Later)));
     let gone: HashSet<Uuid> =
         over.iter().map(|(cache, _)| *cache).filter(|cache| !held_up.contains(cache)).collect();
     task_caches::remove(txn, &gone.iter().copied().collect::<Vec<_>>()).await?;
     let rows = due.iter().filter(|row| gone.contains(&row.cache_id));
     let entries: Vec<_> = rows.map(|row| LogEntry::of_task_cache(row, CacheEndReason::Unused)).collect();
     deletion_log::append(txn, &entries, now, settings.tombstone).await?;
-    look_next::<task_cache::Entity>(txn, settings, &looks).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    schedule_next::<task_cache::Entity>(txn, settings, &checks).await?;
+    Ok(Batch { checked: true, ..Batch::default() })
 }
 
-/// Makes due what these caches own that are about to go. Answers those that have to wait, for what they own is locked.
+/// Makes the artifacts of caches due that are about to be deleted. Returns the caches that must
+/// wait, because their artifacts are locked.
 async fn release(
     txn: &DatabaseTransaction,
     over: &[(Uuid, Option<Uuid>)],

@@ -1,4 +1,4 @@
-//! Transfers that stopped without an end: the volumes that they claimed.
+//! The step of claims: marks volumes of transfers whose claims have expired.
 
 use std::collections::HashSet;
 
@@ -12,18 +12,18 @@ use uuid::Uuid;
 use crate::db::entity::volume;
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::{Batch, Collected, Kind, Settings, by_reason};
-use crate::marks::references::{self, JudgedVolume};
+use crate::gc::{Batch, CollectedItem, Kind, Settings, by_reason};
+use crate::marks::references::{self, VolumeRow};
 use crate::marks::schedule::make_due;
-use crate::marks::{self, Wait};
+use crate::marks::{self, LockWait};
 use crate::policy::garbage::{self, Verdict};
 
-pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let candidates: Vec<Uuid> = volume::Entity::find()
         .select_only()
         .column(volume::Column::Handle)
         .filter(volume::Column::ClaimedUntil.lte(settings.now.0))
-        // As its index says.
+        // The condition of the partial index.
         .filter(Expr::cust(
             "complete = FALSE AND given_up = FALSE AND state NOT IN ('destroying', 'sweeping')",
         ))
@@ -39,29 +39,30 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     let of_candidates = format!("FROM volumes WHERE handle IN ({})", ids::query(backend, 1));
     let values = [ids::value(backend, candidates)];
     let workers = format!("SELECT worker_id {of_candidates}");
-    marks::lock_workers(txn, &workers, values.clone(), Wait::Long).await?;
+    marks::lock_workers(txn, &workers, values.clone(), LockWait::Block).await?;
     let sql = format!(
         "SELECT {} {of_candidates} AND complete = FALSE AND state NOT IN ('destroying', 'sweeping'){}",
-        JudgedVolume::COLUMNS,
+        VolumeRow::COLUMNS,
         ids::lock(backend, " FOR UPDATE SKIP LOCKED"),
     );
     let locked = Statement::from_sql_and_values(backend, sql, values);
-    let locked = JudgedVolume::find_by_statement(locked).all(txn).await?;
+    let locked = VolumeRow::find_by_statement(locked).all(txn).await?;
     let facts = references::volumes(txn, &locked).await?;
     let mut batch = Batch::default();
-    let mut let_go = HashSet::new();
+    let mut released = HashSet::new();
     for (row, facts) in locked.iter().zip(facts) {
         if let Verdict::Mark(why) = garbage::volume(&facts, settings.now, &settings.policy) {
             let size_bytes = size(row.size_bytes);
-            batch.collected.push(Collected { kind: Kind::Volume, id: row.handle, why, size_bytes });
-            let_go.extend(row.artifact_id);
+            batch.collected.push(CollectedItem { kind: Kind::Volume, id: row.handle, why, size_bytes });
+            released.extend(row.artifact_id);
         }
     }
     for (why, handles) in by_reason(&batch.collected) {
         batch.workers.extend(marks::mark_volumes(txn, &handles, why, settings.now).await?);
     }
-    make_due(txn, let_go, settings.now).await?;
-    // What is kept would be looked at again and again: this ends with a batch that marks nothing.
-    batch.looked = !batch.collected.is_empty();
+    make_due(txn, released, settings.now).await?;
+    // A kept volume would be checked endlessly, so that the loop ends with a batch that marks
+    // nothing.
+    batch.checked = !batch.collected.is_empty();
     Ok(batch)
 }

@@ -1,4 +1,6 @@
-//! Deleted artifacts: their replicas go, children first, and when no volume is left and the tombstone's time is over, their rows.
+//! The step of deleted artifacts: marks replicas, children first, and deletes expired tombstones.
+//!
+//! The row of an artifact is deleted when its tombstone has expired and no volume is left.
 
 use std::collections::HashSet;
 
@@ -9,67 +11,68 @@ use uuid::Uuid;
 use crate::db::entity::tombstone;
 use crate::db::ids;
 use crate::db::units::size;
-use crate::gc::{Batch, Collected, Kind, NextLook, Settings, look_next};
+use crate::gc::{Batch, CollectedItem, Kind, NextCheck, Settings, schedule_next};
 use crate::marks::schedule::make_due;
 use crate::marks::sweep_queue;
-use crate::marks::{self, Wait};
+use crate::marks::{self, LockWait};
 use crate::policy::garbage::MarkReason;
 
-pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
     }
-    let mut batch = Batch { looked: true, ..Batch::default() };
+    let mut batch = Batch { checked: true, ..Batch::default() };
     let artifacts: Vec<_> = rows.iter().map(|row| row.artifact_id).collect();
-    let replicas = mark_replicas(txn, settings, &artifacts, Wait::Long, &mut batch).await?;
+    let replicas = mark_replicas(txn, settings, &artifacts, LockWait::Block, &mut batch).await?;
 
-    let over_at = |row: &Deleted| Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
+    let over_at = |row: &DeletedArtifact| Timestamp(row.marked_at.unwrap_or_default()) + settings.tombstone;
     let over = rows.iter().filter(|row| over_at(row) <= settings.now).map(|row| row.artifact_id);
     let there = with_volumes(txn, over).await?;
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut gone = Vec::new();
     for row in &rows {
         let look = match over_at(row) {
-            // Parents may have become free.
-            _ if replicas.left.contains(&row.artifact_id) && replicas.progress => NextLook::At(settings.now),
-            _ if replicas.left.contains(&row.artifact_id) => NextLook::Later,
-            over_at if over_at > settings.now => NextLook::At(over_at),
-            _ if there.contains(&row.artifact_id) => NextLook::Later,
+            // Parents may have lost their last child.
+            _ if replicas.left.contains(&row.artifact_id) && replicas.progress => NextCheck::At(settings.now),
+            _ if replicas.left.contains(&row.artifact_id) => NextCheck::Later,
+            over_at if over_at > settings.now => NextCheck::At(over_at),
+            _ if there.contains(&row.artifact_id) => NextCheck::Later,
             _ => {
                 gone.push(row.artifact_id);
                 continue;
             }
         };
-        looks.push((row.artifact_id, look));
+        checks.push((row.artifact_id, look));
     }
     forget(txn, gone).await?;
-    look_next::<tombstone::Entity>(txn, settings, &looks).await?;
+    schedule_next::<tombstone::Entity>(txn, settings, &checks).await?;
     Ok(batch)
 }
 
-/// A deleted artifact.
+/// Columns of a deleted artifact.
 #[derive(FromQueryResult)]
-struct Deleted {
+struct DeletedArtifact {
     artifact_id: Uuid,
     marked_at: Option<i64>,
 }
 
-/// Locks the deleted artifacts that are due longest, as many as a batch has, without those that others have locked.
-async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<Deleted>, DbErr> {
+/// Locks the deleted artifacts that are due longest, up to the batch size, and skips locked ones.
+async fn lock_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Vec<DeletedArtifact>, DbErr> {
     let backend = txn.get_database_backend();
     let lock = ids::lock(backend, " FOR UPDATE SKIP LOCKED");
-    // The queue by itself: however many rows PostgreSQL expects to be in it, artifacts are found by their ids then.
+    // A separate query of the queue: PostgreSQL then finds artifacts by id, however many rows it
+    // expects in the queue.
     let sql = format!(
         "WITH due AS (SELECT artifact_id FROM tombstones WHERE look_at <= $1 ORDER BY look_at LIMIT $2{lock})
          SELECT artifact_id, marked_at FROM artifacts
          WHERE artifact_id IN (SELECT artifact_id FROM due) AND state = 'deleting'{lock}"
     );
     let values = [settings.now.0.into(), i64::try_from(settings.batch).unwrap_or(i64::MAX).into()];
-    Deleted::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
+    DeletedArtifact::find_by_statement(Statement::from_sql_and_values(backend, sql, values)).all(txn).await
 }
 
-/// Those of these artifacts of which there are replicas, marked or not.
+/// Returns the artifacts that still have replicas, marked or not.
 async fn with_volumes(
     txn: &DatabaseTransaction,
     artifacts: impl Iterator<Item = Uuid>,
@@ -96,22 +99,25 @@ async fn forget(txn: &DatabaseTransaction, artifacts: Vec<Uuid>) -> Result<(), D
     Ok(())
 }
 
-/// What became of the replicas of deleted artifacts.
+/// Result of marking the replicas of deleted artifacts.
 #[derive(Debug, Default)]
 pub(in crate::gc) struct Replicas {
-    /// Whether any was marked.
+    /// Whether a replica was marked.
     pub(in crate::gc) progress: bool,
-    /// The artifacts of which some are not.
+    /// Artifacts with unmarked replicas.
     pub(in crate::gc) left: HashSet<Uuid>,
 }
 
-/// Marks the replicas of deleted artifacts, whose rows are locked, as [`crate::policy::garbage::volume`] says of them: those without a live child. None
-/// comes to have one, and none is completed, for a transaction that does that must have locked the artifact.
+/// Marks the replicas of deleted, locked artifacts that have no live child, by the rule
+/// [`crate::policy::garbage::volume`].
+///
+/// No replica gets a child or is completed meanwhile, because such a transaction must lock the
+/// artifact.
 pub(in crate::gc) async fn mark_replicas(
     txn: &DatabaseTransaction,
     settings: &Settings,
     artifacts: &[Uuid],
-    wait: Wait,
+    wait: LockWait,
     batch: &mut Batch,
 ) -> Result<Replicas, DbErr> {
     let replicas = unmarked_replicas(txn, artifacts).await?;
@@ -131,25 +137,25 @@ pub(in crate::gc) async fn mark_replicas(
     let (complete, unfinished): (Vec<_>, Vec<_>) = free.into_iter().partition(|replica| replica.complete);
     sweep_queue::add_with_artifacts(txn, complete.iter().map(|replica| replica.handle), now).await?;
     let handles: Vec<_> = unfinished.iter().map(|replica| replica.handle).collect();
-    let marked = marks::mark_those_volumes(txn, &handles, why, now).await?;
+    let marked = marks::mark_volumes_returning(txn, &handles, why, now).await?;
     let marked: HashSet<_> = marked.into_iter().map(|row| row.handle).collect();
 
-    let (mut progress, mut let_go, mut workers) = (false, HashSet::new(), HashSet::new());
-    // Those that another transaction has marked meanwhile are told by it.
+    let (mut progress, mut released, mut workers) = (false, HashSet::new(), HashSet::new());
+    // Volumes that another transaction has marked are reported by that one.
     for replica in complete.into_iter().chain(unfinished.into_iter().filter(|it| marked.contains(&it.handle)))
     {
         let size_bytes = size(replica.size_bytes);
-        batch.collected.push(Collected { kind: Kind::Volume, id: replica.handle, why, size_bytes });
-        let_go.extend(replica.from_artifact_id);
+        batch.collected.push(CollectedItem { kind: Kind::Volume, id: replica.handle, why, size_bytes });
+        released.extend(replica.from_artifact_id);
         workers.insert(replica.worker_id);
         progress = true;
     }
     batch.workers.extend(workers.into_iter().map(WorkerId::from_uuid));
-    make_due(txn, let_go, now).await?;
+    make_due(txn, released, now).await?;
     Ok(Replicas { progress, left })
 }
 
-/// A replica of a deleted artifact.
+/// Columns of a replica of a deleted artifact.
 #[derive(FromQueryResult)]
 struct Replica {
     handle: Uuid,
@@ -161,16 +167,16 @@ struct Replica {
     has_live_child: bool,
 }
 
-/// The replicas of artifacts that are not marked.
+/// Returns the unmarked replicas of artifacts.
 async fn unmarked_replicas(txn: &DatabaseTransaction, artifacts: &[Uuid]) -> Result<Vec<Replica>, DbErr> {
     let backend = txn.get_database_backend();
     let sql = format!(
         "SELECT v.handle, v.worker_id, v.artifact_id, v.from_artifact_id, v.size_bytes, v.complete,
                 EXISTS (SELECT 1 FROM volumes c WHERE c.parent = v.handle AND {}) AS has_live_child
          FROM volumes v WHERE v.artifact_id IN ({}) AND v.purpose = 'replica' AND {}",
-        sweep_queue::without("c"),
+        sweep_queue::unmarked("c"),
         ids::query(backend, 1),
-        sweep_queue::without("v"),
+        sweep_queue::unmarked("v"),
     );
     let artifacts = [ids::value(backend, artifacts.iter().copied())];
     Replica::find_by_statement(Statement::from_sql_and_values(backend, sql, artifacts)).all(txn).await
@@ -190,7 +196,7 @@ mod tests {
     use crate::db::migrations::Schema;
     use crate::db::volumes::new_volume;
     use crate::marks::references;
-    use crate::marks::references::JudgedVolume;
+    use crate::marks::references::VolumeRow;
     use crate::policy::garbage;
     use crate::policy::garbage::{Policy, Verdict};
 
@@ -198,16 +204,17 @@ mod tests {
     const SEQUENCE: i64 = 7;
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn replicas_are_marked_as_the_rule_says_on_sqlite() {
-        replicas_are_marked_as_the_rule_says(databases::sqlite()).await;
+    async fn marked_replicas_follow_garbage_rule_on_sqlite() {
+        marked_replicas_follow_garbage_rule(databases::sqlite()).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn replicas_are_marked_as_the_rule_says_on_postgres() {
-        replicas_are_marked_as_the_rule_says(databases::postgres().await).await;
+    async fn marked_replicas_follow_garbage_rule_on_postgres() {
+        marked_replicas_follow_garbage_rule(databases::postgres().await).await;
     }
 
-    /// The replicas of deleted artifacts in every state, complete or claimed, without a child or with one in every state.
+    /// Returns replicas of deleted artifacts in every state, complete or claimed, without a child
+    /// or with a child in every state.
     fn every_replica(worker: WorkerId) -> (Vec<volume::Model>, Vec<volume::Model>) {
         let (mut replicas, mut children) = (Vec::new(), Vec::new());
         let new = |purpose| new_volume(VolumeHandle::new(), worker, purpose, 0, NOW);
@@ -235,7 +242,7 @@ mod tests {
         (replicas, children)
     }
 
-    async fn replicas_are_marked_as_the_rule_says(database: TestDatabase) {
+    async fn marked_replicas_follow_garbage_rule(database: TestDatabase) {
         let db = Database::connect::<Schema>(&database.url).await.expect("a database");
         let forever = Duration::MAX;
         let policy = Policy { unowned_ttl: forever, gc_grace: Duration::ZERO };
@@ -264,14 +271,14 @@ mod tests {
             let garbage = replicas.iter().chain(children).filter(|row| row.state.is_garbage());
             sweep_queue::add(&txn, garbage.map(|row| row.handle)).await?;
 
-            let judged: Vec<_> = replicas.iter().map(JudgedVolume::from).collect();
+            let judged: Vec<_> = replicas.iter().map(VolumeRow::from).collect();
             let facts = references::volumes(&*txn, &judged).await?;
             let artifacts: Vec<_> = replicas.iter().filter_map(|row| row.artifact_id).collect();
             let mut batch = Batch::default();
-            let marked = mark_replicas(&txn, settings, &artifacts, Wait::Not, &mut batch).await?;
+            let marked = mark_replicas(&txn, settings, &artifacts, LockWait::SkipLocked, &mut batch).await?;
             let after = volume::Entity::find().all(&*txn).await?;
             let mut shown = after.clone();
-            sweep_queue::show(&*txn, &mut shown).await?;
+            sweep_queue::merge_marks(&*txn, &mut shown).await?;
             Ok::<_, DbErr>((facts, marked, batch, after, shown))
         };
         let (facts, marked, batch, after, shown) = db.write(judge).await.expect("judged");
@@ -308,7 +315,7 @@ mod tests {
                 ..before.clone()
             };
             if before.complete {
-                // Its mark alone says so.
+                // Only the mark in the queue shows it.
                 assert_eq!((row, shown), (before, marked));
             } else {
                 let expected = volume::Model { judged_after: SEQUENCE, given_up: true, ..marked };

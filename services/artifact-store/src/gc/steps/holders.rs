@@ -1,4 +1,4 @@
-//! Workloads: forgotten when no call about them is on its way any more.
+//! The step of holders: forgets workloads after the longest delay of a call.
 
 use std::collections::HashSet;
 
@@ -10,9 +10,9 @@ use uuid::Uuid;
 
 use crate::db::entity::{UserKind, attempt, build, cache_use, holder, pin, task_cache_use};
 use crate::db::ids;
-use crate::gc::{Batch, LATER, NextLook, Settings, lock_due, look_next};
+use crate::gc::{Batch, NextCheck, RECHECK_INTERVAL, Settings, lock_due, schedule_next};
 
-pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
+pub(in crate::gc) async fn check_due(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let rows = lock_due(txn, holder::Entity::find(), settings).await?;
     if rows.is_empty() {
         return Ok(Batch::default());
@@ -66,16 +66,17 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     let using = using.into_iter().chain(using_task_caches);
     let needed: HashSet<_> = pinning.into_iter().chain(trying).chain(using).chain(ending).collect();
 
-    let mut looks = Vec::new();
+    let mut checks = Vec::new();
     let mut gone = Vec::new();
     for row in &rows {
-        // One that goes on and pins nothing says nothing that its next call would not say again.
+        // An unsettled workload without pins has no state that its next call would not create
+        // again.
         let forget_at = Timestamp(row.settled_at.unwrap_or(row.created_at)) + settings.remember;
         if forget_at > settings.now {
-            looks.push((row.holder_id, NextLook::At(forget_at)));
+            checks.push((row.holder_id, NextCheck::At(forget_at)));
         } else if needed.contains(&row.holder_id) {
-            let next = if row.settled_at.is_none() { settings.remember } else { LATER };
-            looks.push((row.holder_id, NextLook::At(settings.now + Ord::max(next, LATER))));
+            let next = if row.settled_at.is_none() { settings.remember } else { RECHECK_INTERVAL };
+            checks.push((row.holder_id, NextCheck::At(settings.now + Ord::max(next, RECHECK_INTERVAL))));
         } else {
             gone.push(row.holder_id);
         }
@@ -83,6 +84,6 @@ pub(in crate::gc) async fn look(txn: &DatabaseTransaction, settings: &Settings) 
     if !gone.is_empty() {
         holder::Entity::delete_many().filter(ids::among(backend, "holder_id", gone)).exec(txn).await?;
     }
-    look_next::<holder::Entity>(txn, settings, &looks).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    schedule_next::<holder::Entity>(txn, settings, &checks).await?;
+    Ok(Batch { checked: true, ..Batch::default() })
 }

@@ -1,4 +1,5 @@
-//! Losses: noticed when something is lost for longer than a grace, and forgotten after a while.
+//! The step of losses: records items that are lost for longer than the grace period, and forgets
+//! old losses.
 
 use sea_orm::sea_query::{Expr, LockBehavior, LockType};
 use sea_orm::{
@@ -12,20 +13,21 @@ use crate::gc::{Batch, Settings};
 use crate::inventory::losses::{self, NewLoss};
 use crate::marks::sweep_queue;
 
-/// What is lost and was not noticed, since `$1` or before.
+/// Query of unrecorded losses since `$1` or before.
 pub(in crate::gc) const NEW: &str = "
     SELECT due FROM (SELECT 1 AS due FROM volumes WHERE loss_noticed = FALSE AND lost_at <= $1 ORDER BY lost_at LIMIT 1) AS v
     UNION ALL
     SELECT due FROM (SELECT 1 AS due FROM containers WHERE state = 'lost' AND loss_noticed = FALSE AND lost_at <= $1 ORDER BY lost_at LIMIT 1) AS c";
 
-/// Losses that were noticed at `$1` or before.
+/// Query of losses recorded at `$1` or before.
 pub(in crate::gc) const OLD: &str =
     "SELECT 1 AS due FROM losses WHERE noticed_at <= $1 ORDER BY noticed_at LIMIT 1";
 
-/// Notes what was lost.
+/// Records losses.
 ///
-/// Volumes that are garbage by now are looked at once, too, even if their rows say that they are lost, and no caller is told of them. A transaction that takes back a mark has them
-/// looked at again ([`crate::marks::unmark_volumes`]).
+/// Volumes that are garbage by now are checked once as well, even if their rows say that they are
+/// lost, and are not recorded. A transaction that removes a mark makes them due again
+/// ([`crate::marks::unmark_volumes`]).
 pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let before = settings.now - settings.lost_grace;
     let mut volumes = volume::Entity::find()
@@ -58,19 +60,23 @@ pub(in crate::gc) async fn notice(txn: &DatabaseTransaction, settings: &Settings
         .filter(ids::among(backend, "handle", containers.iter().map(|row| row.handle)))
         .exec(txn)
         .await?;
-    // A transaction that takes back a mark locks the row.
-    sweep_queue::show(txn, &mut volumes).await?;
+    // A transaction that removes a mark locks the row.
+    sweep_queue::merge_marks(txn, &mut volumes).await?;
     volumes.retain(|row| row.state == State::Lost);
     let lost: Vec<_> =
         containers.iter().map(NewLoss::from).chain(volumes.iter().map(NewLoss::from)).collect();
     if !lost.is_empty() {
-        tracing::warn!(containers = containers.len(), volumes = volumes.len(), "lost");
+        tracing::warn!(
+            containers = containers.len(),
+            volumes = volumes.len(),
+            "collector recorded lost containers and volumes"
+        );
     }
     losses::append(txn, &lost, settings.now).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    Ok(Batch { checked: true, ..Batch::default() })
 }
 
-/// Forgets old losses, and up to which revision.
+/// Deletes old losses, and records the last deleted revision.
 pub(in crate::gc) async fn forget(txn: &DatabaseTransaction, settings: &Settings) -> Result<Batch, DbErr> {
     let before = settings.now - settings.remember;
     let old: Vec<i64> = loss::Entity::find()
@@ -89,5 +95,5 @@ pub(in crate::gc) async fn forget(txn: &DatabaseTransaction, settings: &Settings
         .exec(txn)
         .await?;
     loss::Entity::delete_many().filter(loss::Column::Revision.lte(last)).exec(txn).await?;
-    Ok(Batch { looked: true, ..Batch::default() })
+    Ok(Batch { checked: true, ..Batch::default() })
 }

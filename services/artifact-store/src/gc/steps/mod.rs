@@ -1,4 +1,4 @@
-//! The steps of a round, each a batch of what is due of one kind.
+//! The steps of a round. Each processes batches of due rows of one kind.
 
 pub(crate) mod artifacts;
 pub(crate) mod attempts;

@@ -1,4 +1,4 @@
-//! Pins and settlements that are carried out together, beside the same carried out alone, one after the other, on a database of their own.
+//! Tests that batched calls have the same results as single calls, in order, on a second database.
 
 use std::collections::BTreeSet;
 
@@ -20,7 +20,8 @@ const NOW: Timestamp = Timestamp(1_000_000);
 const TEAMS: [&str; 2] = ["main", "other"];
 const ROUNDS: usize = 40;
 
-/// A store with artifacts, builds, task caches and attempts, the same for the same seed. Of artifacts one is open, and of one the bytes are nowhere.
+/// Creates a store with artifacts, builds, task caches and attempts, the same for the same seed.
+/// One artifact is open, and one has no bytes.
 async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
     let config = Config {
         clock: Clock::movable(NOW),
@@ -65,7 +66,7 @@ async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
     )
     .await;
     for (number, holder) in cast.holders.iter().enumerate().filter(|(number, _)| number % 3 == 0) {
-        // Most are not known before they are pinned.
+        // Most holders are unknown before they are pinned.
         let values = vec![holder.uuid().into(), team_of(number).into()];
         write("INSERT INTO holders (holder_id, team, created_at, look_at) VALUES ($1, $2, 0, 0)", values)
             .await;
@@ -75,7 +76,7 @@ async fn store(database: &TestDatabase, cast: &Cast) -> Arc<Store> {
     store
 }
 
-/// Whose the artifact or the holder of this number is.
+/// Returns the team of the artifact or holder with this number.
 fn team_of(number: usize) -> &'static str {
     TEAMS[usize::from(number % 8 == 7)]
 }
@@ -98,10 +99,11 @@ impl Cast {
         }
     }
 
-    /// No holder is of two teams in one round: who came first would matter.
+    /// Draws a request. A holder has one team per round, because the order of two teams would
+    /// matter.
     fn used(&self, team: &str, holder: WorkloadId, random: &mut SmallRng) -> PinRequest {
         let count = random.random_range(0..4);
-        // Mostly what may be pinned.
+        // Mostly artifacts that can be pinned.
         let from = if random.random_ratio(1, 30) { 0 } else { 8 };
         let its_own = |number: &usize| team_of(*number) == team || random.random_ratio(1, 200);
         let artifacts: Vec<_> =
@@ -119,8 +121,8 @@ impl Cast {
     }
 }
 
-/// What became of a call, as callers see it.
-fn told<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String) -> String {
+/// Formats the result of a call as callers see it.
+fn describe_result<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String) -> String {
     match answer {
         Ok(answer) => of(answer),
         Err(error) => {
@@ -131,13 +133,13 @@ fn told<T>(answer: Result<T, impl Into<tonic::Status>>, of: impl Fn(T) -> String
 }
 
 fn pinned(pinned: PinAnswer) -> String {
-    let ids = |located: Vec<crate::artifacts::Located>| {
+    let ids = |located: Vec<crate::artifacts::LocatedArtifact>| {
         located.into_iter().map(|located| located.artifact.artifact_id).collect::<Vec<_>>()
     };
     format!("{:?} {:?}", ids(pinned.artifacts), ids(pinned.task_caches))
 }
 
-/// All that pins and settlements change.
+/// Returns all rows that pins and settlements change.
 async fn rows(store: &Store) -> [BTreeSet<String>; 6] {
     macro_rules! all {
         ($($entity:ident),+) => {[$({
@@ -148,7 +150,7 @@ async fn rows(store: &Store) -> [BTreeSet<String>; 6] {
     all!(holder, pin, attempt, build, task_cache_use, artifact)
 }
 
-async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2]) {
+async fn batched_calls_have_results_of_single_calls(databases: [TestDatabase; 2]) {
     let seed = seeds::seed();
     eprintln!("GANTRY_SEED={seed}");
     let random = &mut SmallRng::seed_from_u64(seed);
@@ -170,10 +172,10 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
             let answers = join_all(uses.iter().map(|used| pins.pin(used.clone()))).await;
             for (used, answer) in uses.iter().zip(answers) {
                 let beside = alone.db.write(|txn| async move { pin(&txn, used, NOW).await }).await;
-                let answer = told(answer, pinned);
+                let answer = describe_result(answer, pinned);
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
-                assert_eq!(answer, told(beside, pinned), "{used:?}, with {uses:?}");
+                assert_eq!(answer, describe_result(beside, pinned), "{used:?}, with {uses:?}");
             }
         } else {
             let settlements: Vec<_> = holders
@@ -192,12 +194,12 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
             for (settlement, answer) in settlements.iter().zip(join_all(calls).await) {
                 let beside =
                     alone.db.write(|txn| async move { settle(&txn, settlement, NOW, ttl).await }).await;
-                let answer = told(answer, |missing| format!("{missing:?}"));
+                let answer = describe_result(answer, |missing| format!("{missing:?}"));
                 refused += usize::from(beside.is_err());
                 done += usize::from(beside.is_ok());
                 assert_eq!(
                     answer,
-                    told(beside, |missing| format!("{missing:?}")),
+                    describe_result(beside, |missing| format!("{missing:?}")),
                     "{settlement:?}, with {settlements:?}"
                 );
             }
@@ -209,12 +211,12 @@ async fn what_is_done_together_is_what_is_done_alone(databases: [TestDatabase; 2
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_done_together_is_what_is_done_alone_on_sqlite() {
-    what_is_done_together_is_what_is_done_alone([databases::sqlite(), databases::sqlite()]).await;
+async fn batched_calls_have_results_of_single_calls_on_sqlite() {
+    batched_calls_have_results_of_single_calls([databases::sqlite(), databases::sqlite()]).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_done_together_is_what_is_done_alone_on_postgres() {
-    what_is_done_together_is_what_is_done_alone([databases::postgres().await, databases::postgres().await])
+async fn batched_calls_have_results_of_single_calls_on_postgres() {
+    batched_calls_have_results_of_single_calls([databases::postgres().await, databases::postgres().await])
         .await;
 }

@@ -1,10 +1,10 @@
-//! The table: all calls of the store, with what is wrong.
+//! The table of all RPCs of the store, with invalid requests.
 
 mod caches;
 mod disposal;
 mod imports;
+mod orphans;
 mod pins;
-mod set_aside;
 mod trees;
 
 use std::time::Duration;
@@ -19,32 +19,32 @@ use testing::bad_input::{Bad, Call, Expected, set};
 use super::wrong::*;
 use crate::{Gateway, Suite, TEAM, digest, input, output};
 
-/// Another team, which has an artifact, a build and a workload.
+/// Another team, with an artifact, a build and a workload.
 const OTHER: &str = "other";
 
-/// What is there before anything goes wrong.
+/// State of the store before the invalid requests.
 struct World<'a> {
     suite: &'a Suite,
-    /// Its worker's incarnation and session are both the second.
+    /// Incarnation and session of its worker are both 2.
     here: Gateway,
     there: Gateway,
     build: BuildId,
     builder: WorkloadId,
     doomed_build: BuildId,
-    /// Sealed, with a replica here.
+    /// Sealed, with a replica on the worker of `here`.
     sealed: ArtifactId,
     open: ArtifactId,
     /// Open, with all of its bytes.
     arrived: ArtifactId,
     transfer: TransferId,
     arrived_handle: String,
-    /// Of a transfer that goes on.
+    /// Volume of an active transfer.
     planned_handle: String,
-    /// Of a workload whose attempt has made its output.
+    /// Workload whose attempt has completed its output.
     workload: WorkloadId,
     attempt: AttemptId,
     prepared: pb::PrepareResponse,
-    /// Of another workload, on the same worker, and nobody said that they exist.
+    /// Workload on the same worker whose volumes are not created yet.
     other_workload: WorkloadId,
     other_attempt: AttemptId,
     other_prepared: pb::PrepareResponse,
@@ -53,7 +53,7 @@ struct World<'a> {
     foreign_artifact: ArtifactId,
     foreign_build: BuildId,
     foreign_workload: WorkloadId,
-    /// Made from a tree, for the build.
+    /// Created from a tree, for the build.
     of_tree: ArtifactId,
 }
 
@@ -161,14 +161,15 @@ pub(super) async fn table(suite: &Suite) -> Vec<Call> {
     calls.extend(pins::pins(&world).await);
     let collect = pb::CollectRequest { dry_run: pb::DryRun::Only.into() };
     calls.push(Call::new("Collector.Collect", [collect], [choice("dry_run")]));
-    calls.extend(set_aside::calls(&world).await);
+    calls.extend(orphans::calls(&world).await);
     calls.extend(imports::calls(&world).await);
-    // The last: some of these end what the others are about.
+    // Last, because some of these calls end items of the other calls.
     calls.extend(disposal::calls(&world).await);
     calls
 }
 
-/// What may be wrong where an artifact gets an owner or loses it. `of_another_team`: what another team is told first.
+/// Returns invalid requests to change the owners of an artifact. `of_another_team`: the first error
+/// for another team.
 fn owned(
     world: &World<'_>,
     of_another_team: Reason,
@@ -177,7 +178,7 @@ fn owned(
 ) -> [Vec<Bad>; 8] {
     let no_build = |what: &str, build: BuildId| match of_another_team {
         OwnerEnded => but("build_id", what, build, OwnerEnded),
-        // One that does not own it.
+        // A build that does not own it.
         _ => nothing("build_id", what, text(build)),
     };
     [
@@ -347,7 +348,7 @@ fn artifacts(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// An instant at which a build ended of which is not said how.
+/// Returns requests with the end of a build but no status.
 fn ended_at(seconds: i64, named: &str) -> Vec<Bad> {
     vec![time("ended_at", seconds, 0, refused(named))]
 }
@@ -533,7 +534,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
         digest: digest(5).as_bytes().to_vec().into(),
         verification: pb::Verification::Verified.into(),
     };
-    // A worker that holds nothing: what is reported of it is unknown.
+    // A worker without known volumes: everything that it reports is unknown.
     let reporter = world.suite.silent_gateway(WorkerId::new(), 2, 2);
     let token = reporter.begin_report().await.expect("a new worker may speak");
     let whole = [
@@ -690,7 +691,7 @@ async fn inventory(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// The calls that list. Each goes on with its own token, and with none of the others'.
+/// Returns the calls that list. Each accepts its own page token, and rejects those of the others.
 async fn lists(world: &World<'_>) -> Vec<Call> {
     let suite = world.suite;
     let artifacts = pb::ListArtifactsRequest { team: TEAM.to_owned(), page_size: 1, ..Default::default() };
@@ -715,7 +716,7 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
     let answer = suite.pins().list_pins(pins.clone()).await.expect("a page");
     tokens.push(answer.into_inner().next_page_token);
     tokens.extend(caches::first_pages(suite).await);
-    assert!(tokens.iter().all(|token| !token.is_empty()), "each goes on: {tokens:?}");
+    assert!(tokens.iter().all(|token| !token.is_empty()), "each list has several pages: {tokens:?}");
 
     let page = |own: usize| {
         let mut bad: Vec<_> = [1001, u32::MAX]
@@ -763,10 +764,10 @@ async fn lists(world: &World<'_>) -> Vec<Call> {
     calls
 }
 
-/// Where a list goes on that is none of those that are tried.
+/// Returns a page token of a list that is not in the table.
 async fn token_of_volumes(suite: &Suite) -> String {
     let volumes = pb::ListVolumesRequest { page_size: 1, ..Default::default() };
     let page = suite.inventory().list_volumes(volumes).await.expect("a page").into_inner();
-    assert_ne!(page.next_page_token, "", "it goes on");
+    assert_ne!(page.next_page_token, "", "the list has several pages");
     page.next_page_token
 }

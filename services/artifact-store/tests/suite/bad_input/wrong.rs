@@ -1,4 +1,4 @@
-//! What may be wrong with a request to the store alone.
+//! Kinds of invalid values that only the store has.
 
 use domain::GatewayInstance;
 use domain::worker::{Incarnation, Session, SessionClaims};
@@ -13,20 +13,20 @@ pub(super) fn refused_message() -> Expected {
     refused("message")
 }
 
-/// A reason for people.
+/// Returns invalid reasons for people.
 pub(super) fn why(field: &str) -> Vec<Bad> {
     named(field, 1000)
 }
 
-/// The credential of a gateway.
+/// Returns invalid credentials of a gateway.
 pub(super) fn credential(field: &str, suite: &Suite, gateway: &Gateway) -> Vec<Bad> {
     let mut bad = optional_credential(field, suite, gateway);
     bad.extend(but(field, "missing", "", InvalidToken));
     bad
 }
 
-/// The same, where an operator needs none: credentials that nobody signed, and those of who spoke before `gateway`, whose incarnation and
-/// session are the second.
+/// Returns invalid credentials where an operator needs none: unsigned ones, and those of
+/// predecessors of `gateway`, whose incarnation and session are both 2.
 pub(super) fn optional_credential(field: &str, suite: &Suite, gateway: &Gateway) -> Vec<Bad> {
     let claims = SessionClaims {
         worker: gateway.worker,

@@ -1,4 +1,4 @@
-//! The table of owners, walked: every owner in every standing that it may have, alone and beside every other one.
+//! The table of owners: every owner in every state, alone and with every other owner.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use testing::databases::TestDatabase;
 use super::{Caller, by_workload};
 use crate::{Suite, TEAM, on_both_databases};
 
-on_both_databases! { an_artifact_lives_until_its_last_owner_lets_go }
+on_both_databases! { artifact_stays_until_last_owner_lets_go }
 
-/// How long whatever has a term may last here.
+/// Duration of all terms in these tests.
 const TERM: Duration = Duration::from_secs(100);
 
-/// An owner in one standing.
+/// An owner in a state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Owner {
     BuildThatGoesOn,
@@ -47,7 +47,7 @@ enum Keeps {
     Still,
 }
 
-/// The table, and what it says.
+/// The table of owners and lifetimes.
 const TABLE: [(Owner, Keeps); 19] = [
     (Owner::BuildThatGoesOn, Keeps::Still),
     (Owner::BuildThatSucceeded, Keeps::NoLonger),
@@ -73,14 +73,14 @@ const TABLE: [(Owner, Keeps); 19] = [
 /// Gives artifacts their owners.
 struct Giver<'a> {
     caller: Caller<'a>,
-    /// What takes the place of another.
+    /// Artifact that replaces another one.
     next: ArtifactId,
-    /// How many owners there were, for names that nobody else has.
+    /// Number of owners so far, for unique names.
     given: u64,
 }
 
 impl Giver<'_> {
-    /// Lets `owner` own an artifact, and comes to stand as it says.
+    /// Makes `owner` own an artifact, and brings the owner into its state.
     async fn give(&mut self, artifact: ArtifactId, owner: Owner) {
         self.given += 1;
         let name = format!("job {}", self.given);
@@ -153,7 +153,7 @@ impl Giver<'_> {
         }
     }
 
-    /// A build that owns an artifact, and then ends so.
+    /// Creates a build that owns an artifact, and ends the build.
     async fn build(&self, artifact: ArtifactId, job: &str, status: BuildStatus, keep: Option<Duration>) {
         let build = BuildId::new();
         self.put_build(build, job, 1, BuildStatus::Unspecified, keep).await;
@@ -193,7 +193,7 @@ impl Giver<'_> {
     }
 }
 
-async fn an_artifact_lives_until_its_last_owner_lets_go(database: TestDatabase) {
+async fn artifact_stays_until_last_owner_lets_go(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         (config.unowned_ttl, config.resource_cache_ttl) = (TERM, TERM);
     })
@@ -203,7 +203,7 @@ async fn an_artifact_lives_until_its_last_owner_lets_go(database: TestDatabase) 
     suite.pin(WorkloadId::new(), &[next], None).await.expect("pinned");
     let mut giver = Giver { caller: Caller::of(&suite, TEAM), next, given: 0 };
 
-    // Nobody, everyone alone, and everyone beside everyone else.
+    // No owner, each owner alone, and each pair.
     let mut cases = vec![(Vec::new(), Keeps::ForItsTerm)];
     for (n, (one, keeps)) in TABLE.into_iter().enumerate() {
         cases.push((vec![one], keeps));
@@ -211,7 +211,7 @@ async fn an_artifact_lives_until_its_last_owner_lets_go(database: TestDatabase) 
     }
     let mut made = Vec::new();
     for (owners, keeps) in cases {
-        // A pin asks nobody how many owners there are.
+        // A pin must work with any number of owners.
         let holders = [None, Some(WorkloadId::new())];
         for holder in holders.into_iter().take(if owners.len() > 1 { 1 } else { 2 }) {
             let artifact = suite.uploaded(&gateway, u64::try_from(made.len()).expect("few") + 1).await;
@@ -226,7 +226,7 @@ async fn an_artifact_lives_until_its_last_owner_lets_go(database: TestDatabase) 
     }
 
     let begun = suite.clock.now();
-    // A moment before the end of every term, and at it.
+    // Just before the end of every term, and at it.
     for (at, is_over) in
         [(begun, false), (begun + TERM - Duration::from_secs(1), false), (begun + TERM, true)]
     {

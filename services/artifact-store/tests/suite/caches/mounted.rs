@@ -1,4 +1,5 @@
-//! Task caches that workloads find as directories: which version they find, for how long it is kept, and what they leave.
+//! Mounted task caches: the version that a workload finds, its lifetime, and the version that the
+//! workload publishes.
 
 use std::time::Duration;
 
@@ -13,18 +14,18 @@ use super::{Caller, HOUR, OTHER};
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, on_both_databases};
 
 on_both_databases! {
-    a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared,
-    what_cannot_be_brought_is_found_empty,
-    a_cache_in_use_does_not_go,
-    what_is_left_is_the_caches_alone,
-    of_two_at_once_the_last_to_be_settled_wins,
-    an_attempt_that_is_over_leaves_nothing,
-    a_cache_that_was_deleted_meanwhile_is_left_nothing,
-    caches_of_other_teams_are_not_found,
-    workloads_and_deletions_at_once_do_not_wait_for_one_another,
+    workload_finds_version_latest_when_prepared,
+    unreachable_version_is_found_empty,
+    used_cache_is_not_deleted,
+    published_version_is_owned_by_cache_only,
+    last_settled_version_wins_among_concurrent_workloads,
+    ended_attempt_publishes_no_version,
+    deleted_cache_gets_no_version,
+    caches_of_other_teams_are_not_mounted,
+    concurrent_workloads_and_deletions_do_not_deadlock,
 }
 
-/// A workload that finds a cache as a directory.
+/// A workload with a mounted task cache.
 #[derive(Clone, Copy)]
 struct User<'a> {
     suite: &'a Suite,
@@ -39,7 +40,7 @@ impl<'a> User<'a> {
         Self { suite, gateway, cache, workload: WorkloadId::new(), attempt: AttemptId::new() }
     }
 
-    /// Is accepted. Answers which versions are where.
+    /// Pins the workload. Returns the locations of the versions.
     async fn pin(&self) -> Answer<Vec<pb::Location>> {
         let request = pb::PinRequest {
             holder_id: self.workload.to_string(),
@@ -64,7 +65,7 @@ impl<'a> User<'a> {
         }
     }
 
-    /// Is prepared: answers the volume for the cache.
+    /// Prepares the attempt. Returns the volume of the cache.
     async fn prepare(&self, unreachable: &[ArtifactId]) -> pb::PreparedVolume {
         self.prepare_volume(self.mount(), unreachable).await
     }
@@ -93,7 +94,7 @@ impl<'a> User<'a> {
         volume
     }
 
-    /// Leaves something, in a volume of its own where it began with a version.
+    /// Completes the output. It is in a separate volume if the attempt started with a version.
     async fn leave(&self, found: &pb::PreparedVolume, content: u64) {
         let handle = if found.parent_handle.is_empty() {
             found.volume_handle.clone()
@@ -110,7 +111,7 @@ impl<'a> User<'a> {
         self.gateway.complete(&handle, digest(content)).await.expect("complete");
     }
 
-    /// Is settled, having left something, or having changed nothing. Answers the owners that were missing.
+    /// Settles the workload with or without a new version. Returns the number of missing owners.
     async fn settle(&self, left: Option<u64>, build: Option<BuildId>) -> Answer<usize> {
         let output = |content| pb::SettledOutput {
             artifact_id: self.artifact().to_string(),
@@ -132,7 +133,7 @@ impl<'a> User<'a> {
 }
 
 impl Caller<'_> {
-    /// A task cache that goes when it was unused for an hour.
+    /// Creates a task cache with a TTL of one hour.
     async fn short(&self, path: &str) -> CacheId {
         self.task("job", path, Some(HOUR)).await.expect("asked").0.parse().expect("an id")
     }
@@ -143,7 +144,7 @@ impl Caller<'_> {
     }
 }
 
-async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(database: TestDatabase) {
+async fn workload_finds_version_latest_when_prepared(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -155,7 +156,7 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     assert_eq!(first.settle(Some(1), None).await.expect("settled"), 0);
     assert_eq!(main.has("/cache").await, Some(first.artifact().to_string()));
 
-    // Accepted before there is another version, and prepared after that.
+    // One workload is pinned before and prepared after the publication of another version.
     let (early, late) = (User::of(&suite, &gateway, cache), User::of(&suite, &gateway, cache));
     let located = early.pin().await.expect("pinned");
     assert_eq!(
@@ -171,7 +172,8 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     let of_late = late.begin().await;
     assert_eq!(of_late.parent_handle, suite.replica_of(two).await);
 
-    // What was superseded stays for who found it, however often that is asked for, and goes after that.
+    // A replaced version stays for the workloads that found it, however often they ask, and is
+    // deleted afterwards.
     assert_eq!(
         suite.collect(DryRun::Off).await.iter().filter(|one| one.thing() == pb::Thing::Artifact).count(),
         0
@@ -190,7 +192,7 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     for superseded in [first.artifact(), two] {
         assert_eq!(suite.state(superseded).await, ArtifactState::Deleting);
     }
-    // Nothing is left but the latest version, which needs none of those before it.
+    // Only the latest version is left, which does not depend on earlier ones.
     let volumes = suite.volumes().await;
     let live: Vec<_> =
         volumes.iter().filter(|volume| volume.state() == pb::InventoryState::Created).collect();
@@ -199,7 +201,7 @@ async fn a_workload_finds_the_version_that_was_the_latest_when_it_was_prepared(d
     suite.stop().await;
 }
 
-async fn what_cannot_be_brought_is_found_empty(database: TestDatabase) {
+async fn unreachable_version_is_found_empty(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (here, there) = (suite.gateway().await, suite.gateway().await);
     let main = Caller::of(&suite, TEAM);
@@ -213,7 +215,7 @@ async fn what_cannot_be_brought_is_found_empty(database: TestDatabase) {
     let found = user.prepare(&[version]).await;
     assert_eq!((&*found.parent_handle, &*found.missing_artifact_id), ("", ""));
     assert_eq!(user.prepare(&[]).await.missing_artifact_id, "", "it has been decided");
-    // What is lost is not even looked for.
+    // A lost version is not located at all.
     there.report(&[], &[]).await.expect("reported");
     let other = User::of(&suite, &here, cache);
     assert_eq!(other.pin().await.expect("pinned"), []);
@@ -221,7 +223,7 @@ async fn what_cannot_be_brought_is_found_empty(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_in_use_does_not_go(database: TestDatabase) {
+async fn used_cache_is_not_deleted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -238,7 +240,7 @@ async fn a_cache_in_use_does_not_go(database: TestDatabase) {
     assert_eq!(explained.kept_by.len(), 1, "{explained:?}");
     assert!(explained.kept_by[0].text.contains(&user.workload.to_string()), "{explained:?}");
     assert_eq!(explained.goes_at, None);
-    // From its end on it is unused.
+    // It is unused from the end of the use on.
     user.settle(None, None).await.expect("settled");
     suite.clock.advance(HOUR - Duration::from_secs(1));
     suite.collect(DryRun::Off).await;
@@ -252,7 +254,7 @@ async fn a_cache_in_use_does_not_go(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_is_left_is_the_caches_alone(database: TestDatabase) {
+async fn published_version_is_owned_by_cache_only(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -268,7 +270,7 @@ async fn what_is_left_is_the_caches_alone(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn of_two_at_once_the_last_to_be_settled_wins(database: TestDatabase) {
+async fn last_settled_version_wins_among_concurrent_workloads(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -288,7 +290,7 @@ async fn of_two_at_once_the_last_to_be_settled_wins(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_attempt_that_is_over_leaves_nothing(database: TestDatabase) {
+async fn ended_attempt_publishes_no_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -296,7 +298,7 @@ async fn an_attempt_that_is_over_leaves_nothing(database: TestDatabase) {
     let found = user.begin().await;
     user.leave(&found, 1).await;
     suite.end_attempt(user.workload, user.attempt).await.expect("ended");
-    // Another try at it finds what the first one found.
+    // The next attempt finds the same version.
     let again = User { attempt: AttemptId::new(), ..user };
     assert_eq!(again.begin().await.parent_handle, "");
     assert_eq!(again.settle(Some(1), None).await.expect("settled"), 1, "it has no such candidate");
@@ -305,7 +307,7 @@ async fn an_attempt_that_is_over_leaves_nothing(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_that_was_deleted_meanwhile_is_left_nothing(database: TestDatabase) {
+async fn deleted_cache_gets_no_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     let cache = main.short("/cache").await;
@@ -322,13 +324,13 @@ async fn a_cache_that_was_deleted_meanwhile_is_left_nothing(database: TestDataba
     assert_eq!(user.settle(Some(2), None).await.expect("settled"), 1);
     suite.settle_down(&gateway).await;
     for artifact in [version, user.artifact()] {
-        assert_eq!(suite.state(artifact).await, ArtifactState::Deleting, "nobody is for it");
+        assert_eq!(suite.state(artifact).await, ArtifactState::Deleting, "it has no owner");
     }
     assert_eq!(main.has("/cache").await, None);
     suite.stop().await;
 }
 
-async fn caches_of_other_teams_are_not_found(database: TestDatabase) {
+async fn caches_of_other_teams_are_not_mounted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -341,7 +343,7 @@ async fn caches_of_other_teams_are_not_found(database: TestDatabase) {
         suite.pins().list_pins(pb::ListPinsRequest::default()).await.expect("listed").into_inner().holders,
         []
     );
-    // Who asks for it all the same finds nothing, and leaves nothing.
+    // A workload that requests it finds it empty, and publishes nothing.
     let found = user.prepare(&[]).await;
     assert_eq!((&*found.parent_handle, &*found.missing_artifact_id), ("", ""));
     gateway.prepared(user.attempt).await.expect("recorded");
@@ -351,14 +353,14 @@ async fn caches_of_other_teams_are_not_found(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn workloads_and_deletions_at_once_do_not_wait_for_one_another(database: TestDatabase) {
+async fn concurrent_workloads_and_deletions_do_not_deadlock(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, main) = (suite.gateway().await, Caller::of(&suite, TEAM));
     for round in 0..10_u64 {
         let cache = main.short("/cache").await;
         let users: Vec<_> = (0..4).map(|_| User::of(&suite, &gateway, cache)).collect();
         let work = users.iter().zip(round * 10..).map(async |(user, content)| {
-            // It may be deleted by then.
+            // The cache may be deleted by now.
             if let Err(refusal) = user.pin().await {
                 assert!(refusal.is(Reason::InputUnavailable), "{refusal}");
                 return;
@@ -381,7 +383,7 @@ async fn workloads_and_deletions_at_once_do_not_wait_for_one_another(database: T
 }
 
 impl Suite {
-    /// Where an artifact is.
+    /// Returns the replica of an artifact.
     async fn replica_of(&self, artifact: ArtifactId) -> String {
         let replicas = self.get(artifact).await.expect("it is there").replicas;
         replicas.first().expect("a replica").volume_handle.clone()
@@ -392,7 +394,7 @@ impl Suite {
         self.artifacts().explain(request).await.expect("explained").into_inner()
     }
 
-    /// Collects, and lets the worker destroy, until nothing more goes.
+    /// Collects and sweeps until nothing more is deleted.
     async fn settle_down(&self, _gateway: &Gateway) {
         while !self.collect(DryRun::Off).await.is_empty() {}
     }

@@ -1,4 +1,4 @@
-//! Resource caches: who makes them, what they keep and until when.
+//! Resource caches: makers, claims, artifacts and lifetimes.
 
 use std::time::Duration;
 
@@ -14,24 +14,24 @@ use super::{Caller, HOUR, OTHER, by_build, by_workload, key};
 use crate::{Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    of_all_who_ask_at_once_one_makes_the_cache,
-    a_maker_that_does_not_go_on_loses_its_claim,
-    time_without_a_store_counts_against_no_maker,
-    a_claim_makes_one_cache_of_one_artifact,
-    a_resource_cache_goes_when_its_last_use_ended_long_ago,
-    a_cache_that_is_used_is_not_deleted,
-    who_only_uses_a_cache_is_not_forgotten,
-    a_cache_whose_bytes_are_lost_is_made_anew,
-    what_a_cache_comes_to_own_is_not_marked_meanwhile,
+    one_of_concurrent_callers_makes_the_cache,
+    maker_loses_claim_when_not_renewed,
+    store_downtime_does_not_expire_claims,
+    claim_makes_one_cache_of_one_artifact,
+    resource_cache_is_deleted_after_ttl_without_use,
+    used_resource_cache_is_not_deleted,
+    workload_is_remembered_while_using_a_cache,
+    cache_with_lost_bytes_is_made_again,
+    artifact_is_not_marked_while_cache_takes_it,
 }
 
-async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
+async fn one_of_concurrent_callers_makes_the_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
     for content in 0..5 {
         let (cache, given_up, _) = all_ask(&suite, content).await;
-        // The one who makes it does not go on: one other does, of all who ask then.
+        // The maker stops. One of the waiting callers gets the claim.
         suite.clock.advance(Duration::from_secs(60));
         let (same, maker, asked) = all_ask(&suite, content).await;
         assert_eq!(same, cache);
@@ -54,7 +54,8 @@ async fn of_all_who_ask_at_once_one_makes_the_cache(database: TestDatabase) {
     suite.stop().await;
 }
 
-/// Twenty ask at once for a cache that is not there, and one is told to make it: which cache, under which claim, and all who asked.
+/// Requests a missing cache twenty times at once. Returns the cache, the claim of the maker, and
+/// all claims.
 async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>) {
     let mut asking = tokio::task::JoinSet::new();
     for _ in 0..20 {
@@ -86,7 +87,7 @@ async fn all_ask(suite: &Suite, content: u64) -> (String, ClaimId, Vec<ClaimId>)
     (made.cache_id.clone(), *maker, answers.iter().map(|(claim, _)| *claim).collect())
 }
 
-async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
+async fn maker_loses_claim_when_not_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -96,7 +97,7 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     assert!(yours(first).await);
     assert!(yours(first).await, "asked again");
     suite.clock.advance(Duration::from_secs(40));
-    main.renew(first).await.expect("it goes on");
+    main.renew(first).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(59));
     assert!(!yours(second).await, "the first goes on");
 
@@ -106,14 +107,14 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     assert!(yours(second).await, "it is handed on");
     assert_refused(main.renew(first).await, Reason::ClaimLost);
     assert_refused(main.put(first, artifact).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(artifact).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(artifact).await, ["no owner: deleted when it is old"]);
     for _ in 0..2 {
         main.put(second, artifact).await.expect("put");
         main.renew(second).await.expect("nothing to renew any more");
     }
     assert_refused(main.put(first, artifact).await, Reason::ClaimLost);
 
-    // One that nobody makes is forgotten, with who waits for it.
+    // A cache that is never made is forgotten, with its waiting user.
     let (third, waits) = (ClaimId::new(), WorkloadId::new());
     main.ask(2, third, Some(by_workload(waits))).await.expect("asked");
     suite.clock.advance(Duration::from_secs(59));
@@ -127,7 +128,7 @@ async fn a_maker_that_does_not_go_on_loses_its_claim(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn time_without_a_store_counts_against_no_maker(database: TestDatabase) {
+async fn store_downtime_does_not_expire_claims(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (first, second) = (ClaimId::new(), ClaimId::new());
     Caller::of(&suite, TEAM).ask(1, first, None).await.expect("asked");
@@ -139,13 +140,13 @@ async fn time_without_a_store_counts_against_no_maker(database: TestDatabase) {
     assert!(matches!(asked().await, Outcome::BeingMade(_)), "the first has a full term");
     suite.clock.advance(Duration::from_secs(59));
     suite.collect(DryRun::Off).await;
-    main.renew(first).await.expect("it goes on");
+    main.renew(first).await.expect("it is active");
     suite.clock.advance(Duration::from_secs(60));
     assert!(matches!(asked().await, Outcome::Yours(_)));
     suite.stop().await;
 }
 
-async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
+async fn claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -167,7 +168,7 @@ async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     assert_refused(other.put(of_other, one).await, Reason::ArtifactNotFound);
     main.put(claim, one).await.expect("put");
     assert_refused(main.put(claim, two).await, Reason::ClaimLost);
-    assert_eq!(suite.kept_by(two).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(two).await, ["no owner: deleted when it is old"]);
 
     for (team, key_digest, claim_id) in [
         ("", key(3), claim.to_string()),
@@ -188,7 +189,7 @@ async fn a_claim_makes_one_cache_of_one_artifact(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDatabase) {
+async fn resource_cache_is_deleted_after_ttl_without_use(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -202,7 +203,7 @@ async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDa
     assert!(main.ready(1, Some(by_build(build))).await.is_some());
     assert!(main.ready(1, Some(by_build(build))).await.is_some(), "used again");
 
-    // Nobody ever says that a use has ended.
+    // No call ends the use.
     suite.clock.advance(23 * HOUR);
     assert_eq!(suite.collect(DryRun::Off).await, []);
     suite.clock.advance(2 * HOUR);
@@ -234,7 +235,7 @@ async fn a_resource_cache_goes_when_its_last_use_ended_long_ago(database: TestDa
     suite.stop().await;
 }
 
-async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
+async fn used_resource_cache_is_not_deleted(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -256,7 +257,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     for _ in 0..2 {
         main.release(&cache, by_workload(two)).await.expect("released");
     }
-    // Who has ended uses nothing any more.
+    // An ended user cannot use a cache.
     assert_refused(main.use_it(&cache, by_workload(one)).await, Reason::HolderSettled);
     assert_refused(main.use_it(&cache, by_build(build)).await, Reason::OwnerEnded);
     assert_refused(main.ask(1, ClaimId::new(), Some(by_build(build))).await, Reason::OwnerEnded);
@@ -264,7 +265,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.state(artifact).await, ArtifactState::Sealed);
 
-    // What is pinned stays without the cache.
+    // A pinned artifact stays without the cache.
     let pins = WorkloadId::new();
     suite.pin(pins, &[artifact], None).await.expect("pinned");
     main.delete(&cache).await.expect("deleted");
@@ -275,7 +276,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.settle(pins, None, &[], None).await.expect("settled");
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2, "the artifact and its replica");
 
-    // The claim on one that is deleted is lost.
+    // The claim of a deleted cache is lost.
     let claim = ClaimId::new();
     let (cache, _) = main.ask(2, claim, None).await.expect("asked");
     main.delete(&cache).await.expect("deleted");
@@ -283,7 +284,7 @@ async fn a_cache_that_is_used_is_not_deleted(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
+async fn workload_is_remembered_while_using_a_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -298,7 +299,7 @@ async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
     for _ in 0..3 {
         suite.clock.advance(49 * HOUR);
         assert_eq!(suite.collect(DryRun::Off).await, []);
-        // For reconciliation: nobody else would ever end it.
+        // Needed for reconciliation: no other call would end it.
         assert_eq!(listed().await, [workload.to_string()]);
     }
     suite.settle(workload, None, &[], None).await.expect("settled");
@@ -308,7 +309,7 @@ async fn who_only_uses_a_cache_is_not_forgotten(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_whose_bytes_are_lost_is_made_anew(database: TestDatabase) {
+async fn cache_with_lost_bytes_is_made_again(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (there, here) = (suite.gateway().await, suite.gateway().await);
     let main = Caller::of(&suite, TEAM);
@@ -324,13 +325,13 @@ async fn a_cache_whose_bytes_are_lost_is_made_anew(database: TestDatabase) {
     assert_eq!(again, cache);
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.state(artifact).await, ArtifactState::Deleting);
-    let anew = suite.uploaded(&here, 2).await;
-    main.put(claim, anew).await.expect("put");
-    assert_eq!(main.ready(1, None).await.map(|location| location.artifact_id), Some(anew.to_string()));
+    let again = suite.uploaded(&here, 2).await;
+    main.put(claim, again).await.expect("put");
+    assert_eq!(main.ready(1, None).await.map(|location| location.artifact_id), Some(again.to_string()));
     suite.stop().await;
 }
 
-async fn what_a_cache_comes_to_own_is_not_marked_meanwhile(database: TestDatabase) {
+async fn artifact_is_not_marked_while_cache_takes_it(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -340,7 +341,7 @@ async fn what_a_cache_comes_to_own_is_not_marked_meanwhile(database: TestDatabas
         let claim = ClaimId::new();
         main.ask(round, claim, None).await.expect("asked");
         let (task, _) = main.task("job", &round.to_string(), None).await.expect("asked");
-        // A round of the collector has a way to go until it marks artifacts: let it go on, now more, now less.
+        // A round takes some time before it marks artifacts. The delay varies.
         let a_while = || async {
             for _ in 0..round % 6 {
                 suite.get(artifacts[0]).await.ok();

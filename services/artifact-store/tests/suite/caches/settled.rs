@@ -1,4 +1,4 @@
-//! Outputs that come to be owned by caches, and by builds besides, in the moment in which they are sealed.
+//! Outputs that caches and builds own from the moment in which they are sealed.
 
 use std::time::Duration;
 
@@ -14,17 +14,17 @@ use super::{Caller, OTHER};
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, on_both_databases, output};
 
 on_both_databases! {
-    an_output_gets_all_of_its_owners_at_once,
-    an_owner_that_is_gone_keeps_nobody_else_from_it,
-    what_is_of_another_team_owns_nothing,
-    a_cache_is_named_once,
-    of_all_who_settle_a_task_cache_at_once_one_is_the_latest,
-    a_maker_whose_claim_ran_out_seals_nothing_for_the_cache,
-    a_claim_that_runs_out_while_its_maker_settles_has_one_winner,
-    caches_in_any_order_do_not_wait_for_one_another,
+    output_gets_all_owners_when_sealed,
+    missing_owner_does_not_affect_other_owners,
+    owner_of_another_team_gets_no_output,
+    cache_is_named_once_per_settlement,
+    one_of_concurrent_settlements_is_latest_version,
+    maker_with_expired_claim_publishes_no_cache,
+    claim_expiring_during_settlement_has_one_winner,
+    settlements_do_not_deadlock_on_cache_order,
 }
 
-/// A workload whose attempt has made some outputs.
+/// A workload whose attempt has completed its outputs.
 struct Made {
     workload: WorkloadId,
     attempt: AttemptId,
@@ -51,7 +51,7 @@ impl Made {
         self.outputs[0].0
     }
 
-    /// Settles it; `owners` are those of each output. Answers the owners that were missing.
+    /// Settles the workload with the owners of each output. Returns the missing owners.
     async fn settle(
         &self,
         suite: &Suite,
@@ -85,23 +85,23 @@ impl Made {
 }
 
 impl Caller<'_> {
-    /// A task cache.
+    /// Creates a task cache.
     async fn cache(&self, path: &str) -> CacheId {
         self.task("job", path, None).await.expect("asked").0.parse().expect("an id")
     }
 
-    /// How many artifacts a collection marks.
+    /// Returns the number of artifacts that a collection marks.
     async fn marked(&self) -> usize {
         let collected = self.suite.collect(DryRun::Off).await;
         collected.iter().filter(|thing| thing.thing() == pb::Thing::Artifact).count()
     }
 
-    /// What a task cache has.
+    /// Returns the latest version of a task cache.
     async fn latest(&self, path: &str) -> Option<String> {
         self.task("job", path, None).await.expect("asked").1.map(|location| location.artifact_id)
     }
 
-    /// The right to make a resource cache, which nobody has.
+    /// Claims a missing resource cache.
     async fn claim(&self, content: u64) -> (String, ClaimId) {
         let claim = ClaimId::new();
         let (cache, outcome) = self.ask(content, claim, None).await.expect("asked");
@@ -110,7 +110,7 @@ impl Caller<'_> {
     }
 }
 
-async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
+async fn output_gets_all_owners_when_sealed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -136,7 +136,7 @@ async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
     assert_eq!(main.latest("/cache").await, Some(first.to_string()));
     assert_refused(main.put(claim, second).await, Reason::ClaimLost);
 
-    // It goes only when all have let go.
+    // It is deleted only after all owners have let go.
     suite.clock.advance(13 * super::HOUR);
     for build in [build, other_build] {
         suite.delete_build(build).await.expect("deleted");
@@ -150,7 +150,7 @@ async fn an_output_gets_all_of_its_owners_at_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase) {
+async fn missing_owner_does_not_affect_other_owners(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -170,7 +170,7 @@ async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase)
     assert_eq!(suite.kept_by(artifact).await, [format!("task cache {task}")]);
     assert!(main.ready(1, None).await.is_some());
 
-    // What nothing came to own goes as what nobody ever owned.
+    // An output without owners is treated like an artifact that never had one.
     let made = Made::on(&gateway, &[3]).await;
     assert_eq!(made.settle(&suite, None, &[&gone]).await.expect("settled").len(), 3);
     assert_eq!(main.marked().await, 0);
@@ -180,7 +180,7 @@ async fn an_owner_that_is_gone_keeps_nobody_else_from_it(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_is_of_another_team_owns_nothing(database: TestDatabase) {
+async fn owner_of_another_team_gets_no_output(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let other = Caller::of(&suite, OTHER);
@@ -196,14 +196,14 @@ async fn what_is_of_another_team_owns_nothing(database: TestDatabase) {
     let made = Made::on(&gateway, &[1]).await;
     let owners = [OutputOwner::Build(build), OutputOwner::TaskCache(task), OutputOwner::ResourceCache(claim)];
     assert_eq!(made.settle(&suite, None, &[&owners]).await.expect("settled").len(), 3);
-    assert_eq!(suite.kept_by(made.artifact()).await, ["no owner: it goes when it is old"]);
+    assert_eq!(suite.kept_by(made.artifact()).await, ["no owner: deleted when it is old"]);
     assert_eq!(other.latest("/cache").await, None);
     assert_eq!(other.located(&[&task.to_string()]).await, []);
     other.renew(claim).await.expect("it is still theirs to make");
     suite.stop().await;
 }
 
-async fn a_cache_is_named_once(database: TestDatabase) {
+async fn cache_is_named_once_per_settlement(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -215,7 +215,7 @@ async fn a_cache_is_named_once(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn of_all_who_settle_a_task_cache_at_once_one_is_the_latest(database: TestDatabase) {
+async fn one_of_concurrent_settlements_is_latest_version(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -244,7 +244,7 @@ async fn of_all_who_settle_a_task_cache_at_once_one_is_the_latest(database: Test
     suite.stop().await;
 }
 
-async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestDatabase) {
+async fn maker_with_expired_claim_publishes_no_cache(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -256,7 +256,7 @@ async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestD
     assert_eq!(missing, [(made.artifact().to_string(), owners[0])]);
     assert_eq!(main.located(&[&cache]).await, []);
 
-    // Who claims it next is not disturbed by another who comes too late.
+    // A late maker does not affect the next claim.
     let (_, next) = main.claim(1).await;
     let later = Made::on(&gateway, &[2]).await;
     assert_eq!(later.settle(&suite, None, &[&owners]).await.expect("settled").len(), 1);
@@ -267,7 +267,7 @@ async fn a_maker_whose_claim_ran_out_seals_nothing_for_the_cache(database: TestD
     suite.stop().await;
 }
 
-async fn a_claim_that_runs_out_while_its_maker_settles_has_one_winner(database: TestDatabase) {
+async fn claim_expiring_during_settlement_has_one_winner(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -305,7 +305,7 @@ async fn a_claim_that_runs_out_while_its_maker_settles_has_one_winner(database: 
     suite.stop().await;
 }
 
-async fn caches_in_any_order_do_not_wait_for_one_another(database: TestDatabase) {
+async fn settlements_do_not_deadlock_on_cache_order(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -327,7 +327,8 @@ async fn caches_in_any_order_do_not_wait_for_one_another(database: TestDatabase)
         for missing in futures::future::join_all(settling).await {
             assert_eq!(missing.expect("settled"), []);
         }
-        // All three are of the same workload: who was last was last for each.
+        // All three versions are of the same workload, because the last one was last for each
+        // cache.
         let mut latest = Vec::new();
         for path in ["/a", "/b", "/c"] {
             latest.push(main.latest(path).await.expect("published"));

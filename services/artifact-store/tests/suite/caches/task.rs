@@ -1,4 +1,4 @@
-//! Task caches: versions, lives, ends.
+//! Task caches: versions, TTLs and deletion.
 
 use std::time::Duration;
 
@@ -12,12 +12,12 @@ use super::{Caller, HOUR};
 use crate::{Suite, TEAM, assert_refused, on_both_databases};
 
 on_both_databases! {
-    the_latest_version_of_a_task_cache_wins,
-    a_task_cache_goes_when_it_was_unused_for_its_ttl,
-    the_task_caches_of_a_job_are_deleted_together,
+    latest_version_of_task_cache_wins,
+    task_cache_is_deleted_after_its_ttl,
+    task_caches_of_a_job_are_deleted_together,
 }
 
-async fn the_latest_version_of_a_task_cache_wins(database: TestDatabase) {
+async fn latest_version_of_task_cache_wins(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -49,13 +49,13 @@ async fn the_latest_version_of_a_task_cache_wins(database: TestDatabase) {
     main.publish(&of_another_step, three).await.expect("published");
     let located = main.located(&[&another, &cache, &of_another_step]).await;
     assert_eq!(located, [(cache.clone(), two.to_string()), (of_another_step, three.to_string())]);
-    // What is lost is not answered.
+    // A lost version is not located.
     gateway.report(&[], &[]).await.expect("reported");
     assert_eq!(main.task("job", "/cache", None).await.expect("asked"), (cache, None));
     suite.stop().await;
 }
 
-async fn a_task_cache_goes_when_it_was_unused_for_its_ttl(database: TestDatabase) {
+async fn task_cache_is_deleted_after_its_ttl(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);
@@ -76,7 +76,7 @@ async fn a_task_cache_goes_when_it_was_unused_for_its_ttl(database: TestDatabase
     suite.clock.advance(Duration::from_secs(7 * 24 * 3600) - 3 * HOUR);
     assert_eq!(suite.collect(DryRun::Off).await, []);
 
-    // The last call says how long.
+    // The last call sets the TTL.
     main.task("long", "/cache", Some(HOUR)).await.expect("asked");
     suite.clock.advance(HOUR);
     assert_eq!(suite.collect(DryRun::Off).await.len(), 2);
@@ -87,7 +87,7 @@ async fn a_task_cache_goes_when_it_was_unused_for_its_ttl(database: TestDatabase
     suite.stop().await;
 }
 
-async fn the_task_caches_of_a_job_are_deleted_together(database: TestDatabase) {
+async fn task_caches_of_a_job_are_deleted_together(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let main = Caller::of(&suite, TEAM);

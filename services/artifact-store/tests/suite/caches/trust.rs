@@ -1,4 +1,4 @@
-//! What is answered to whom: to the team alone, or on purpose to all.
+//! Access to caches: for one team, or shared with all teams.
 
 use std::time::Duration;
 
@@ -12,13 +12,13 @@ use super::{Caller, OTHER, by_workload};
 use crate::{Suite, TEAM, assert_refused, digest, input, on_both_databases};
 
 on_both_databases! {
-    a_team_is_answered_no_cache_of_another,
-    a_shared_cache_is_for_every_team_as_long_as_it_is_there,
-    a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so,
-    a_base_type_and_certs_stay_until_others_take_their_place,
+    team_sees_no_cache_of_another_team,
+    shared_cache_is_available_to_every_team,
+    copy_of_shared_cache_continues_while_renewed,
+    base_type_and_certs_stay_until_replaced,
 }
 
-async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
+async fn team_sees_no_cache_of_another_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));
@@ -47,7 +47,7 @@ async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
     assert_refused(other.pin(WorkloadId::new(), artifact).await, Reason::InputUnavailable);
     assert_refused(other.plan(artifact, elsewhere.worker).await, Reason::ArtifactNotFound);
     for content in [1, 2] {
-        // What has the same key is another cache.
+        // A cache with the same key in another scope is a different cache.
         assert!(other.ready(content, None).await.is_none());
     }
     assert_eq!(other.task("job", "/cache", None).await.expect("asked").1, None);
@@ -57,7 +57,7 @@ async fn a_team_is_answered_no_cache_of_another(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestDatabase) {
+async fn shared_cache_is_available_to_every_team(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM).sharing(), Caller::of(&suite, OTHER).sharing());
@@ -80,7 +80,7 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
     let theirs = Caller::of(&suite, OTHER);
     assert!(theirs.ready(1, None).await.is_none(), "their own is another cache");
 
-    // It goes; what is pinned can be used to the end.
+    // The cache is deleted. A pinned artifact stays usable.
     other.release(&cache, by_workload(uses)).await.expect("released");
     main.delete(&cache).await.expect("deleted");
     suite.collect(DryRun::Off).await;
@@ -109,7 +109,7 @@ async fn a_shared_cache_is_for_every_team_as_long_as_it_is_there(database: TestD
     suite.stop().await;
 }
 
-async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: TestDatabase) {
+async fn copy_of_shared_cache_continues_while_renewed(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let (gateway, elsewhere) = (suite.gateway().await, suite.gateway().await);
     let (main, other) = (Caller::of(&suite, TEAM).sharing(), Caller::of(&suite, OTHER).sharing());
@@ -130,13 +130,13 @@ async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: 
     };
     let given_up = TransferId::new();
     let first = plan(given_up).await;
-    progress(given_up, OTHER).await.expect("it goes on");
+    progress(given_up, OTHER).await.expect("it is active");
     let abandon = pb::AbandonUploadRequest { transfer_id: given_up.to_string(), team: OTHER.to_owned() };
     suite.replicas().abandon_upload(abandon).await.expect("abandoned");
     assert_refused(progress(given_up, OTHER).await, Reason::ClaimLost);
     assert!(other.ready(1, None).await.is_some(), "what it was a copy of is there");
 
-    // Another one begins at once, and takes longer than a term.
+    // Another copy starts and takes longer than a term.
     let transfer = TransferId::new();
     let second = plan(transfer).await;
     assert_eq!(second.outcome(), pb::PlanOutcome::Yours);
@@ -144,14 +144,14 @@ async fn a_copy_of_what_is_shared_goes_on_as_long_as_its_team_says_so(database: 
     for _ in 0..5 {
         suite.clock.advance(Duration::from_secs(15));
         suite.collect(DryRun::Off).await;
-        progress(transfer, OTHER).await.expect("it goes on");
+        progress(transfer, OTHER).await.expect("it is active");
     }
     elsewhere.complete(&second.volume_handle, digest(1)).await.expect("complete");
     assert_eq!(main.ready(1, None).await.expect("ready").replicas.len(), 2);
     suite.stop().await;
 }
 
-async fn a_base_type_and_certs_stay_until_others_take_their_place(database: TestDatabase) {
+async fn base_type_and_certs_stay_until_replaced(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
     let (main, other) = (Caller::of(&suite, TEAM), Caller::of(&suite, OTHER));

@@ -1,54 +1,55 @@
-//! Lists of operations that are kept: what seeds found, and what is worth trying each time. A list that a seed prints goes here as it is.
+//! Recorded lists of operations, found by seeds or written by hand. A list that a seed prints can
+//! be added as it is.
 
 use testing::databases::TestDatabase;
 
 use super::operations::Artifact::{Output, Upload};
-use super::operations::Left::{Everything, Nothing};
+use super::operations::Delivery::{Cut, Once, Repeatedly};
 use super::operations::Make::{Later, Now};
 use super::operations::Operation::{self, *};
 use super::operations::Outputs::{NoOutput, With};
+use super::operations::Remains::{Everything, Nothing};
 use super::operations::Status::{Aborted, Failed, Succeeded};
 use super::operations::TREES;
 use super::operations::Trespass as T;
-use super::operations::Way::{Cut, Once, Repeatedly};
 use super::run;
 use crate::on_both_databases;
 
 on_both_databases! {
-    a_pin_and_a_mark_at_once,
-    an_adoption_while_the_last_owner_lets_go,
-    a_copy_while_the_last_owner_lets_go,
-    a_child_outlives_the_artifact_of_its_parent,
-    a_workload_is_settled_while_both_replicas_are_killed,
-    a_report_that_comes_after_a_new_incarnation,
-    reports_that_come_in_another_order,
-    what_is_made_after_it_was_forgotten,
-    a_dropped_replica_comes_back_as_the_last_resort,
-    a_worker_is_forgotten_and_comes_back,
-    what_a_backup_did_not_see_is_decided_about,
-    a_candidate_goes_and_its_volume_is_made_once_more,
-    a_parent_is_purged_before_it_is_known_of_what,
-    another_team_tries_what_is_not_its_own,
-    a_version_that_is_mounted_outlives_its_cache,
-    what_a_worker_has_goes_with_it_or_with_the_next,
-    owners_are_given_and_taken_while_others_let_go,
-    what_was_handed_over_is_not_made_open,
-    what_was_dropped_stays_so_beside_another_replica,
-    a_worker_that_is_forgotten_again_and_again_takes_no_time,
-    what_was_made_for_an_attempt_goes_when_somebody_says_so,
-    what_is_set_aside_alone_keeps_its_worker_from_being_forgotten,
-    what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after,
+    pin_and_mark_at_once,
+    adoption_while_last_owner_lets_go,
+    copy_while_last_owner_lets_go,
+    child_outlives_artifact_of_its_parent,
+    workload_settles_while_both_replicas_are_killed,
+    report_arrives_after_new_incarnation,
+    reports_arrive_in_another_order,
+    item_is_created_after_it_was_forgotten,
+    dropped_replica_is_restored_as_last_resort,
+    forgotten_worker_returns,
+    orphans_of_a_backup_are_adopted_or_purged,
+    candidate_is_deleted_and_created_again,
+    parent_is_purged_before_child_is_described,
+    another_team_tries_foreign_items,
+    mounted_version_outlives_its_cache,
+    worker_owners_let_go_when_forgotten_or_replaced,
+    owners_change_while_others_let_go,
+    artifact_of_tree_is_not_created_open,
+    dropped_replica_stays_dropped_beside_another,
+    worker_is_forgotten_repeatedly_without_advancing_time,
+    attempt_items_are_deleted_on_request,
+    orphans_alone_prevent_forgetting_their_worker,
+    hand_out_before_forgetting_is_not_deleted_after,
 }
 
-/// How often something is tried that depends on timing.
+/// Number of repetitions of cases that depend on timing.
 const ROUNDS: u16 = 15;
 
-/// Applies operations to a fresh store, and lets everything end. All of them can happen.
+/// Applies operations to a fresh store, and lets everything end. All of them must be possible.
 async fn replay(database: TestDatabase, operations: &[Operation]) {
     replay_but(database, 0, operations).await;
 }
 
-/// The same, where so many perhaps cannot happen, for nobody made what they are about.
+/// Applies operations to a fresh store. Up to `at_most` of them may be impossible.
 async fn replay_but(database: TestDatabase, at_most: u16, operations: &[Operation]) {
     match run(database, operations).await {
         Err(failure) => panic!("{failure}"),
@@ -58,7 +59,7 @@ async fn replay_but(database: TestDatabase, at_most: u16, operations: &[Operatio
     }
 }
 
-/// A build that only its workload ends.
+/// A build that ends only with its workload.
 fn build(number: u16, ends_with: u16) -> [Operation; 2] {
     [
         PutBuild { build: number, ends_with, keep: 0, term: 60, job: None },
@@ -76,7 +77,7 @@ fn upload(number: u16, content: u8, worker: u8, owner: Option<u16>) -> [Operatio
     ]
 }
 
-/// An attempt that leaves an output.
+/// An attempt that completes an output.
 fn attempt(workload: u16, worker: u8, content: u8) -> [Operation; 3] {
     [
         Prepare { workload, attempt: 0, worker, make: Now },
@@ -90,7 +91,7 @@ fn settle(workload: u16, content: u8, build: u16) -> Operation {
     Settle { workload, attempt: 0, status, outputs, build: Some(build) }
 }
 
-async fn a_pin_and_a_mark_at_once(database: TestDatabase) {
+async fn pin_and_mark_at_once(database: TestDatabase) {
     let mut operations = Vec::new();
     for round in 0..ROUNDS {
         operations.extend(build(round, 100 + round));
@@ -105,7 +106,7 @@ async fn a_pin_and_a_mark_at_once(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn an_adoption_while_the_last_owner_lets_go(database: TestDatabase) {
+async fn adoption_while_last_owner_lets_go(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     for round in 0..ROUNDS {
@@ -118,7 +119,7 @@ async fn an_adoption_while_the_last_owner_lets_go(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
+async fn copy_while_last_owner_lets_go(database: TestDatabase) {
     let mut operations = Vec::new();
     for round in 0..ROUNDS {
         operations.extend(build(round, round));
@@ -128,12 +129,12 @@ async fn a_copy_while_the_last_owner_lets_go(database: TestDatabase) {
         operations.push(Together(vec![Collect, DeleteBuild { build: round }, plan, Collect]));
         operations.extend([Arrive { transfer, content: 1 }, Sweep { worker: 1, destroy: true }]);
     }
-    // Copies that came too late arrive nowhere.
+    // Late copies do not complete.
     replay_but(database, ROUNDS, &operations).await;
 }
 
 /// Found by seed 64524062108118.
-async fn a_child_outlives_the_artifact_of_its_parent(database: TestDatabase) {
+async fn child_outlives_artifact_of_its_parent(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(build(1, 1));
@@ -152,7 +153,7 @@ async fn a_child_outlives_the_artifact_of_its_parent(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestDatabase) {
+async fn workload_settles_while_both_replicas_are_killed(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     operations.extend(upload(100, 1, 0, Some(100)));
@@ -161,21 +162,21 @@ async fn a_workload_is_settled_while_both_replicas_are_killed(database: TestData
         operations.extend(attempt(workload, 0, 2));
         let settled = settle(workload, 2, 100);
         operations.push(Together(vec![Kill { replica: 0 }, settled.clone(), Kill { replica: 1 }, Collect]));
-        // Whoever was not answered asks again.
+        // A caller without an answer repeats its call.
         operations.push(settled);
         operations.push(Accept { workload: 200 + workload, pins: vec![Output(workload)], build: None });
     }
     replay(database, &operations).await;
 }
 
-async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
+async fn report_arrives_after_new_incarnation(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
     operations.extend([
         BeginReport { worker: 0 },
         NewIncarnation { worker: 0, left: Everything },
-        // It names everything, and is of a life that is over: nothing is confirmed by it.
+        // The report names everything, and is of an ended incarnation, so that it confirms nothing.
         Report { worker: 0, which: 0, way: Repeatedly },
         Former { worker: 0 },
         BeginReport { worker: 0 },
@@ -192,11 +193,11 @@ async fn a_report_that_comes_after_a_new_incarnation(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn reports_that_come_in_another_order(database: TestDatabase) {
+async fn reports_arrive_in_another_order(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.push(BeginReport { worker: 0 });
-    // Nothing of this is in the first report.
+    // None of this is in the first report.
     operations.extend(upload(0, 1, 0, Some(0)));
     operations.push(Accept { workload: 1, pins: vec![Upload(0)], build: Some(0) });
     operations.extend(attempt(1, 0, 2));
@@ -208,7 +209,7 @@ async fn reports_that_come_in_another_order(database: TestDatabase) {
         Advance { seconds: 20 },
         Together(vec![Collect, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
         Sweep { worker: 0, destroy: true },
-        // The first is overtaken, and the second names what is destroyed by now.
+        // The first report is overtaken. The second names items that are deleted by now.
         Report { worker: 0, which: 0, way: Once },
         Report { worker: 0, which: 0, way: Repeatedly },
         BeginReport { worker: 0 },
@@ -220,7 +221,7 @@ async fn reports_that_come_in_another_order(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
+async fn item_is_created_after_it_was_forgotten(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -233,7 +234,7 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
         Sweep { worker: 0, destroy: true },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 0, way: Once },
-        // Its gateway was frozen, and makes it now.
+        // Its gateway was suspended, and creates the item now.
         Make { worker: 0 },
         Prepared { workload: 1, attempt: 0 },
         BeginReport { worker: 0 },
@@ -244,14 +245,14 @@ async fn what_is_made_after_it_was_forgotten(database: TestDatabase) {
 }
 
 /// Found by seed 196401969570472.
-async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase) {
+async fn dropped_replica_is_restored_as_last_resort(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
     let drop = |worker, force| Drop { artifact: Upload(0), worker, force };
     let undelete = Undelete { artifact: Upload(0), owner: None, keep: 20 };
     operations.extend([drop(0, true), undelete.clone(), Collect]);
-    // Of two the one that was not dropped is enough.
+    // If two replicas exist, the one that was not dropped is enough.
     operations.extend([
         Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
         Arrive { transfer: 1, content: 1 },
@@ -260,7 +261,7 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
         Collect,
         Sweep { worker: 0, destroy: true },
     ]);
-    // It was deleted besides, and comes back with what was dropped.
+    // The artifact was deleted as well, and is restored with the dropped replica.
     operations.extend([
         drop(1, true),
         DeleteBuild { build: 0 },
@@ -272,7 +273,7 @@ async fn a_dropped_replica_comes_back_as_the_last_resort(database: TestDatabase)
     replay(database, &operations).await;
 }
 
-async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
+async fn forgotten_worker_returns(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -280,7 +281,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
     operations.extend(attempt(1, 0, 2));
     operations.extend([
         BeginReport { worker: 0 },
-        // It has the last replica of what is pinned.
+        // The worker has the last replica of a pinned artifact.
         ForgetWorker { worker: 0, force: false },
         Plan { transfer: 1, artifact: Upload(0), worker: 1, make: Now },
         Arrive { transfer: 1, content: 1 },
@@ -291,7 +292,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
             Collect,
         ]),
         ForgetWorker { worker: 0, force: true },
-        // Nothing of what it held is what it was.
+        // All of its earlier contents are unknown now.
         settle(1, 2, 0),
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
         NewIncarnation { worker: 0, left: Everything },
@@ -307,7 +308,7 @@ async fn a_worker_is_forgotten_and_comes_back(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
+async fn orphans_of_a_backup_are_adopted_or_purged(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -318,31 +319,31 @@ async fn what_a_backup_did_not_see_is_decided_about(database: TestDatabase) {
     operations.extend([
         BeginReport { worker: 0 },
         NewLife { worker: 0 },
-        // Of the life that is over.
+        // A report of the ended life.
         Report { worker: 0, which: 0, way: Repeatedly },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 1, way: Repeatedly },
-        AdoptAside { which: 0, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 0, owner: Some(0), keep: 0 },
         Describe { worker: 0 },
-        AdoptAside { which: 0, owner: Some(0), keep: 0 },
-        AdoptAside { which: 0, owner: None, keep: 30 },
-        Together(vec![PurgeAside { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
+        AdoptOrphan { which: 0, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 0, owner: None, keep: 30 },
+        Together(vec![PurgeOrphan { which: 0 }, Report { worker: 0, which: 1, way: Repeatedly }, Collect]),
         ForgetWorker { worker: 0, force: false },
         NewIncarnation { worker: 0, left: Everything },
-        AdoptAside { which: 0, owner: None, keep: 30 },
+        AdoptOrphan { which: 0, owner: None, keep: 30 },
         Accept { workload: 2, pins: vec![Upload(0), Upload(1)], build: None },
         ForgetWorker { worker: 0, force: true },
-        // What was forgotten is set aside in the next life.
+        // The contents of a forgotten worker are orphans in the next life.
         NewLife { worker: 1 },
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
         Describe { worker: 0 },
-        AdoptAside { which: 3, owner: Some(0), keep: 0 },
+        AdoptOrphan { which: 3, owner: Some(0), keep: 0 },
     ]);
     replay(database, &operations).await;
 }
 
-async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabase) {
+async fn candidate_is_deleted_and_created_again(database: TestDatabase) {
     let prepare = Prepare { workload: 1, attempt: 0, worker: 0, make: Now };
     let operations = [
         prepare.clone(),
@@ -350,14 +351,14 @@ async fn a_candidate_goes_and_its_volume_is_made_once_more(database: TestDatabas
         NewIncarnation { worker: 0, left: Nothing },
         BeginReport { worker: 0 },
         prepare,
-        // As it was at its beginning.
+        // A report with the token from its beginning.
         Report { worker: 0, which: u8::MAX, way: Once },
         Settle { workload: 1, attempt: 0, status: Failed, outputs: With(0), build: None },
     ];
     replay(database, &operations).await;
 }
 
-async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
+async fn parent_is_purged_before_child_is_described(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -368,12 +369,13 @@ async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
         NewLife { worker: 1 },
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
-        // The oldest first: the replica, and then what was made from it. Its gateway cannot destroy the one before the other.
-        PurgeAside { which: 0 },
+        // The oldest first: the replica, and then its child. The gateway cannot delete the replica
+        // before the child.
+        PurgeOrphan { which: 0 },
         Sweep { worker: 0, destroy: false },
-        PurgeAside { which: 0 },
+        PurgeOrphan { which: 0 },
         Sweep { worker: 0, destroy: true },
-        // It is still there, and told of again.
+        // It still exists, and is handed out again.
         BeginReport { worker: 0 },
         Report { worker: 0, which: u8::MAX, way: Once },
         Sweep { worker: 0, destroy: true },
@@ -381,13 +383,13 @@ async fn a_parent_is_purged_before_it_is_known_of_what(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
+async fn another_team_tries_foreign_items(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     for number in 0..2 {
         operations.extend(upload(number, 1, 0, Some(0)));
     }
-    // The second is deleted, and the third is open.
+    // The second artifact is deleted, and the third is open.
     operations.extend(build(1, 1));
     operations.extend(upload(2, 2, 0, Some(1)));
     operations.extend([DeleteBuild { build: 1 }, Collect]);
@@ -426,7 +428,7 @@ async fn another_team_tries_what_is_not_its_own(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
+async fn mounted_version_outlives_its_cache(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -435,7 +437,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
         AskTask { task: 0 },
         PublishTask { task: 0, artifact: Upload(0) },
         UseTasks { workload: 1, tasks: vec![0] },
-        // Longer than it is kept unused.
+        // Longer than the TTL of the cache.
         Advance { seconds: 200 },
         Collect,
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
@@ -445,7 +447,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
             Prepare { workload: 1, attempt: 1, worker: 0, make: Now },
             Collect,
         ]),
-        // Once more: it stays what it was.
+        // A repeated call finds the same version.
         Prepare { workload: 1, attempt: 0, worker: 0, make: Now },
         Prepared { workload: 1, attempt: 0 },
         DeleteTask { task: 0 },
@@ -456,7 +458,7 @@ async fn a_version_that_is_mounted_outlives_its_cache(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase) {
+async fn worker_owners_let_go_when_forgotten_or_replaced(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     for number in 0..4 {
@@ -473,14 +475,14 @@ async fn what_a_worker_has_goes_with_it_or_with_the_next(database: TestDatabase)
         Together(vec![put(Some(0), 3), put(Some(0), 2), Collect, Collect]),
         put(None, 1),
         Collect,
-        // What it has lets go: nothing is on its disk.
+        // The worker's owners let go, because nothing is on its disk.
         ForgetWorker { worker: 1, force: false },
         Collect,
     ]);
     replay(database, &operations).await;
 }
 
-async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) {
+async fn owners_change_while_others_let_go(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(100, 100));
     for round in 0..ROUNDS {
@@ -494,7 +496,7 @@ async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) 
         operations.extend([
             Together(vec![DeleteBuild { build: round }, add.clone(), Collect, Collect]),
             Together(vec![add, RemoveOwner { artifacts: vec![Upload(one)], build: 100 }, Collect]),
-            // Neither was ever another's.
+            // Neither of them belonged to another owner.
             RemoveOwner { artifacts: both, build: round },
             RemoveOwner { artifacts: vec![Upload(other)], build: 100 },
             Collect,
@@ -503,13 +505,13 @@ async fn owners_are_given_and_taken_while_others_let_go(database: TestDatabase) 
     replay(database, &operations).await;
 }
 
-async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
+async fn artifact_of_tree_is_not_created_open(database: TestDatabase) {
     let again = |upload| CreateAll { uploads: vec![upload, 0], owner: None };
     let operations = [
         HandOver { upload: 0, owner: None, content: TREES },
-        // All or none: the other is not made either.
+        // All or none: the other artifact is not created either.
         again(1),
-        // Unless it went meanwhile: then both are.
+        // If both were deleted meanwhile, both are created.
         Advance { seconds: 1_000_000 },
         Together(vec![again(2), Collect, Collect]),
         Collect,
@@ -518,7 +520,7 @@ async fn what_was_handed_over_is_not_made_open(database: TestDatabase) {
     replay(database, &operations).await;
 }
 
-async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase) {
+async fn dropped_replica_stays_dropped_beside_another(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -534,14 +536,14 @@ async fn what_was_dropped_stays_so_beside_another_replica(database: TestDatabase
             undelete,
         ]);
     }
-    // They go altogether, and come back.
+    // Both are deleted and restored.
     operations.extend([DeleteBuild { build: 0 }, Collect]);
     operations.extend((0..2).map(|number| Undelete { artifact: Upload(number), owner: None, keep: 20 }));
     replay(database, &operations).await;
 }
 
-/// Each time moves the clock by a little.
-async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: TestDatabase) {
+/// Each round advances the clock a little.
+async fn worker_is_forgotten_repeatedly_without_advancing_time(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)).into_iter().take(2));
@@ -551,7 +553,7 @@ async fn a_worker_that_is_forgotten_again_and_again_takes_no_time(database: Test
     replay(database, &operations).await;
 }
 
-async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestDatabase) {
+async fn attempt_items_are_deleted_on_request(database: TestDatabase) {
     let mut operations = Vec::new();
     operations.extend(build(0, 0));
     operations.extend(upload(0, 1, 0, Some(0)));
@@ -564,7 +566,7 @@ async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestD
         Collect,
         prepare.clone(),
         Prepared { workload: 1, attempt: 0 },
-        // Its container is in the way, and then it is not.
+        // The container prevents the deletion at first.
         volume(0, true),
         MarkContainer { workload: 1, attempt: 0, gateway: false },
         Prepared { workload: 1, attempt: 0 },
@@ -577,25 +579,25 @@ async fn what_was_made_for_an_attempt_goes_when_somebody_says_so(database: TestD
         MarkContainer { workload: 1, attempt: 0, gateway: true },
         Collect,
     ]);
-    // Who came too late finds nothing of it, and a candidate that went before is not settled.
+    // A late caller finds nothing. A deleted candidate is not settled.
     replay_but(database, 1, &operations).await;
 }
 
-async fn what_is_set_aside_alone_keeps_its_worker_from_being_forgotten(database: TestDatabase) {
+async fn orphans_alone_prevent_forgetting_their_worker(database: TestDatabase) {
     let operations = [
         Stray { worker: 0, upload: 0, content: 1 },
         NewLife { worker: 0 },
         BeginReport { worker: 0 },
         Report { worker: 0, which: 0, way: Once },
         ForgetWorker { worker: 0, force: false },
-        PurgeAside { which: 0 },
+        PurgeOrphan { which: 0 },
         ForgetWorker { worker: 0, force: false },
     ];
     replay(database, &operations).await;
 }
 
-/// The stream of its gateway has it already, or the gateway has not come to it.
-async fn what_was_handed_out_before_its_worker_was_forgotten_is_not_destroyed_after(database: TestDatabase) {
+/// The stream of the gateway has already received it, or has not.
+async fn hand_out_before_forgetting_is_not_deleted_after(database: TestDatabase) {
     let mut operations = Vec::new();
     for (workload, is_read) in [(1, true), (2, false), (3, true), (4, false)] {
         operations.extend([

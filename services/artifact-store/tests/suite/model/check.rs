@@ -1,4 +1,5 @@
-//! What the store shows, compared with the model: what must be there is, and what went stays away.
+//! Comparison of the store's lists with the model: kept items exist, and deleted items do not
+//! return.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,14 +10,14 @@ use uuid::Uuid;
 use super::operations::{Artifact, TREES};
 use super::state::{Accepted, Restored, State, Violation, artifact_id, build_id, digest_of, must};
 
-/// What the store answers to lists. They are asked for one after the other, while collections may run.
+/// Lists of the store. They are requested one after the other, while collections may run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct View {
     pub(crate) artifacts: BTreeMap<ArtifactId, SeenArtifact>,
     pub(crate) volumes: BTreeMap<Uuid, SeenVolume>,
     pub(crate) containers: BTreeMap<Uuid, InventoryState>,
-    /// What is set aside.
-    pub(crate) aside: BTreeSet<Uuid>,
+    /// Orphans.
+    pub(crate) orphans: BTreeSet<Uuid>,
 }
 
 #[derive(Debug, Clone)]
@@ -25,7 +26,7 @@ pub(crate) struct SeenArtifact {
     pub(crate) digest: Vec<u8>,
     pub(crate) size_bytes: u64,
     pub(crate) replicas: Vec<Uuid>,
-    /// What the store says keeps it.
+    /// References that keep it, from the store.
     pub(crate) kept_by: Vec<String>,
 }
 
@@ -33,48 +34,48 @@ pub(crate) struct SeenArtifact {
 pub(crate) struct SeenVolume {
     pub(crate) state: InventoryState,
     pub(crate) parent: Option<Uuid>,
-    /// What it is a replica of, or shall be.
+    /// Artifact of which it is or will be a replica.
     pub(crate) artifact: Option<ArtifactId>,
 }
 
-/// What was seen before, and never changes back.
+/// Observations that never revert.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Past {
-    /// Volumes and containers that were there.
+pub(crate) struct History {
+    /// Volumes and containers that existed.
     known: BTreeSet<Uuid>,
-    /// Those that were marked.
+    /// Volumes and containers that were marked.
     marked: BTreeSet<Uuid>,
-    /// Those that were forgotten.
+    /// Volumes and containers that were forgotten.
     forgotten: BTreeSet<Uuid>,
 }
 
-/// How many bytes everything has that is completed in these tests.
+/// Bytes of every complete item in these tests.
 pub(crate) const SIZE: u64 = 10;
 
 fn is_marked(state: InventoryState) -> bool {
     matches!(state, InventoryState::Destroying | InventoryState::Sweeping)
 }
 
-/// Judges what the store shows, and notes in the model what has gone that was free to.
-pub(crate) fn check(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+/// Checks the store's lists, and records permitted deletions in the model.
+pub(crate) fn check(state: &mut State, history: &mut History, view: &View) -> Accepted {
     forgotten(state, view)?;
-    aside(state, past, view)?;
-    restored(state, past, view)?;
+    orphans(state, history, view)?;
+    restored(state, history, view)?;
     artifacts(state, view)?;
     owners(state, view)?;
     volumes(state, view)?;
     containers(state, view)?;
-    past.look(view)?;
+    history.look(view)?;
     note_sure(state, view);
-    // What is neither known nor there, and will not be, is of no interest.
+    // Unknown items that do not exist and will not be created are irrelevant.
     let mut may_be = state.to_be_made();
-    may_be.extend(&view.aside);
+    may_be.extend(&view.orphans);
     state.volumes.retain(|id, it| it.on_disk || view.volumes.contains_key(id) || may_be.contains(id));
     state.containers.retain(|id, it| it.on_disk || view.containers.contains_key(id) || may_be.contains(id));
     Ok(())
 }
 
-/// Nothing is left of a worker that was forgotten. That it does not come again is looked at with all that was.
+/// Checks that nothing is left of a forgotten worker. The check of past items covers its return.
 fn forgotten(state: &mut State, view: &View) -> Accepted {
     for id in std::mem::take(&mut state.forgotten) {
         let is_there = view.volumes.contains_key(&id) || view.containers.contains_key(&id);
@@ -83,22 +84,23 @@ fn forgotten(state: &mut State, view: &View) -> Accepted {
     Ok(())
 }
 
-/// What is set aside stays that until somebody decides, and is nothing that the store knows.
-fn aside(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+/// Checks that orphans stay orphans until a decision, and are unknown to the inventory.
+fn orphans(state: &mut State, history: &mut History, view: &View) -> Accepted {
     let is_known = |id: &Uuid| view.volumes.contains_key(id) || view.containers.contains_key(id);
-    for id in &view.aside {
-        must!(!is_known(id), "{id} is set aside, and known");
+    for id in &view.orphans {
+        must!(!is_known(id), "{id} is an orphan, and known");
         let was_made = state.volumes.contains_key(id) || state.containers.contains_key(id);
-        must!(was_made, "{id} is set aside, and nobody made it");
-        // It may come again, by whoever decides about it.
-        past.forgotten.remove(id);
+        must!(was_made, "{id} is an orphan, and was never made");
+        // An adopted or purged orphan may appear again.
+        history.forgotten.remove(id);
     }
-    state.look_aside(&view.aside, is_known)
+    state.update_orphans(&view.orphans, is_known)
 }
 
 fn artifacts(state: &mut State, view: &View) -> Accepted {
     for (artifact, record) in &mut state.artifacts {
-        // Whoever abandons a transfer marks its artifact at once, unless another transfer fills it: then it goes on as before.
+        // Abandoning a transfer marks its artifact at once, unless another transfer fills the
+        // artifact.
         let seen = view.artifacts.get(&artifact_id(*artifact));
         record.abandoned &= seen.is_none_or(|seen| seen.state == ArtifactState::Deleting);
     }
@@ -127,7 +129,7 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
         let says_so = keeper.is_none() || !seen.kept_by.is_empty();
         must!(says_so, "{artifact:?} is kept by {keeper:?}, and by nothing as far as the store says");
         match record.sealed {
-            None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and nobody did"),
+            None => must!(seen.state == ArtifactState::Open, "{artifact:?} is sealed, and was never sealed"),
             Some(content) => {
                 must!(seen.state == ArtifactState::Sealed, "{artifact:?} was sealed, and is open");
                 let same = seen.digest == digest_of(content).as_bytes() && seen.size_bytes == SIZE;
@@ -146,17 +148,17 @@ fn artifacts(state: &mut State, view: &View) -> Accepted {
     }
     let known: BTreeSet<_> = state.artifacts.keys().map(|artifact| artifact_id(*artifact)).collect();
     let unknown = view.artifacts.keys().find(|id| !known.contains(*id));
-    must!(unknown.is_none(), "artifact {unknown:?} is there, and nobody made it");
+    must!(unknown.is_none(), "artifact {unknown:?} is there, and was never made");
     Ok(())
 }
 
-/// Of an artifact that came back, what is marked still stays so, and the rest is as if it had never been.
-fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
+/// Checks a restored artifact: its marked replicas stay marked, and the others are as before.
+fn restored(state: &mut State, history: &mut History, view: &View) -> Accepted {
     let back = state.artifacts.iter_mut();
     let back = back.filter_map(|(artifact, record)| Some((*artifact, record.restored.take()?)));
     for (artifact, restored) in back.collect::<Vec<_>>() {
         let in_store = state.sealed(artifact).is_some_and(|content| content >= TREES);
-        // What went in this step, or was lost in it, was perhaps not there any more.
+        // A replica that was deleted or lost in this step may not have existed.
         let goes_on = |id: &Uuid| view.volumes.get(id).is_some_and(|it| it.state == InventoryState::Created);
         let is_other =
             |id: &&Uuid| state.volumes.get(*id).is_some_and(|it| it.is_of(artifact)) && goes_on(id);
@@ -167,7 +169,7 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
         for (id, volume) in of_artifact {
             let goes_on = view.volumes.get(id).is_some_and(|seen| !is_marked(seen.state));
             let is_last_resort = sure.is_none() && !in_store;
-            let was_dropped = volume.dropped && past.marked.contains(id);
+            let was_dropped = volume.dropped && history.marked.contains(id);
             must!(
                 !(goes_on && was_dropped) || is_last_resort,
                 "{id} was dropped, and came back with {artifact:?}, of which {sure:?} or the store has the bytes"
@@ -177,7 +179,7 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
             // The transfer that made it is over.
             volume.claimed_until = volume.claimed_until.map(|_| i64::MIN);
             if goes_on {
-                past.marked.remove(id);
+                history.marked.remove(id);
                 there = true;
             }
         }
@@ -187,7 +189,8 @@ fn restored(state: &mut State, past: &mut Past, view: &View) -> Accepted {
     Ok(())
 }
 
-/// Notes which replicas count for sure when their artifacts come back: those that are there, and those that went with them.
+/// Records which replicas certainly count if their artifacts are restored: existing ones, and those
+/// deleted with their artifacts.
 fn note_sure(state: &mut State, view: &View) {
     let is_sure = |id: &Uuid| match view.volumes.get(id).map(|seen| seen.state) {
         Some(InventoryState::Created) => true,
@@ -198,7 +201,7 @@ fn note_sure(state: &mut State, view: &View) {
     state.sure = all.map(|(id, _)| *id).collect();
 }
 
-/// What certainly owns an artifact is among what the store says keeps it, and what it was taken from is not.
+/// Checks that the store lists every certain owner of an artifact, and no removed one.
 fn owners(state: &State, view: &View) -> Accepted {
     for (artifact, record) in &state.artifacts {
         let Some(seen) = view.artifacts.get(&artifact_id(*artifact)) else { continue };
@@ -215,7 +218,7 @@ fn owners(state: &State, view: &View) -> Accepted {
     });
     let of_workers = state.held_by_workers().filter_map(|(artifact, words)| Some((artifact, words?)));
     for (artifact, owner) in of_builds.chain(state.held_by_caches()).chain(of_workers) {
-        // Whether it is there was looked at before.
+        // The existence of the artifact was checked before.
         let seen = view.artifacts.get(&artifact_id(artifact));
         let Some(seen) = seen.filter(|seen| seen.state != ArtifactState::Deleting) else { continue };
         let says_so = seen.kept_by.contains(&owner) || seen.kept_by.len() > 50;
@@ -236,7 +239,8 @@ fn volumes(state: &State, view: &View) -> Accepted {
             seen.is_some() || !volume.on_disk || volume.late,
             "volume {id} was forgotten although it is there: {volume:?}"
         );
-        // Whatever makes a volume garbage marks it at once, unless its artifact was marked before and takes it along.
+        // A mark of a volume is immediate, unless the artifact was marked before, with which the
+        // volume is deleted.
         let artifact = seen.and_then(|seen| view.artifacts.get(&seen.artifact?));
         let goes_on = artifact.is_some_and(|artifact| artifact.state != ArtifactState::Deleting);
         let is_garbage = seen.is_none_or(|seen| is_marked(seen.state));
@@ -253,7 +257,7 @@ fn volumes(state: &State, view: &View) -> Accepted {
             // It waits for its children.
             Some(InventoryState::Destroying) => is_dropped(&parent) || state.came_back(*id),
             Some(state) => !is_marked(state),
-            // Its worker has lost it, and not what was made of it.
+            // Its worker has lost it, but not its children.
             None => state.volumes.get(&parent).is_some_and(|parent| !parent.on_disk),
         };
         must!(is_there, "volume {id} is no garbage, and its parent {parent} is {of_parent:?}");
@@ -276,7 +280,7 @@ fn containers(state: &State, view: &View) -> Accepted {
     Ok(())
 }
 
-impl Past {
+impl History {
     fn look(&mut self, view: &View) -> Accepted {
         let volumes = view.volumes.iter().map(|(id, seen)| (*id, seen.state));
         let seen: BTreeMap<Uuid, _> =
@@ -297,11 +301,12 @@ impl Past {
     }
 }
 
-/// What must be there when everything that was to end has ended, and all that was free to go has gone: what builds still own, its replicas,
-/// and nothing else.
+/// Checks the final state: exactly the artifacts of remaining builds, with their replicas, are
+/// left.
 pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept = state.kept();
-    // What is kept, and what that is a copy-on-write child of. One that is lost is kept in mind: it may come back with its worker.
+    // Kept artifacts, and the parents of their replicas. Lost replicas count, because they may
+    // return with their worker.
     let holds_kept =
         |id: &&Uuid| state.holds_replica(**id).is_some_and(|artifact| kept.contains_key(&artifact));
     let mut of_kept: BTreeSet<Uuid> = state.volumes.keys().filter(holds_kept).copied().collect();
@@ -316,13 +321,13 @@ pub(crate) fn settled(state: &State, view: &View) -> Accepted {
     let kept_ids: BTreeSet<_> = kept.keys().map(|artifact| artifact_id(*artifact)).collect();
     let missing: Vec<_> = kept_ids.iter().filter(|id| !view.artifacts.contains_key(id)).collect();
     must!(missing.is_empty(), "these artifacts are kept, and gone: {missing:?}");
-    // One that went stays behind as long as a volume of it, which is the parent of something that is kept.
+    // A deleted artifact stays as long as one of its volumes is the parent of a kept volume.
     let parents: BTreeSet<_> = of_kept.iter().filter_map(|id| view.volumes.get(id)?.artifact).collect();
     let is_tombstone =
         |id: &ArtifactId, seen: &SeenArtifact| seen.state == ArtifactState::Deleting && parents.contains(id);
     let left = view.artifacts.iter().filter(|(id, seen)| !kept_ids.contains(id) && !is_tombstone(id, seen));
     let left: Vec<_> = left.collect();
-    must!(left.is_empty(), "nobody keeps these artifacts, and they are left: {left:?}");
+    must!(left.is_empty(), "these artifacts are left and not kept: {left:?}");
 
     must!(view.containers.is_empty(), "containers are left: {:?}", view.containers);
     let on_disk = state.volumes.iter().filter(|(id, volume)| volume.on_disk && !of_kept.contains(id));

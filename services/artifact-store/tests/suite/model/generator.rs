@@ -1,4 +1,5 @@
-//! Operations from a seed: scripts of what callers do one after the other, several at once, and accidents between them.
+//! Generation of operations from a seed: scripts of callers, several at once, with accidents
+//! between them.
 
 use std::collections::VecDeque;
 
@@ -7,30 +8,30 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 
 use super::operations::{
-    Artifact, CONTENTS, Left, Make, Operation, Outputs, Owner, REPLICAS, Status, TREES, Trespass, User,
-    WORKERS, Way,
+    Artifact, CONTENTS, Delivery, Make, Operation, Outputs, Owner, REPLICAS, Remains, Status, TREES,
+    Trespass, User, WORKERS,
 };
 
-/// How many resource caches there are, task caches, and jobs.
+/// Numbers of resource caches, task caches and jobs.
 const CACHES: u8 = 6;
 const TASKS: u8 = 4;
 const JOBS: u8 = 3;
 
-/// Makes the operations of a seed.
+/// Generator of the operations of a seed.
 pub(crate) struct Generator {
     random: StdRng,
-    /// How many scripts go on at most: so much is in the store at a time.
+    /// Maximum number of concurrent scripts, which limits the contents of the store.
     most: usize,
-    /// What has begun, each with what is still to come.
+    /// Active scripts, each with its remaining operations.
     scripts: Vec<VecDeque<Operation>>,
     builds: Vec<u16>,
-    /// Artifacts that were sealed, if all went well, with their content. The newest are last.
+    /// Artifacts that should be sealed, with their contents. The newest are last.
     sealed: Vec<(Artifact, u8)>,
-    /// Those that were among them before.
+    /// Artifacts that were in `sealed` before.
     old: Vec<Artifact>,
-    /// What came before, the newest last.
+    /// Recent operations, the newest last.
     before: VecDeque<Operation>,
-    /// A worker that nobody hears of.
+    /// A worker that is not heard of.
     away: Option<u8>,
     builds_made: u16,
     workloads_made: u16,
@@ -60,7 +61,7 @@ impl Generator {
         }
     }
 
-    /// The first `steps` operations of a seed.
+    /// Returns the first `steps` operations of a seed.
     pub(crate) fn generate(seed: u64, steps: usize) -> Vec<Operation> {
         let mut generator = Self::new(seed);
         (0..steps).map(|_| generator.next()).collect()
@@ -90,7 +91,8 @@ impl Generator {
         if kills {
             parts.push(Operation::Kill { replica: self.below(REPLICAS) });
         }
-        // Who has to ask again is not told which owners were missing, and forgets what was made meanwhile.
+        // A caller that repeats a call does not receive its missing owners, and ignores items that
+        // were created meanwhile.
         let may_be_joined = |operation: &Operation| {
             let tells = matches!(operation, Operation::Settle { outputs: Outputs::Given(..), .. });
             let twice = matches!(operation, Operation::ForgetWorker { .. });
@@ -100,7 +102,7 @@ impl Generator {
             let next = if self.chance(25) { self.repeat() } else { Some(self.script_goes_on()) };
             match next {
                 Some(next) if may_be_joined(&next) => parts.push(next),
-                // It comes by itself.
+                // It must run alone.
                 Some(next) => self.scripts.push(VecDeque::from([next])),
                 None => parts.push(Operation::Collect),
             }
@@ -118,11 +120,11 @@ impl Generator {
             18..40 => Operation::Sweep { worker, destroy: self.chance(85) },
             40..62 => {
                 let way = match self.random.random_range(0..10) {
-                    0 => Way::Cut,
-                    1..3 => Way::Repeatedly,
-                    _ => Way::Once,
+                    0 => Delivery::Cut,
+                    1..3 => Delivery::Repeatedly,
+                    _ => Delivery::Once,
                 };
-                // The newest as a rule: then nothing was delayed.
+                // The newest token as a rule, as of a report without delay.
                 let which = if self.chance(70) { u8::MAX } else { self.below(4) };
                 let reports = [Operation::BeginReport { worker }, Operation::Report { worker, which, way }];
                 if self.chance(80) { self.begin(reports) } else { Operation::Report { worker, which, way } }
@@ -133,11 +135,11 @@ impl Generator {
             73..76 => {
                 let left = self.left();
                 self.away = None;
-                // The first thing that a gateway says.
+                // The first message of a gateway.
                 let first = [
                     Operation::NewIncarnation { worker, left },
                     Operation::BeginReport { worker },
-                    Operation::Report { worker, which: u8::MAX, way: Way::Once },
+                    Operation::Report { worker, which: u8::MAX, way: Delivery::Once },
                 ];
                 self.begin(first)
             }
@@ -159,7 +161,7 @@ impl Generator {
         before.choose(&mut self.random).cloned()
     }
 
-    /// The next operation of some script.
+    /// Returns the next operation of some script.
     fn script_goes_on(&mut self) -> Operation {
         if self.scripts.len() < 4 || (self.scripts.len() < self.most && self.chance(35)) {
             return self.begin_some();
@@ -190,7 +192,7 @@ impl Generator {
         next
     }
 
-    /// Begins a script, and answers its first operation.
+    /// Starts a script, and returns its first operation.
     fn begin(&mut self, operations: impl IntoIterator<Item = Operation>) -> Operation {
         let mut script: VecDeque<_> = operations.into_iter().collect();
         let first = script.pop_front().unwrap_or(Operation::Collect);
@@ -227,7 +229,7 @@ impl Generator {
         self.builds_made += 1;
         self.workloads_made += 1;
         let (keep, term) = (self.below(200).into(), self.random.random_range(30..600));
-        // Not always in their order, and some want a number that another has.
+        // Not always in order. Some builds use a number that is taken.
         let number = if self.chance(80) { 10 + build } else { 10 + build - u16::from(self.below(8)) };
         let job = self.chance(40).then(|| (self.below(JOBS), number));
         let mut script = vec![Operation::PutBuild { build, ends_with, keep, term, job }];
@@ -239,7 +241,7 @@ impl Generator {
         if self.builds.len() > 6 {
             self.builds.remove(0);
         }
-        // It goes on for a while, and what it owns is made meanwhile.
+        // The build stays open for a while, in which its artifacts are created.
         for _ in 0..self.below(3) {
             script.push(Operation::Adopt { content: self.content(), owner: Some(build) });
             script.extend(self.upload_for(Some(build)));
@@ -279,7 +281,7 @@ impl Generator {
         self.uploads_made += 2 + u16::from(self.below(3));
         let mut uploads: Vec<_> = (first..self.uploads_made).collect();
         if first > 0 && self.chance(20) {
-            // One of them is there already, as who asks once more finds.
+            // One of the artifacts exists already, as in a repeated call.
             uploads.push(first - 1);
         }
         let fill: Vec<_> = uploads.iter().copied().filter(|_| self.chance(60)).collect();
@@ -290,7 +292,7 @@ impl Generator {
         script
     }
 
-    /// Transfers that bring the bytes of an upload, or do not.
+    /// Returns transfers that fill an upload, or fail to.
     fn fill(&mut self, upload: u16) -> Vec<Operation> {
         let artifact = Artifact::Upload(upload);
         let content = self.content();
@@ -303,7 +305,7 @@ impl Generator {
                 script.push(Operation::Progress { transfer });
             }
             match self.random.random_range(0..20) {
-                // The streamer is gone, and the claim runs out.
+                // The streamer is gone, and the claim expires.
                 0 => return script,
                 1..3 => script.push(Operation::Abandon { transfer }),
                 _ => {
@@ -318,7 +320,7 @@ impl Generator {
         script
     }
 
-    /// Builds come to own what is there, and let go of it before they end.
+    /// Returns operations that change the owners of existing artifacts.
     fn owners_of_artifacts(&mut self) -> Vec<Operation> {
         let mut artifacts = self.pins();
         if artifacts.is_empty() || self.chance(20) {
@@ -334,7 +336,7 @@ impl Generator {
             script.push(Operation::Advance { seconds: 20 });
         }
         if self.chance(70) {
-            // Not always what it was given, and not always from who was given it.
+            // Not always the given artifacts, and not always from the same build.
             if self.chance(30) {
                 artifacts.truncate(1);
             }
@@ -366,7 +368,7 @@ impl Generator {
         self.claims_made += 1;
         let user = self.user();
         let mut script = vec![Operation::AskCache { cache, claim, user: user.filter(|_| self.chance(60)) }];
-        // Who makes it may die.
+        // The maker may die.
         if self.chance(85) {
             let artifact = match self.some_sealed() {
                 Some((artifact, _)) if self.chance(60) => artifact,
@@ -394,7 +396,7 @@ impl Generator {
         script
     }
 
-    /// Who may come to use a cache. `None`: there is no build.
+    /// Returns a possible user of a cache. `None` if there is no build.
     fn user(&mut self) -> Option<User> {
         if self.chance(50) {
             return self.some_build().map(User::OfBuild);
@@ -419,7 +421,7 @@ impl Generator {
         script
     }
 
-    /// One that may have gone comes back. What went is told to nobody whose stream has broken off.
+    /// Restores an artifact that may be deleted. Broken streams miss marks.
     fn undelete(&mut self) -> Vec<Operation> {
         let old = self.old.choose(&mut self.random).copied();
         let artifact = match self.some_sealed().filter(|_| old.is_none() || self.chance(60)) {
@@ -448,7 +450,7 @@ impl Generator {
         script
     }
 
-    /// A worker is gone for good, or so somebody says who may be wrong.
+    /// Forgets a worker, which may still exist.
     fn forget_worker(&mut self) -> Vec<Operation> {
         let worker = self.worker();
         let mut script = vec![Operation::ForgetWorker { worker, force: self.chance(60) }];
@@ -458,17 +460,17 @@ impl Generator {
         }
         if self.chance(70) {
             script.push(Operation::BeginReport { worker });
-            script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+            script.push(Operation::Report { worker, which: u8::MAX, way: Delivery::Once });
         }
         script
     }
 
-    /// The store comes out of a backup, and somebody decides about what it does not know.
+    /// Restores the store from a backup, and decides about the orphans.
     fn backup(&mut self) -> Vec<Operation> {
         let worker = self.worker();
         let mut script = Vec::new();
         for _ in 0..self.below(3) {
-            // A copy, or something new.
+            // A copy, or a new artifact.
             let (upload, content) = match self.some_sealed() {
                 Some((Artifact::Upload(upload), content)) if content < TREES && self.chance(50) => {
                     (upload, content)
@@ -480,7 +482,7 @@ impl Generator {
         }
         script.push(Operation::NewLife { worker });
         script.push(Operation::BeginReport { worker });
-        script.push(Operation::Report { worker, which: u8::MAX, way: Way::Once });
+        script.push(Operation::Report { worker, which: u8::MAX, way: Delivery::Once });
         if self.chance(80) {
             script.push(Operation::Describe { worker });
         }
@@ -489,9 +491,9 @@ impl Generator {
             script.push(match self.chance(60) {
                 true => {
                     let owner = self.some_build();
-                    Operation::AdoptAside { which, owner, keep: self.below(100).into() }
+                    Operation::AdoptOrphan { which, owner, keep: self.below(100).into() }
                 }
-                false => Operation::PurgeAside { which },
+                false => Operation::PurgeOrphan { which },
             });
         }
         script
@@ -571,12 +573,12 @@ impl Generator {
             if let Some((task, (artifact, _))) = tasks.first().copied().zip(self.some_sealed())
                 && self.chance(50)
             {
-                // It is asked for once more, and there is another version.
+                // It is prepared again after another version was published.
                 script.push(Operation::PublishTask { task, artifact });
                 script.push(Operation::Prepare { workload, attempt, worker, make });
             }
             if self.chance(8) {
-                // Its disk is full, and then it is not.
+                // The disk is full at first.
                 script.push(Operation::Fail { workload, attempt });
                 script.push(Operation::Prepare { workload, attempt, worker, make });
             }
@@ -604,7 +606,7 @@ impl Generator {
             if self.chance(80) {
                 break;
             }
-            // Once more, as another attempt.
+            // A second attempt.
             script.push(Operation::EndAttempt { workload, attempt });
             attempt += 1;
             candidate = None;
@@ -619,25 +621,25 @@ impl Generator {
                     Outputs::Given(content, owners)
                 }
             }
-            // The scheduler would never name it, and must be refused.
+            // The scheduler would never name it, and the store must reject it.
             None if self.chance(10) => Outputs::With(0),
             _ => Outputs::NoOutput,
         };
         let leaves_something = outputs != Outputs::NoOutput;
         script.push(Operation::Settle { workload, attempt, status, outputs, build });
         if self.chance(15) {
-            // It has ended, and somebody looks around in it.
+            // A user attaches to its container after its end.
             script.push(Operation::Touch { workload, attempt });
         }
         if leaves_something && self.chance(50) {
-            // It was refused: without outputs then, as the scheduler does.
+            // The store rejected it, so that the scheduler settles without outputs.
             let (status, outputs) = (Status::Errored, Outputs::NoOutput);
             script.push(Operation::Settle { workload, attempt, status, outputs, build });
         }
         script
     }
 
-    /// What is to own an output, some of which is made before.
+    /// Returns owners of an output, some of which are created first.
     fn owners(&mut self, script: &mut Vec<Operation>) -> Vec<Owner> {
         let mut owners = Vec::new();
         if let Some(build) = self.some_build().filter(|_| self.chance(20)) {
@@ -684,11 +686,11 @@ impl Generator {
         }
     }
 
-    fn left(&mut self) -> Left {
+    fn left(&mut self) -> Remains {
         match self.random.random_range(0..10) {
-            0..6 => Left::Everything,
-            6..8 => Left::Half,
-            _ => Left::Nothing,
+            0..6 => Remains::Everything,
+            6..8 => Remains::Half,
+            _ => Remains::Nothing,
         }
     }
 
@@ -728,13 +730,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_makes_the_same_operations_again() {
+    fn seed_generates_same_operations_again() {
         assert_eq!(Generator::generate(7, 500), Generator::generate(7, 500));
         assert_ne!(Generator::generate(7, 500), Generator::generate(8, 500));
     }
 
     #[test]
-    fn every_operation_comes_about() {
+    fn generator_generates_every_operation() {
         let operations = Generator::generate(1, 5000);
         let name = |operation: &Operation| {
             let text = format!("{operation:?}");

@@ -1,24 +1,39 @@
-//! Random operations on a real store, against a model of who keeps what and what is on the workers' disks.
+//! Random operations on a real store, compared with a model of references and disks.
 //!
 //! ```text
-//! operations    what may happen, as data
-//! generator     how that is made from a seed
-//! state         the model: what was answered may be, and what is certain
-//! check         what the store shows, compared with the model
+//! operations    operations, as data
+//! generator     generation of operations from a seed
+//! state         the model: permitted answers and certain facts
+//! check         comparison of the store's lists with the model
 //! world         the replicas of the store, and the gateways
-//! shrink        leaves out of a list that fails what it does not take
-//! cases         lists that are kept
+//! shrink        reduction of a failing list of operations
+//! cases         recorded lists
 //! ```
 //!
-//! After every operation, and every batch of operations at the same time: what a build or a cache owns, a workload pinned, or an attempt's volume
-//! is made from is not marked, it has the bytes that it was sealed with, and is found where it is on a disk; who owns something is said to; what is
-//! on a disk was not forgotten; what was forgotten does not come again. In the end: nothing is left but what is owned, and when nothing is, nothing.
+//! After every operation or concurrent batch, these facts must hold:
 //!
-//! Two replicas of the store serve one database, and are killed at any time. A batch is right when there is an order in which the model
-//! would have taken the answers one by one; which one it was may be told only much later, so all of them are borne in mind.
+//! - An artifact that a build or cache owns, a workload pins, or an attempt's volume starts with,
+//!   is not marked. It has its sealed bytes, and is located where it is on a disk.
+//! - The store lists every certain owner.
+//! - Items on a disk are not forgotten, and forgotten items do not return.
 //!
-//! Seeds of `GANTRY_STEPS` operations are run, `GANTRY_SEEDS` of them: or one of 2000 and then short ones, four together. `GANTRY_SEED` runs one again, `GANTRY_FIRST_SEED` says where they begin (new each time), and `GANTRY_SOAK` says for how many hours `soak` goes on with new ones (1). A violation is shrunk for up to `GANTRY_SHRINK` seconds (45, and 600 in
-//! a soak), and printed as code for `cases.rs`. The seed is said as soon as it fails.
+//! In the end, only owned items are left. Without owners, nothing is left.
+//!
+//! Two replicas of the store serve one database, and are killed at any time. A batch is correct if
+//! the model accepts its answers in some order. Later answers may exclude orders, so that the test
+//! tracks all possible states.
+//!
+//! Environment variables:
+//!
+//! - `GANTRY_STEPS`: number of operations per seed.
+//! - `GANTRY_SEEDS`: number of seeds. By default one seed has 2000 operations and the others fewer,
+//!   four at once.
+//! - `GANTRY_SEED`: runs one seed again.
+//! - `GANTRY_FIRST_SEED`: the first seed. By default it is random.
+//! - `GANTRY_SOAK`: hours for which `soak` runs new seeds (1).
+//! - `GANTRY_SHRINK`: maximum time of shrinking a failing list, in seconds (45, and 600 in a soak).
+//!
+//! A shrunk list is printed as code for `cases.rs`. The seed is printed as soon as it fails.
 
 mod cases;
 mod check;
@@ -37,41 +52,42 @@ use std::time::{Duration, Instant};
 use testing::databases::{self, TestDatabase};
 use testing::seeds::{self, setting};
 
-use self::check::Past;
+use self::check::History;
 use self::generator::Generator;
-use self::operations::{Operation, Outputs, Status, WORKERS, Way};
+use self::operations::{Delivery, Operation, Outputs, Status, WORKERS};
 use self::state::{Outcome, State, Violation};
 use self::world::{REMEMBER, World};
 
-/// How many operations a long seed makes, and a short one. Each begins with an empty store, and everything ends with it.
+/// Numbers of operations of a long and a short seed. Each starts with an empty store, and ends
+/// everything.
 const STEPS: u64 = 2000;
 const FEW_STEPS: u64 = 250;
 
-/// One of so many seeds is long, beginning with the first.
+/// One of this many seeds is long, starting with the first.
 const LONG: u64 = 12;
 
-/// How many seeds a test runs, unless it is told how many. `integration-tests/run.sh` knows that, too.
+/// Default number of seeds. `integration-tests/run.sh` uses the same number.
 const SEEDS: u64 = 4;
 
-/// How long operations are left out of a list that fails, unless a test is told, and when nobody waits for it.
+/// Default times for shrinking a failing list, in a normal run and in a soak.
 const SHRINK: Duration = Duration::from_secs(45);
 const SHRINK_IN_A_SOAK: Duration = Duration::from_secs(600);
 
-/// How many orders of what happened at the same time are borne in mind that nothing has told apart yet.
+/// Maximum number of possible states that are tracked.
 const STATES: usize = 32;
 
-/// Rounds of collecting, sweeping and reporting until nothing may be left.
+/// Maximum number of rounds of collecting, sweeping and reporting until nothing may be left.
 const ROUNDS: usize = 60;
 
 type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Says something at once, and aloud: what a test prints in the usual way is lost with its process.
+/// Prints a line to standard error at once, because captured output is lost if the process dies.
 fn say(what: &str) {
-    // Who does not listen misses it.
+    // A closed standard error is ignored.
     writeln!(std::io::stderr(), "{what}").ok();
 }
 
-/// The two databases.
+/// Kinds of databases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Sqlite,
@@ -86,7 +102,7 @@ impl Kind {
         }
     }
 
-    /// The module of the tests on it.
+    /// Returns the module of the database's tests.
     fn name(self) -> &'static str {
         match self {
             Self::Sqlite => "sqlite",
@@ -95,10 +111,10 @@ impl Kind {
     }
 }
 
-/// Operations after which something was wrong.
+/// A failure after some operations.
 #[derive(Debug)]
 struct Failure {
-    /// How many it took.
+    /// Number of applied operations.
     steps: usize,
     violation: Violation,
 }
@@ -109,7 +125,8 @@ impl fmt::Display for Failure {
     }
 }
 
-/// Applies `operations` to a fresh store, and then lets everything end. Answers which could not happen.
+/// Applies `operations` to a fresh store, and then lets everything end. Returns the impossible
+/// operations.
 async fn run(database: TestDatabase, operations: &[Operation]) -> Result<Vec<String>, Failure> {
     let mut run = Run::start(database).await;
     let mut result = Ok(());
@@ -130,31 +147,33 @@ async fn run(database: TestDatabase, operations: &[Operation]) -> Result<Vec<Str
 
 struct Run {
     world: World,
-    /// What may be known: of operations at the same time, each order that explains all answers, and all that was shown since. Never none.
+    /// Possible states, one for each order of concurrent operations that explains all answers.
+    /// Never empty.
     states: Vec<State>,
-    past: Past,
-    /// What could not happen, for what it is about was never made.
+    history: History,
+    /// Operations that were impossible because their subject was never created.
     skipped: Vec<String>,
 }
 
 impl Run {
     async fn start(database: TestDatabase) -> Self {
         let world = World::start(database).await;
-        Self { world, states: vec![State::new(WORKERS)], past: Past::default(), skipped: Vec::new() }
+        Self { world, states: vec![State::new(WORKERS)], history: History::default(), skipped: Vec::new() }
     }
 
-    /// What is most likely known.
+    /// Returns the likeliest state.
     fn state(&self) -> &State {
         &self.states[0]
     }
 
-    /// One operation, and what the store shows then.
+    /// Applies one operation, and checks the store's lists.
     ///
-    /// On the heap, as is every call of the store: together they would be more than what a test's stack has.
+    /// The future is on the heap, like that of every call. Otherwise they would exceed the stack of
+    /// a test.
     fn step<'a>(&'a mut self, operation: &'a Operation) -> BoxFuture<'a, Result<(), Violation>> {
         Box::pin(async move {
             self.apply(operation).await?;
-            // What the model does not know of the time must stay less than what it counts in.
+            // The clock's advance over the model must stay below the model's resolution.
             match self.world.is_ahead() {
                 true => self.apply(&Operation::Advance { seconds: 1 }).await,
                 false => Ok(()),
@@ -183,7 +202,7 @@ impl Run {
         let view = self.world.view().await;
         let mut explained = Vec::new();
         let mut shown = None;
-        // One reason says enough.
+        // One rejection explains enough.
         let mut refused = None;
         for known in &self.states {
             let mut possible = Vec::new();
@@ -191,27 +210,27 @@ impl Run {
                 refused.get_or_insert(violation);
             }
             for mut state in possible {
-                let mut past = self.past.clone();
-                match check::check(&mut state, &mut past, &view) {
+                let mut history = self.history.clone();
+                match check::check(&mut state, &mut history, &view) {
                     Ok(()) if explained.contains(&state) => {}
                     Ok(()) => {
                         explained.push(state);
-                        // The same for all of them.
-                        shown = Some(past);
+                        // Equal for all states.
+                        shown = Some(history);
                     }
                     Err(violation) => _ = refused.get_or_insert(violation),
                 }
             }
         }
-        let Some(past) = shown else {
+        let Some(history) = shown else {
             return Err(refused.unwrap_or_else(|| Violation("there is no order".to_owned())));
         };
         explained.truncate(STATES);
-        (self.states, self.past) = (explained, past);
+        (self.states, self.history) = (explained, history);
         Ok(())
     }
 
-    /// Everything ends but builds that own something; then these, too.
+    /// Ends everything except builds that own something, and then these builds.
     async fn quiesce(&mut self) -> Result<(), Violation> {
         let (workloads, of_owners) = self.unsettled();
         self.settle(&workloads).await?;
@@ -242,7 +261,7 @@ impl Run {
             self.come_to_rest().await?;
         }
 
-        // Nothing is kept now, and in the end not even remembered.
+        // Nothing is kept now, and finally nothing is remembered.
         let seconds = u32::try_from(REMEMBER + 3600).expect("some years");
         self.step(&Operation::Advance { seconds }).await?;
         let mut left = Vec::new();
@@ -256,7 +275,8 @@ impl Run {
         Err(Violation(format!("nothing is kept, and rows are left: {left:?}")))
     }
 
-    /// The workloads that are perhaps not settled, and those of them of which something is perhaps owned.
+    /// Returns the workloads that may be unsettled, and those of them whose builds may own
+    /// something.
     fn unsettled(&self) -> (Vec<u16>, Vec<u16>) {
         let all = self.states.iter().map(State::unsettled);
         let (workloads, of_owners): (Vec<_>, Vec<_>) = all.unzip();
@@ -265,7 +285,7 @@ impl Run {
         (workloads.difference(&of_owners).copied().collect(), of_owners.into_iter().collect())
     }
 
-    /// What is so in any of the states.
+    /// Returns numbers that hold in any of the states.
     fn of_any(&self, which: impl Fn(&State) -> Vec<u16>) -> BTreeSet<u16> {
         self.states.iter().flat_map(which).collect()
     }
@@ -278,22 +298,22 @@ impl Run {
         Ok(())
     }
 
-    /// Time passes, and workers sweep and report, until only what is kept is left.
+    /// Advances the clock, sweeps and reports until only kept items are left.
     async fn come_to_rest(&mut self) -> Result<(), Violation> {
         let mut rest = Ok(());
         for round in 0..ROUNDS {
-            // Whatever has a term is over after a few long pauses; a short one is none in which nobody could have renewed it.
+            // A few long pauses end all terms. A short pause leaves callers time to renew.
             self.step(&Operation::Advance { seconds: if round < 3 { 900 } else { 25 } }).await?;
             self.step(&Operation::Collect).await?;
             for worker in 0..WORKERS {
                 self.step(&Operation::Make { worker }).await?;
                 self.step(&Operation::Sweep { worker, destroy: true }).await?;
                 self.step(&Operation::BeginReport { worker }).await?;
-                self.step(&Operation::Report { worker, which: u8::MAX, way: Way::Once }).await?;
+                self.step(&Operation::Report { worker, which: u8::MAX, way: Delivery::Once }).await?;
             }
-            // Nobody wants what nobody adopted.
-            while self.state().set_aside(0, false).is_some() {
-                self.step(&Operation::PurgeAside { which: 0 }).await?;
+            // Purges orphans that were not adopted.
+            while self.state().any_orphan(0, false).is_some() {
+                self.step(&Operation::PurgeOrphan { which: 0 }).await?;
             }
             self.step(&Operation::Collect).await?;
             let view = self.world.view().await;
@@ -309,7 +329,8 @@ impl Run {
     }
 }
 
-/// Adds to `possible` what is known after operations at the same time, for each order in which every one was answered as it may be.
+/// Adds to `possible` the states after concurrent operations, for each order in which the model
+/// accepts all answers.
 fn in_some_order(
     state: &State,
     answered: &[(&Operation, &Outcome)],
@@ -325,7 +346,7 @@ fn in_some_order(
         let (operation, outcome) = answered[first];
         let rest = [&answered[..first], &answered[first + 1..]].concat();
         let this = after.accept(operation, outcome).and_then(|()| in_some_order(&after, &rest, possible));
-        // One reason says enough.
+        // One rejection explains enough.
         if judged.is_err() {
             judged = this;
         }
@@ -333,7 +354,7 @@ fn in_some_order(
     judged
 }
 
-/// Runs one seed, and panics with the shortest list of operations that was found to fail.
+/// Runs one seed. Panics with the shortest failing list of operations that was found.
 async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     let begun = Instant::now();
     eprintln!("{kind:?}: GANTRY_SEED={seed} GANTRY_STEPS={steps}");
@@ -350,7 +371,7 @@ async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     };
     let again = format!(
         "GANTRY_SEED={seed} GANTRY_STEPS={steps} cargo test -p artifact-store --test suite \
-         model::{}::nothing_in_use_goes_and_nothing_unused_stays",
+         model::{}::random_operations_match_the_model",
         kind.name()
     );
     say(&format!("{kind:?}, {failure}\nrun it again: {again}\nleaving operations out…"));
@@ -360,7 +381,7 @@ async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     let deadline = Instant::now() + setting("GANTRY_SHRINK").map_or(patience, Duration::from_secs);
     let shrunk = shrink::shrink(failing, deadline, |operations| {
         Box::pin(async move {
-            // What depends on timing does not fail each time.
+            // A failure that depends on timing does not always occur.
             for _ in 0..if operations.iter().any(is_at_once) { 3 } else { 1 } {
                 match run(kind.fresh().await, &operations).await {
                     Err(failure) if in_the_end || failure.steps < operations.len() => {
@@ -377,7 +398,7 @@ async fn run_seed(kind: Kind, seed: u64, steps: u64, patience: Duration) {
     let last = Box::pin(run(kind.fresh().await, &shrunk)).await.err();
     let last = last.map_or_else(|| "it does not fail each time".to_owned(), |last| last.to_string());
     let code = operations::code(&format!("found_by_seed_{seed}"), &shrunk);
-    // What is needed most is last: of a long log, the end is read.
+    // The most important part is last, because the end of a long log is read first.
     panic!(
         "{} operations are left, {last}\n\n{code}\n{kind:?}, {failure}\nrun it again: {again}",
         shrunk.len()
@@ -402,7 +423,7 @@ async fn run_seeds(kind: Kind) {
     eprintln!("{kind:?}: {seeds} seeds passed in {:?}", begun.elapsed());
 }
 
-/// New seeds until the time is over.
+/// Runs new seeds until the time is over.
 async fn soak_on(kind: Kind) {
     let hours = std::env::var("GANTRY_SOAK").map_or(1.0, |hours| hours.parse().expect("hours"));
     let deadline = Instant::now() + Duration::from_secs_f64(hours * 3600.0);
@@ -419,12 +440,12 @@ mod sqlite {
     use super::{Kind, run_seeds, soak_on};
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+    async fn random_operations_match_the_model() {
         run_seeds(Kind::Sqlite).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    #[ignore = "goes on for hours: make soak"]
+    #[ignore = "runs for hours: make soak"]
     async fn soak() {
         soak_on(Kind::Sqlite).await;
     }
@@ -434,12 +455,12 @@ mod postgres {
     use super::{Kind, run_seeds, soak_on};
 
     #[tokio::test(flavor = "multi_thread")]
-    async fn nothing_in_use_goes_and_nothing_unused_stays() {
+    async fn random_operations_match_the_model() {
         run_seeds(Kind::Postgres).await;
     }
 
     #[tokio::test(flavor = "multi_thread")]
-    #[ignore = "goes on for hours: make soak"]
+    #[ignore = "runs for hours: make soak"]
     async fn soak() {
         soak_on(Kind::Postgres).await;
     }

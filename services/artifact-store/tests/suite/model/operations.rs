@@ -1,31 +1,32 @@
-//! What may happen, as data: a list of operations is generated from a seed ([`super::generator`]), replayed with some left out, and printed as
-//! Rust code.
+//! Operations as data. The [generator](super::generator) creates lists from a seed. A list can be
+//! replayed with parts left out, and printed as Rust code.
 //!
-//! Operations name what they are about by small numbers, never by what an earlier one was answered. So one that is left out makes no
-//! other meaningless: at worst those after it are refused, and the model says whether they may be.
+//! Operations name their subjects by small numbers, never by earlier answers. If an operation is
+//! left out, the others stay meaningful. At worst the store rejects later ones, and the model
+//! decides whether it may.
 
-/// How many workers there are.
+/// Number of workers.
 pub(crate) const WORKERS: u8 = 3;
 
-/// How many replicas of the store serve one database.
+/// Number of replicas of the store on one database.
 pub(crate) const REPLICAS: u8 = 2;
 
-/// How many different contents there are.
+/// Number of different contents.
 pub(crate) const CONTENTS: u8 = 20;
 
-/// From this one on, contents are trees that the store keeps itself.
+/// First content that is a small tree in the store.
 pub(crate) const TREES: u8 = 100;
 
-/// An artifact.
+/// Number of an artifact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Artifact {
-    /// One that is uploaded.
+    /// An uploaded artifact.
     Upload(u16),
-    /// What the output of this workload becomes.
+    /// The artifact of this workload's output.
     Output(u16),
 }
 
-/// When a worker makes what it was told to make.
+/// When a worker creates the items of an attempt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Make {
     Now,
@@ -34,7 +35,7 @@ pub(crate) enum Make {
     Never,
 }
 
-/// How a workload ends.
+/// Status of a settled workload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Status {
     Succeeded,
@@ -43,14 +44,14 @@ pub(crate) enum Status {
     Aborted,
 }
 
-/// Who uses a resource cache.
+/// User of a resource cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum User {
     OfBuild(u16),
     OfWorkload(u16),
 }
 
-/// What comes to own an output.
+/// Owner of an output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Owner {
     ForBuild(u16),
@@ -59,18 +60,18 @@ pub(crate) enum Owner {
     UnderClaim(u16),
 }
 
-/// What a settlement names as outputs.
+/// Outputs of a settlement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outputs {
     NoOutput,
     /// The candidate with this content.
     With(u8),
-    /// The same, and what is to own it besides the build.
+    /// The candidate with this content, with owners besides the build.
     Given(u8, Vec<Owner>),
 }
 
 impl Outputs {
-    /// The candidate that is named, and what is to own it.
+    /// Returns the candidate and its owners.
     pub(crate) fn candidate(&self) -> Option<(u8, &[Owner])> {
         match self {
             Self::NoOutput => None,
@@ -80,42 +81,42 @@ impl Outputs {
     }
 }
 
-/// What is still on a worker when a new incarnation begins.
+/// What is left on a worker when a new incarnation begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Left {
+pub(crate) enum Remains {
     Everything,
     Half,
     Nothing,
 }
 
-/// How a report that was begun comes to the store.
+/// Delivery of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Delivery {
     Once,
-    /// It comes once more, some time.
+    /// Delivered twice, the second time later.
     Repeatedly,
-    /// Cut off before its commit. It comes once more, some time.
+    /// Cut off before its commit. Delivered again later.
     Cut,
 }
 
-/// What another team tries with what is not its own.
+/// Attempts of another team to access items.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trespass {
     Get(Artifact),
     Locate(Artifact),
-    /// To find an artifact by its content.
+    /// Find an artifact by its content.
     AdoptBytes(u8),
     Undelete(Artifact),
     Pin(Artifact),
-    /// To have it copied to this worker.
+    /// Copy it to this worker.
     Plan(Artifact, u8),
-    /// To make something from it on this worker.
+    /// Start a volume with it on this worker.
     Prepare(Artifact, u8),
     Drop(Artifact, u8),
     Seal(Artifact, u8),
-    /// To have it as a base resource type.
+    /// Make it a base resource type.
     PutType(Artifact),
-    /// To give it to a build of the team that it is of.
+    /// Give it to a build of its team.
     AddOwner(Artifact, u16),
     RemoveOwner(Artifact, u16),
     EndBuild(u16),
@@ -130,7 +131,7 @@ pub(crate) enum Trespass {
     DeleteTask(u8),
 }
 
-/// One thing that happens.
+/// One operation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Operation {
     /// Times are in seconds.
@@ -139,10 +140,10 @@ pub(crate) enum Operation {
         ends_with: u16,
         keep: u32,
         term: u32,
-        /// The job that it is a build of, and its number there.
+        /// Job of the build, and number in the job.
         job: Option<(u8, u16)>,
     },
-    /// Its caller says how a build ended.
+    /// The caller ends a build with a status.
     EndBuild {
         build: u16,
         status: Status,
@@ -154,28 +155,28 @@ pub(crate) enum Operation {
         upload: u16,
         owner: Option<u16>,
     },
-    /// A tree that is an artifact at once.
+    /// Creates a sealed artifact of a tree.
     HandOver {
         upload: u16,
         owner: Option<u16>,
         content: u8,
     },
-    /// Several at once, all or none.
+    /// Creates several artifacts, all or none.
     CreateAll {
         uploads: Vec<u16>,
         owner: Option<u16>,
     },
-    /// A build owns these besides whatever owns them, all or none.
+    /// Adds artifacts to a build, all or none.
     AddOwner {
         artifacts: Vec<Artifact>,
         build: u16,
     },
-    /// They are taken from a build, all or none.
+    /// Removes artifacts from a build, all or none.
     RemoveOwner {
         artifacts: Vec<Artifact>,
         build: u16,
     },
-    /// A transfer fills an open artifact, or copies a sealed one.
+    /// Plans a transfer that fills an open artifact, or copies a sealed one.
     Plan {
         transfer: u16,
         artifact: Artifact,
@@ -200,19 +201,19 @@ pub(crate) enum Operation {
         content: u8,
         owner: Option<u16>,
     },
-    /// A deleted artifact comes back if it can. Without an owner it is kept for some seconds.
+    /// Restores a deleted artifact if possible. Without an owner it is kept for some seconds.
     Undelete {
         artifact: Artifact,
         owner: Option<u16>,
         keep: u32,
     },
-    /// The replicas on a worker are dropped, those that are the last only by force.
+    /// Drops the replicas on a worker. Only `force` drops the last replica.
     Drop {
         artifact: Artifact,
         worker: u8,
         force: bool,
     },
-    /// Somebody wants a resource cache, for a use or not, and would make it under this claim.
+    /// Requests a resource cache, with or without a use, and a claim.
     AskCache {
         cache: u8,
         claim: u16,
@@ -221,7 +222,7 @@ pub(crate) enum Operation {
     RenewClaim {
         claim: u16,
     },
-    /// Whoever has the claim has made the cache.
+    /// The holder of the claim puts the cache.
     PutCache {
         claim: u16,
         artifact: Artifact,
@@ -252,7 +253,7 @@ pub(crate) enum Operation {
         pins: Vec<Artifact>,
         build: Option<u16>,
     },
-    /// An artifact is a base resource type of a worker from now on, or its certs.
+    /// Makes an artifact a base resource type of a worker, or its certificates.
     PutBase {
         worker: u8,
         resource: Option<u8>,
@@ -263,7 +264,8 @@ pub(crate) enum Operation {
         workload: u16,
         tasks: Vec<u8>,
     },
-    /// With an input of everything that the workload pinned, an output that starts as the first of them, and the task caches that it uses.
+    /// Prepares an attempt with an input of each pinned artifact, an output that starts as the
+    /// first one, and the workload's task caches.
     Prepare {
         workload: u16,
         attempt: u8,
@@ -274,7 +276,7 @@ pub(crate) enum Operation {
         workload: u16,
         attempt: u8,
     },
-    /// The output has its final bytes.
+    /// Completes the output.
     Finish {
         workload: u16,
         attempt: u8,
@@ -291,23 +293,23 @@ pub(crate) enum Operation {
         workload: u16,
         attempt: u8,
     },
-    /// Somebody is attached to its container.
+    /// A user attaches to the container.
     Touch {
         workload: u16,
         attempt: u8,
     },
-    /// Its gateway could not make it.
+    /// The gateway fails to create the items.
     Fail {
         workload: u16,
         attempt: u8,
     },
-    /// Its container shall go, says its gateway, or an operator.
+    /// A gateway or operator marks the container.
     MarkContainer {
         workload: u16,
         attempt: u8,
         gateway: bool,
     },
-    /// The same of one of its volumes.
+    /// A gateway or operator marks one of the volumes.
     MarkVolume {
         workload: u16,
         attempt: u8,
@@ -315,86 +317,87 @@ pub(crate) enum Operation {
         gateway: bool,
     },
     Collect,
-    /// A gateway takes a token, and lists what its worker holds.
+    /// A gateway takes a token, and lists the contents of its worker.
     BeginReport {
         worker: u8,
     },
-    /// One of the reports of the worker that were begun comes to the store.
+    /// Delivers one of the begun reports of the worker.
     Report {
         worker: u8,
         which: u8,
-        way: Way,
+        way: Delivery,
     },
-    /// A gateway takes what was handed out, and perhaps destroys it.
+    /// A gateway receives handed-out items, and may delete them.
     Sweep {
         worker: u8,
         destroy: bool,
     },
-    /// A worker makes what it was told to make later.
+    /// A worker creates its delayed items.
     Make {
         worker: u8,
     },
-    /// The stream of a gateway breaks off.
+    /// The stream of a gateway breaks.
     Reconnect {
         worker: u8,
     },
-    /// Another gateway speaks for what a worker holds.
+    /// Another gateway speaks for the worker.
     NewSession {
         worker: u8,
     },
-    /// A machine starts again: its containers are gone, and perhaps its volumes.
+    /// The machine restarts: its containers are gone, and perhaps its volumes.
     NewIncarnation {
         worker: u8,
-        left: Left,
+        left: Remains,
     },
-    /// Somebody says that a worker is gone for good: by force even if it has the last replica of something.
+    /// Forgets a worker. With `force` even if it has a last replica.
     ForgetWorker {
         worker: u8,
         force: bool,
     },
-    /// A worker holds a volume that the store never heard of: a replica that was made after a backup.
+    /// A worker has an unknown replica that was made after a backup.
     Stray {
         worker: u8,
         upload: u16,
         content: u8,
     },
-    /// A worker shows that the store came out of a backup. Its rows stay as they are: what it does not know comes with [`Operation::Stray`].
+    /// A worker proves that the store was restored from a backup. Its rows stay as they are.
+    /// Unknown items come with [`Operation::Stray`].
     NewLife {
         worker: u8,
     },
-    /// A gateway says what the volumes are that are set aside.
+    /// A gateway describes the orphaned volumes.
     Describe {
         worker: u8,
     },
-    /// One of the volumes that are set aside becomes what it was. Without an owner it is kept for some seconds.
-    AdoptAside {
+    /// Adopts an orphaned volume. Without an owner its artifact is kept for some seconds.
+    AdoptOrphan {
         which: u8,
         owner: Option<u16>,
         keep: u32,
     },
-    /// One of the things that are set aside becomes garbage.
-    PurgeAside {
+    /// Purges an orphan.
+    PurgeOrphan {
         which: u8,
     },
-    /// Another team tries something.
+    /// Another team tries to access an item.
     Trespass(Trespass),
-    /// The gateway that was replaced wakes up.
+    /// The gateway of the former session makes calls.
     Former {
         worker: u8,
     },
     Advance {
         seconds: u32,
     },
-    /// A replica of the store is killed, and started again.
+    /// Kills and restarts a replica of the store.
     Kill {
         replica: u8,
     },
-    /// At most four, at the same time.
+    /// At most four concurrent operations.
     Together(Vec<Operation>),
 }
 
 impl Operation {
-    /// Whether it may come once more at any time, as callers do who were not answered.
+    /// Returns whether the operation may be repeated at any time, like a call without an answer.
     pub(crate) fn may_be_repeated(&self) -> bool {
         matches!(
             self,
@@ -440,17 +443,18 @@ impl Operation {
         )
     }
 
-    /// Whether it may happen beside others: what changes a worker's disk by itself is done in turn, and so is that of which nothing would tell
-    /// what it came before: the end of a use, and the loss of replicas. What another team may depends on what was there before it tried.
+    /// Returns whether the operation may run beside others. Changes of a worker's disk run alone,
+    /// and so do operations whose order later answers would not reveal: ends of uses, and losses of
+    /// replicas. The permissions of another team depend on the state before its attempt.
     pub(crate) fn may_be_joined(&self) -> bool {
         let in_turn = matches!(self, Self::ReleaseCache { .. } | Self::Drop { .. } | Self::Trespass(_));
         (self.may_be_repeated() && !in_turn)
             || matches!(self, Self::Collect | Self::Report { .. } | Self::BeginReport { .. })
-            || matches!(self, Self::Describe { .. } | Self::AdoptAside { .. } | Self::PurgeAside { .. })
+            || matches!(self, Self::Describe { .. } | Self::AdoptOrphan { .. } | Self::PurgeOrphan { .. })
     }
 }
 
-/// Operations as Rust code, for `cases.rs`.
+/// Prints operations as Rust code, for `cases.rs`.
 pub(crate) fn code(name: &str, operations: &[Operation]) -> String {
     let mut code = format!("async fn {name}(database: TestDatabase) {{\n    let operations = vec![\n");
     for operation in operations {

@@ -1,10 +1,11 @@
-//! Leaves operations out of a list that fails, until what is left fails no more without any of them.
+//! Reduction of a failing list of operations until every operation is needed.
 
 use std::time::Instant;
 
 use super::operations::Operation;
 
-/// The shortest list that was found to fail before `deadline`. `fails` answers how many operations it takes until the list fails, if it does.
+/// Returns the shortest failing list found before `deadline`. `fails` returns the number of
+/// operations until the list fails, if it does.
 pub(crate) async fn shrink<F>(
     mut operations: Vec<Operation>,
     deadline: Instant,
@@ -45,7 +46,7 @@ where
     operations
 }
 
-/// Leaves parts out of operations at the same time.
+/// Removes parts of concurrent operations.
 async fn alone<F>(
     operations: &mut [Operation],
     at: usize,
@@ -82,11 +83,11 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_left_is_what_it_takes() {
+    async fn shrunk_list_needs_every_operation() {
         let mut operations: Vec<_> = (0..300).map(|worker| Operation::Advance { seconds: worker }).collect();
         let parts = vec![Operation::Collect, Operation::DeleteBuild { build: 3 }, Operation::Collect];
         operations.insert(211, Operation::Together(parts));
-        // It takes two of them, in this order, and the deletion of a build after that.
+        // The failure needs two of them in this order, and the deletion of a build afterwards.
         let fails = |operations: Vec<Operation>| async move {
             let first = operations.iter().position(|it| *it == Operation::Advance { seconds: 17 })?;
             let second = operations.iter().position(|it| *it == Operation::Advance { seconds: 200 })?;

@@ -1,15 +1,19 @@
-//! The model: who keeps what, and what is on the workers' disks. Pure; no call of the store is made here.
+//! The model: references to artifacts, and contents of the workers' disks. It makes no calls to the
+//! store.
 //!
-//! What happened is told with [`State::accept`], together with what the store answered. The model never says what the store must do next,
-//! for collections run at any time beside everything else; it says what must hold whenever they run. So each answer is judged by what
-//! is *certain*: a refusal is wrong when what was asked for was certainly there and kept, and a success is wrong when it was certainly not. The
-//! rest, such as an artifact that nobody keeps and nobody has collected yet, may be answered either way.
+//! [`State::accept`] receives each operation with the store's answer. The model does not predict
+//! the store's next step, because collections run at any time. It knows facts that must always
+//! hold.
+//!
+//! An answer is judged by *certain* facts. A rejection is wrong if the item certainly existed and
+//! was kept. A success is wrong if it certainly did not exist. In all other cases, for example an
+//! unreferenced artifact that may be collected, both answers are permitted.
 
 mod accept;
-mod aside;
 mod base;
 mod caches;
 mod disposal;
+mod orphans;
 mod owners;
 mod trespass;
 mod workers;
@@ -22,27 +26,27 @@ use rpc::Refusal;
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
 
-use self::aside::Aside;
-pub(crate) use self::aside::{Decision, Described, stray_id};
 pub(crate) use self::caches::task_cache_ttl;
 use self::caches::{ResourceCache, TaskCache};
+use self::orphans::Orphans;
+pub(crate) use self::orphans::{Decision, OrphanDescription, stray_id};
 use super::check::SIZE;
 use super::operations::{Artifact, Owner, Status, TREES};
 use crate::digest;
 
-/// An artifact that nobody ever owned goes after this many seconds.
+/// Time after which an artifact that never had an owner is deleted, in seconds.
 pub(crate) const UNOWNED_TTL: i64 = 300;
 
-/// A transfer's claim lasts this many seconds.
+/// Term of the claim of a transfer, in seconds.
 pub(crate) const CLAIM_TERM: i64 = 60;
 
-/// How long an attempt's container is there after its end, or after it was last touched, in seconds.
+/// Time for which an attempt's container stays after its end or last touch, in seconds.
 pub(crate) const GC_GRACE: i64 = 10;
 
-/// A resource cache goes when it was unused for this many seconds.
+/// Time without use after which a resource cache is deleted, in seconds.
 pub(crate) const RESOURCE_CACHE_TTL: i64 = 120;
 
-/// What must not be.
+/// A contradiction between the store and the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Violation(pub(crate) String);
 
@@ -54,7 +58,7 @@ impl fmt::Display for Violation {
 
 pub(crate) type Accepted = Result<(), Violation>;
 
-/// Fails with a violation unless something holds.
+/// Fails with a violation unless a condition holds.
 macro_rules! must {
     ($holds:expr, $($what:tt)+) => {
         if !$holds {
@@ -64,101 +68,101 @@ macro_rules! must {
 }
 pub(crate) use must;
 
-/// What came of an operation.
+/// Result of an operation.
 #[derive(Debug, Clone)]
 pub(crate) enum Outcome {
-    /// It could not happen: what it is about was never made.
+    /// Impossible, because its subject was never created.
     Skipped,
     Done,
     Refused(Refusal),
     Adopted {
         artifact: Option<ArtifactId>,
-        /// Who asked was not answered first, and perhaps adopted another.
+        /// Whether the call was repeated, so that the first one may have adopted another artifact.
         again: bool,
     },
-    /// Whether a build was given artifacts, or they were taken from it.
+    /// Result of changing the owners of artifacts.
     Owned {
         answer: Result<(), Refusal>,
-        /// Who asked was not answered first.
+        /// Whether the call was repeated.
         again: bool,
     },
     Planned {
         handle: Uuid,
         outcome: pb::PlanOutcome,
     },
-    /// A resource cache, and what is to be done about it.
+    /// A resource cache, and its state for the caller.
     Asked {
         cache: Uuid,
-        found: Found,
+        found: CacheOutcome,
     },
-    /// A task cache, and what it has.
+    /// A task cache, and its version.
     Task {
         cache: Uuid,
         artifact: Option<ArtifactId>,
     },
-    /// What did not come to own an output.
+    /// Owners that were missing.
     Settled {
         missing: Vec<Owner>,
     },
-    /// Whether a workload may use task caches.
+    /// Result of using task caches.
     Used {
         caches: Vec<(u8, Uuid)>,
         answer: Result<(), Refusal>,
     },
-    /// With the inputs that were asked for, an output, and the task caches, in their order.
+    /// The inputs, the output, and the task caches, in order.
     Prepared {
         inputs: Vec<Artifact>,
         caches: Vec<(u8, Uuid)>,
         planned: pb::PrepareResponse,
     },
-    /// With what the report named.
+    /// Result of a report, with its contents.
     Reported {
         response: pb::ReportResponse,
-        standing: Standing,
+        validity: ReportValidity,
         listed: Vec<Uuid>,
     },
     NotReported {
         refusal: Refusal,
-        standing: Standing,
+        validity: ReportValidity,
     },
-    /// Whether these shall go.
+    /// Result of marking these items.
     Disposed {
         containers: Vec<Uuid>,
         volumes: Vec<Uuid>,
         answer: Result<(), Refusal>,
     },
-    /// What was handed out, in its order.
+    /// Handed-out items, in order.
     Swept(Vec<Uuid>),
-    /// Another team was answered, and learnt of what is not its own.
+    /// Another team received items that are not its own.
     Passed {
         learnt: bool,
     },
-    /// What came of something that was set aside.
+    /// Result of a decision about an orphan.
     Decided {
         about: Uuid,
         answer: Decision,
     },
-    /// What the gateway that was replaced was answered.
+    /// Answers to the gateway of the former session.
     Former(Vec<Option<Refusal>>),
 }
 
-/// What was answered to who asked for a resource cache.
+/// State of a requested resource cache for the caller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Found {
+pub(crate) enum CacheOutcome {
     Ready(ArtifactId),
     Yours,
     BeingMade(Uuid),
 }
 
-/// Whether a report may still count.
+/// Validity of a report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Standing {
+pub(crate) enum ReportValidity {
     Good,
-    /// A newer session has spoken.
+    /// A newer session is recorded.
     OfFormerSession,
     /// A newer report was judged.
     Overtaken,
-    /// Its worker was forgotten since it began.
+    /// Its worker was forgotten after it began.
     OfForgotten,
     /// Its worker is being forgotten.
     Doubtful,
@@ -170,24 +174,24 @@ pub(crate) struct Build {
     pub(crate) keep: i64,
     term_ends_at: i64,
     bound: bool,
-    /// When its workload was settled, or its caller ended it, and how.
+    /// When and how its workload or its caller ended it.
     ended: Option<(i64, Status)>,
-    /// Its caller was told that it had not ended before.
+    /// Whether its caller ended it before anything else did.
     ended_by_caller: bool,
     deleted: bool,
     pub(crate) job: Option<(u8, u16)>,
 }
 
 impl Build {
-    /// When it ended if nobody said so before its term was over, and whether it did not succeed.
+    /// Returns when it ended, unless its term ended it earlier, and whether it failed.
     fn end(&self) -> Option<(i64, bool)> {
         let ended = self.ended.map(|(at, status)| (at, matches!(status, Status::Failed | Status::Errored)));
-        // One that is not bound may have been ended by its term.
+        // An unbound build may have been ended by its term.
         let in_time = |(at, _): &(i64, bool)| *at < self.term_ends_at || self.ended_by_caller;
         if self.bound { ended } else { ended.filter(in_time).or(Some((self.term_ends_at, false))) }
     }
 
-    /// Whether it is not known if its term ended it, or its workload without success.
+    /// Returns whether its term may have ended it, or its workload failed.
     fn is_in_doubt(&self) -> bool {
         let unsuccessful =
             self.ended.is_some_and(|(_, status)| matches!(status, Status::Failed | Status::Errored));
@@ -199,11 +203,11 @@ impl Build {
 struct Holder {
     settled_at: Option<i64>,
     pins: BTreeSet<Artifact>,
-    /// The task caches that it uses.
+    /// Task caches that it uses.
     caches: BTreeMap<u8, Uuid>,
-    /// Those that ended, and those that go on with their worker.
+    /// Attempts: ended ones, and active ones with their worker.
     attempts: BTreeMap<u8, Option<u8>>,
-    /// When each ended.
+    /// When each attempt ended.
     ended: BTreeMap<u8, i64>,
 }
 
@@ -215,27 +219,28 @@ pub(crate) struct Record {
     pub(crate) taken_from: BTreeSet<u16>,
     had_owner: bool,
     created_at: i64,
-    /// The transfer that filled it was abandoned before it was sealed.
+    /// Whether the transfer that filled it was abandoned before it was sealed.
     pub(crate) abandoned: bool,
-    /// It is kept until then, by nobody.
+    /// Until when it is kept without an owner.
     kept_until: i64,
-    /// It came back: what of it is marked still stays so.
+    /// It was restored, and its marked replicas stay marked.
     pub(crate) restored: Option<Restored>,
-    /// It came back once, perhaps.
+    /// Whether it may have been restored once.
     came_back: bool,
-    /// It was seen marked, or was not seen any more.
+    /// Whether it was seen marked, or was missing.
     pub(crate) gone: bool,
-    /// Made once more, perhaps after it had gone.
+    /// Whether it was created again, perhaps after its deletion.
     pub(crate) doubtful: bool,
 }
 
 impl Record {
-    /// Whether a call that makes an upload, open or of a tree with `content`, says what made this one.
+    /// Returns whether a call that creates an upload, open or of a tree with `content`, matches the
+    /// first one.
     fn is_made_of(&self, content: Option<u8>) -> bool {
         self.sealed.filter(|content| *content >= TREES) == content
     }
 
-    /// A build owns it from now on.
+    /// Adds an owning build.
     fn own(&mut self, build: u16) {
         self.owners.insert(build);
         self.taken_from.remove(&build);
@@ -243,7 +248,7 @@ impl Record {
     }
 }
 
-/// Whether an artifact was deleted before it came back.
+/// Whether a restored artifact was deleted before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Restored {
     Perhaps,
@@ -253,30 +258,31 @@ pub(crate) enum Restored {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Volume {
     worker: u8,
-    /// What it holds or may come to hold.
+    /// Artifact whose bytes it holds or may come to hold.
     artifact: Option<Artifact>,
-    /// What it starts with.
+    /// Artifact with which it starts.
     from: Option<Artifact>,
     pub(crate) parent: Option<Uuid>,
     attempt: Option<(u16, u8)>,
-    /// Until when its transfer may take. `None`: it is of no transfer.
+    /// End of its transfer's claim. `None` if it has no transfer.
     pub(crate) claimed_until: Option<i64>,
     complete: Option<u8>,
-    /// It was a candidate, and is a replica.
+    /// Whether it was a candidate and is now a replica.
     settled: bool,
-    /// It was said to exist.
+    /// Whether its creation was reported.
     created: bool,
-    /// It is garbage whatever it was made for.
+    /// Whether it is garbage, regardless of its purpose.
     pub(crate) revoked: bool,
-    /// It is, for it was dropped: it may come back when nothing else has the bytes.
+    /// Whether it is garbage because it was dropped. It is restored only if no other replica has
+    /// the bytes.
     pub(crate) dropped: bool,
     pub(crate) on_disk: bool,
-    /// It was made so late that the store may have forgotten it before.
+    /// Whether it was created so late that the store may have forgotten it.
     pub(crate) late: bool,
 }
 
 impl Volume {
-    /// Whether it is there for an artifact, and for no attempt.
+    /// Returns whether it belongs to an artifact and not to an attempt.
     pub(crate) fn is_replica(&self) -> bool {
         self.claimed_until.is_some() || self.settled
     }
@@ -299,52 +305,52 @@ pub(crate) struct Container {
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 struct Worker {
-    /// No report was judged since the incarnation began.
+    /// Whether no report was judged since the incarnation began.
     unconfirmed: bool,
-    /// It was forgotten, and perhaps has not spoken since.
+    /// Whether it was forgotten and may not have registered since.
     silent: bool,
-    /// The life of the store that what it holds is of.
+    /// Store life of its contents.
     life: u32,
-    /// What its gateway was told to make, and has not made yet.
+    /// Items to create that are not created yet.
     later: BTreeSet<Uuid>,
-    /// What it was told to destroy, and has not destroyed yet.
+    /// Items to delete that are not deleted yet.
     doomed: Vec<Uuid>,
 }
 
-/// Everything that is known.
+/// All facts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct State {
-    /// Seconds since the beginning.
+    /// Seconds since the start.
     pub(crate) now: i64,
     builds: BTreeMap<u16, Build>,
-    /// The highest number of each job that was ever put.
+    /// Highest number of each job that was put.
     jobs: BTreeMap<u8, u16>,
     resource_caches: BTreeMap<u8, ResourceCache>,
     task_caches: BTreeMap<u8, TaskCache>,
-    /// Caches that were deleted.
+    /// Deleted caches.
     deleted_caches: BTreeSet<Uuid>,
     holders: BTreeMap<u16, Holder>,
     pub(crate) artifacts: BTreeMap<Artifact, Record>,
-    /// What each transfer fills, where, and with which volume.
+    /// Artifact, worker and volume of each transfer.
     transfers: BTreeMap<u16, (Artifact, u8, Uuid)>,
     pub(crate) volumes: BTreeMap<Uuid, Volume>,
-    /// Replicas that certainly count when something comes back.
+    /// Replicas that certainly count when their artifacts are restored.
     pub(crate) sure: BTreeSet<Uuid>,
     pub(crate) containers: BTreeMap<Uuid, Container>,
     workers: Vec<Worker>,
-    /// What was on a worker that was forgotten, until it was looked whether it is.
+    /// Contents of forgotten workers that were not checked yet.
     pub(crate) forgotten: BTreeSet<Uuid>,
-    aside: Aside,
-    /// The base resource types of workers, and their certs.
+    orphans: Orphans,
+    /// Base resource types and certificates of workers.
     base: BTreeMap<(u8, Option<u8>), Artifact>,
-    /// How many lives of the store are over.
+    /// Number of ended store lives.
     life: u32,
 }
 
-// The ids that small numbers stand for.
+// Ids of small numbers.
 
 fn id(kind: u128, number: u128) -> Uuid {
-    // Of version 4, as far as anybody looks.
+    // Has the form of a version 4 UUID.
     Uuid::from_u128(kind << 96 | 0x4000_8000_0000_0000_0000 | number)
 }
 
@@ -379,14 +385,14 @@ pub(crate) fn artifact_id(artifact: Artifact) -> ArtifactId {
     }
 }
 
-/// A tree that is handed over, of as many bytes as anything else has.
+/// Returns a small tree with the size of all other contents.
 pub(crate) fn tree(content: u8) -> pb::SmallTree {
     let what = pb::small_tree_entry::What::File(vec![content; usize::try_from(SIZE).expect("few")].into());
     let file = pb::SmallTreeEntry { path: "file".into(), what: Some(what), ..Default::default() };
     pb::SmallTree { entries: vec![file] }
 }
 
-/// The digest of a content.
+/// Returns the digest of a content.
 pub(crate) fn digest_of(content: u8) -> Digest {
     match content {
         TREES.. => rpc::small_tree::parse("tree", &tree(content)).expect("a tree").digest(),
@@ -411,35 +417,36 @@ impl State {
             containers: BTreeMap::new(),
             workers: vec![Worker::default(); usize::from(workers)],
             forgotten: BTreeSet::new(),
-            aside: Aside::default(),
+            orphans: Orphans::default(),
             base: BTreeMap::new(),
             life: 0,
         }
     }
 
-    // What is certain.
+    // Certain facts.
 
-    /// Which builds certainly own an artifact.
+    /// Returns the builds that certainly own an artifact.
     pub(crate) fn owners(&self, artifact: Artifact) -> impl Iterator<Item = u16> {
         let owners =
             self.artifacts.get(&artifact).into_iter().flat_map(|record| record.owners.iter().copied());
         owners.filter(|build| self.holds_on(*build))
     }
 
-    /// Whether a build certainly goes on.
+    /// Returns whether a build is certainly open.
     fn is_live(&self, build: u16) -> bool {
         self.builds.get(&build).is_some_and(|build| {
             !build.deleted && build.ended.is_none() && (build.bound || self.now < build.term_ends_at)
         })
     }
 
-    /// Whether a build may go on: one whose term passed does until somebody collects.
+    /// Returns whether a build may be open. A build with an expired term is open until a
+    /// collection.
     fn may_be_live(&self, build: u16) -> bool {
         self.builds.get(&build).is_some_and(|build| !build.deleted && build.ended.is_none())
     }
 
-    /// Whether a build may not have let go: who ended it after its term was perhaps before the collector, and the clock may be ahead of what the
-    /// model knows by less than it counts in.
+    /// Returns whether a build may not have let go. An end after its term may have come before the
+    /// collector, and the clock may be slightly ahead of the model.
     fn may_hold_on(&self, build: u16) -> bool {
         let Some(build) = self.builds.get(&build).filter(|build| !build.deleted) else { return false };
         let Some((at, status)) = build.ended else { return true };
@@ -451,19 +458,19 @@ impl State {
         build.job.is_some_and(|(job, number)| self.jobs.get(&job).is_some_and(|latest| *latest == number))
     }
 
-    /// Whether a build has certainly not let go.
+    /// Returns whether a build has certainly not let go.
     pub(crate) fn holds_on(&self, build: u16) -> bool {
         self.holds_until(build).is_some_and(|until| self.now < until)
     }
 
-    /// Until when a build holds on for certain: without end if it is far away. `None`: it does not.
+    /// Returns until when a build certainly holds on. `None` if it does not.
     fn holds_until(&self, build: u16) -> Option<i64> {
         let build = self.builds.get(&build).filter(|build| !build.deleted)?;
         let Some((at, unsuccessful)) = build.end() else { return Some(i64::MAX) };
         Some(if unsuccessful && self.is_latest_of_its_job(build) { i64::MAX } else { at + build.keep })
     }
 
-    /// The builds that hold on without end though they have ended, each as the latest of its job.
+    /// Returns the ended builds that hold on as the latest of their jobs.
     pub(crate) fn latest_of_their_jobs(&self) -> Vec<u16> {
         let endless = |(id, build): &(&u16, &Build)| {
             build.ended.is_some() && self.holds_until(**id).is_some_and(|until| until == i64::MAX)
@@ -471,7 +478,7 @@ impl State {
         self.builds.iter().filter(endless).map(|(id, _)| *id).collect()
     }
 
-    /// The builds of which it is not known how they ended, and so how long they hold on.
+    /// Returns the builds whose kind of end is unknown.
     pub(crate) fn in_doubt(&self) -> Vec<u16> {
         let doubtful = |(_, build): &(&u16, &Build)| !build.deleted && build.is_in_doubt();
         self.builds.iter().filter(doubtful).map(|(id, _)| *id).collect()
@@ -481,7 +488,7 @@ impl State {
         self.holders.get(&workload).is_some_and(|holder| holder.settled_at.is_some())
     }
 
-    /// Whether an attempt goes on, as far as the store was told.
+    /// Returns whether an attempt is active, as far as the store knows.
     fn goes_on(&self, (workload, attempt): (u16, u8)) -> bool {
         !self.is_settled(workload)
             && self
@@ -490,7 +497,7 @@ impl State {
                 .is_some_and(|holder| holder.attempts.get(&attempt).is_some_and(Option::is_some))
     }
 
-    /// Whether what was made for an attempt stays for certain: it goes on, or its end, or the last touch of its container, was not long ago.
+    /// Returns whether items of an attempt certainly stay: it is active, or in its grace period.
     fn keeps(&self, attempt: (u16, u8)) -> bool {
         let mut containers = self.containers.values().filter(|it| it.attempt == attempt && !it.revoked);
         self.goes_on(attempt) || containers.any(|container| self.is_in_grace(container))
@@ -502,13 +509,14 @@ impl State {
         ended.is_some_and(|at| self.now < Ord::max(*at, container.touched_at) + GC_GRACE)
     }
 
-    /// Whether a volume is a replica of an artifact that may have been deleted before, and its parent with it.
+    /// Returns whether a volume is a replica of an artifact that may have been deleted before, with
+    /// its parent.
     pub(crate) fn came_back(&self, id: Uuid) -> bool {
         let artifact = self.volumes.get(&id).filter(|volume| volume.is_replica()).and_then(|it| it.artifact);
         artifact.and_then(|artifact| self.artifacts.get(&artifact)).is_some_and(|record| record.came_back)
     }
 
-    /// What certainly keeps artifacts, for people.
+    /// Returns the artifacts that are certainly kept, with the reason for people.
     pub(crate) fn kept(&self) -> BTreeMap<Artifact, String> {
         let mut kept = BTreeMap::new();
         for (artifact, record) in &self.artifacts {
@@ -547,14 +555,15 @@ impl State {
         self.artifacts.get(&artifact)?.sealed
     }
 
-    /// Whether an artifact has bytes that are certainly answered: the store has them itself, or a worker whose volumes are known.
+    /// Returns whether an artifact has certain bytes: in the store, or on a worker that has
+    /// reported.
     pub(super) fn has_bytes(&self, artifact: Artifact) -> bool {
         let Some(content) = self.sealed(artifact) else { return false };
         let confirmed = |(_, worker): (Uuid, u8)| !self.workers[usize::from(worker)].unconfirmed;
         content >= TREES || self.replicas(artifact, content).any(confirmed)
     }
 
-    /// The volumes that certainly hold `content` for an artifact.
+    /// Returns the volumes that certainly have `content` for an artifact.
     pub(crate) fn replicas(&self, artifact: Artifact, content: u8) -> impl Iterator<Item = (Uuid, u8)> {
         let is_one = move |volume: &Volume| {
             volume.is_of(artifact)
@@ -566,7 +575,7 @@ impl State {
         self.volumes.iter().filter(move |(_, volume)| is_one(volume)).map(|(id, volume)| (*id, volume.worker))
     }
 
-    /// Whether a volume has all bytes of its artifact, was not dropped, and is on a worker that has told what it holds.
+    /// Returns whether a volume is complete, was not dropped, and is on a worker that has reported.
     pub(crate) fn is_sure(&self, volume: &Volume) -> bool {
         let sealed = volume.artifact.and_then(|artifact| self.sealed(artifact));
         let is_whole =
@@ -577,13 +586,13 @@ impl State {
             && !self.workers[usize::from(volume.worker)].unconfirmed
     }
 
-    /// The artifact that a volume is a replica of, or shall be.
+    /// Returns the artifact of which a volume is or will be a replica.
     pub(crate) fn holds_replica(&self, id: Uuid) -> Option<Artifact> {
         let volume = self.volumes.get(&id).filter(|volume| volume.is_replica())?;
         volume.artifact.filter(|_| volume.complete.is_some() && !volume.revoked)
     }
 
-    /// Why a volume must not be marked. `None`: it may.
+    /// Returns why a volume must not be marked. `None` if it may be.
     pub(crate) fn need_of_volume(&self, id: Uuid, kept: &BTreeMap<Artifact, String>) -> Option<String> {
         let volume = self.volumes.get(&id)?;
         if volume.revoked {
@@ -596,21 +605,22 @@ impl State {
         let keeper = kept.get(&artifact)?;
         let needed = match (self.sealed(artifact), volume.complete) {
             (Some(sealed), Some(content)) => sealed == content && volume.on_disk,
-            // What arrived waits for its commit no longer than its artifact.
+            // A complete volume of an open artifact waits for the commit as long as its artifact
+            // exists.
             (None, Some(_)) => volume.on_disk,
             (_, None) => volume.claimed_until.is_some_and(|until| self.now < until),
         };
         needed.then(|| format!("{artifact:?}, kept by {keeper}"))
     }
 
-    /// Why a container must not be marked. `None`: it may.
+    /// Returns why a container must not be marked. `None` if it may be.
     pub(crate) fn need_of_container(&self, id: Uuid) -> Option<String> {
         let container = self.containers.get(&id)?;
         let needed = !container.revoked && self.keeps(container.attempt);
         needed.then(|| format!("attempt {:?}", container.attempt))
     }
 
-    // What operations are about.
+    // Subjects of operations.
 
     pub(crate) fn pins_of(&self, workload: u16) -> Vec<Artifact> {
         self.holders.get(&workload).map(|holder| holder.pins.iter().copied().collect()).unwrap_or_default()
@@ -630,7 +640,8 @@ impl State {
             || self.containers.get(&id).is_some_and(|container| container.on_disk)
     }
 
-    /// The worker of an attempt that was prepared and goes on, and its output, if all that was made for it is on the disk.
+    /// Returns the worker of an active, prepared attempt, and its output, if all of its items are
+    /// on the disk.
     pub(crate) fn made_for(&self, workload: u16, attempt: u8) -> Option<(u8, Uuid)> {
         let of_attempt = || {
             self.volumes
@@ -641,30 +652,31 @@ impl State {
         of_attempt().all(|(_, volume)| volume.on_disk).then_some((volume.worker, *output))
     }
 
-    /// The worker of an attempt whose container is on the disk.
+    /// Returns the worker of an attempt whose container is on the disk.
     pub(crate) fn container_of(&self, workload: u16, attempt: u8) -> Option<u8> {
         let is_of = |it: &&Container| it.attempt == (workload, attempt) && !it.revoked && it.on_disk;
         self.containers.values().find(is_of).map(|container| container.worker)
     }
 
-    /// A build, as it was put.
+    /// Returns a build as it was put.
     pub(crate) fn build(&self, build: u16) -> Option<&Build> {
         self.builds.get(&build)
     }
 
-    /// What a worker holds: volumes and containers.
+    /// Returns the volumes and containers on a worker.
     pub(crate) fn holdings(&self, worker: u8) -> (Vec<String>, Vec<String>) {
         let volumes = self.volumes.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
         let containers = self.containers.iter().filter(|(_, it)| it.worker == worker && it.on_disk);
         (volumes.map(|(id, _)| id.to_string()).collect(), containers.map(|(id, _)| id.to_string()).collect())
     }
 
-    /// What workers were told to make later.
+    /// Returns the items that workers create later.
     pub(crate) fn to_be_made(&self) -> BTreeSet<Uuid> {
         self.workers.iter().flat_map(|worker| worker.later.iter().copied()).collect()
     }
 
-    /// The workloads that were not settled, those that end a build that owns something, or may, last.
+    /// Returns unsettled workloads. Those that end a build which may own something are in the
+    /// second list.
     pub(crate) fn unsettled(&self) -> (Vec<u16>, Vec<u16>) {
         let ends_owner = |workload: &u16| {
             self.builds.iter().any(|(id, build)| {

@@ -1,12 +1,13 @@
-//! The store that operations are applied to: its replicas on one database, and the gateways of its workers.
+//! The store under test: its replicas on one database, and the gateways of its workers.
 //!
-//! A replica has a runtime of its own, so that it can be killed as a process is: whatever it is at, it goes no further than to its next
-//! await. Whoever was not answered asks another replica, until one answers; that is what all callers do.
+//! Each replica has its own runtime, so that it can be killed like a process: it stops at its next
+//! await. A caller without an answer asks the other replicas until one answers, like all real
+//! callers.
 
-mod aside;
 mod caches;
 mod disposal;
 mod gateways;
+mod orphans;
 mod owners;
 mod shown;
 mod trespass;
@@ -31,7 +32,7 @@ use super::state::{
 };
 use crate::{Answer, Callers, Gateway, PATIENCE, TEAM, config, input, output, receipt_key};
 
-/// One process that serves the store, as far as it can be killed.
+/// A process of the store that can be killed.
 struct Replica {
     runtime: Option<Runtime>,
     callers: Callers,
@@ -52,7 +53,7 @@ impl Replica {
                 std::future::pending(),
             )
             .await;
-            // Who calls it waits in vain, and says so.
+            // Its callers wait in vain, and report that.
             eprintln!("a replica ended: {served:?}");
         });
         Self { runtime: Some(runtime), callers: Callers::at(&endpoint) }
@@ -67,7 +68,7 @@ impl Drop for Replica {
     }
 }
 
-/// Who speaks for a worker.
+/// Gateway session of a worker.
 #[derive(Clone)]
 struct Speaker {
     gateway: Gateway,
@@ -84,12 +85,12 @@ pub(crate) struct World {
     speakers: Mutex<Vec<Speaker>>,
     marks: Vec<tokio::sync::Mutex<Marks>>,
     reports: Vec<tokio::sync::Mutex<Reports>>,
-    /// How often each worker was forgotten. One at a time does so.
+    /// Number of times that each worker was forgotten. One at a time.
     forgets: Vec<Mutex<Forgets>>,
     forgetting: tokio::sync::Mutex<()>,
     life: Mutex<String>,
     receipt_key: [u8; 32],
-    /// How far the clock is ahead of what the model knows.
+    /// Advance of the clock over the model.
     ahead: Mutex<Duration>,
 }
 
@@ -129,7 +130,7 @@ impl World {
         world
     }
 
-    /// Ends everything, and removes the database.
+    /// Stops everything, and removes the database.
     pub(crate) async fn end(self) {
         let replicas = std::mem::take(&mut *self.replicas.lock().unwrap_or_else(PoisonError::into_inner));
         for replica in replicas {
@@ -156,7 +157,7 @@ impl World {
         let deadline = Instant::now() + PATIENCE;
         let mut refused = 0;
         for turn in first.. {
-            // On the heap: what a call takes is more than what all of the rest does.
+            // On the heap, because the future of a call is larger than all others.
             let answer = Box::pin(call(self.callers(turn))).await;
             let Err(refusal) = &answer else { return answer };
             refused += u32::from(refusal.reason.is_some());
@@ -168,7 +169,7 @@ impl World {
         unreachable!("there are more turns than time")
     }
 
-    /// Carries out one operation. `state` is what was known before it.
+    /// Applies one operation. `state` is the model before it.
     pub(crate) async fn perform(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
@@ -375,14 +376,14 @@ impl World {
                 *self.marks[usize::from(worker)].lock().await = Marks::default();
                 Outcome::Done
             }
-            O::NewSession { worker } => self.speak_anew(worker, 0, 1).await,
-            O::NewIncarnation { worker, .. } => self.speak_anew(worker, 1, 0).await,
+            O::NewSession { worker } => self.start_session(worker, 0, 1).await,
+            O::NewIncarnation { worker, .. } => self.start_session(worker, 1, 0).await,
             O::Trespass(tried) => Box::pin(self.trespass(state, tried)).await,
             O::Stray { .. }
             | O::NewLife { .. }
             | O::Describe { .. }
-            | O::AdoptAside { .. }
-            | O::PurgeAside { .. } => Box::pin(self.perform_aside(state, operation)).await,
+            | O::AdoptOrphan { .. }
+            | O::PurgeOrphan { .. } => Box::pin(self.perform_on_orphans(state, operation)).await,
             O::ForgetWorker { worker, force } => self.forget_worker(worker, force).await,
             O::Former { worker } => self.former(worker).await,
             O::Advance { seconds } => {
@@ -455,19 +456,20 @@ impl World {
         done(self.ask(complete).await)
     }
 
-    /// Moves the clock on to what the model knows.
+    /// Advances the clock to the model's time.
     fn advance(&self, by: Duration) {
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
         self.clock.advance(by.saturating_sub(*ahead));
         *ahead = ahead.saturating_sub(by);
     }
 
-    /// Whether the clock is ahead of what the model knows by as much as it may be.
+    /// Returns whether the clock is ahead of the model by the permitted maximum.
     pub(crate) fn is_ahead(&self) -> bool {
         *self.ahead.lock().unwrap_or_else(PoisonError::into_inner) > MOST_AHEAD
     }
 
-    /// Moves the clock on a little, by much less than what the model counts in, and answers when that is, in microseconds.
+    /// Advances the clock by much less than the model's resolution. Returns the new time in
+    /// microseconds.
     fn tick(&self) -> i64 {
         let mut ahead = self.ahead.lock().unwrap_or_else(PoisonError::into_inner);
         self.clock.advance(TICK);
@@ -491,7 +493,7 @@ impl World {
     }
 }
 
-/// What replicas are started with. One of them collects all the time, the others when they are asked to.
+/// Returns the settings of a replica. One replica collects all the time, the others on request.
 fn settings(url: &str, clock: &Clock, index: u8) -> Config {
     let seconds = |seconds: i64| Duration::from_secs(seconds.unsigned_abs());
     let mut settings = Config {
@@ -501,7 +503,7 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
         gc_grace: seconds(GC_GRACE),
         resource_cache_ttl: seconds(RESOURCE_CACHE_TTL),
         tombstone: seconds(30),
-        // Longer than a list of operations takes; the end of each goes beyond it.
+        // Longer than a list of operations takes. The end of each list exceeds it.
         remember: seconds(REMEMBER),
         sweep_interval: Duration::from_millis(50),
         ..config(url)
@@ -513,13 +515,14 @@ fn settings(url: &str, clock: &Clock, index: u8) -> Config {
     settings
 }
 
-/// More microseconds than there are numbers in the sequence of a worker.
+/// Longer, in microseconds, than the sequence of a worker can rise meanwhile.
 const TICK: Duration = Duration::from_millis(10);
 
-/// How far the clock may be ahead of what the model knows. Of what lasts as many seconds as it counts nothing ends too early then.
+/// Maximum advance of the clock over the model, so that nothing ends too early by the model's
+/// seconds.
 const MOST_AHEAD: Duration = Duration::from_millis(500);
 
-/// How long the store remembers what ended, in seconds.
+/// Time for which the store remembers ended items, in seconds.
 pub(crate) const REMEMBER: i64 = 365 * 24 * 3600;
 
 async fn shut_down(mut replica: Replica) {
@@ -529,7 +532,7 @@ async fn shut_down(mut replica: Replica) {
     }
 }
 
-/// Removes a database of the server. One in a file goes with its directory.
+/// Removes a database of the server. A database file is removed with its directory.
 async fn remove(url: &str) {
     let Some((server, name)) = url.rsplit_once('/').filter(|_| url.starts_with("postgres")) else { return };
     let admin = sea_orm::Database::connect(format!("{server}/postgres")).await.expect("the server answers");
@@ -577,7 +580,7 @@ async fn settle(callers: Callers, mut request: pb::SettleRequest) -> Answer<Vec<
     Ok(missing.into_iter().map(|missing| missing.owner.expect("an owner")).collect())
 }
 
-/// What comes to own an output, as it is said. A task cache that nobody asked for is none.
+/// Returns the owner of an output for a request. A task cache that was never requested has none.
 fn output_owner(state: &State, owner: Owner) -> pb::OutputOwner {
     use pb::output_owner::Owner as Said;
     let said = match owner {

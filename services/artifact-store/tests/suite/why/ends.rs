@@ -1,22 +1,22 @@
-//! Until when what ends by itself is kept, and what is said of what is lost or went.
+//! Explanations of automatic deletions, of losses and of deleted items.
 
 use super::*;
 
 on_both_databases! {
-    what_an_ended_attempt_keeps_says_until_when,
-    bytes_that_are_lost_are_said_to_be,
-    a_cache_that_went_says_why,
-    a_transfer_and_a_worker_are_explained,
+    items_of_ended_attempt_say_until_when,
+    explanation_reports_lost_bytes,
+    deleted_cache_is_explained,
+    transfer_and_worker_are_explained,
 }
 
-/// Says that somebody uses the container of an attempt.
+/// Records an interactive use of the container of an attempt.
 async fn touch(suite: &Suite, gateway: &Gateway, attempt: AttemptId) {
     let request =
         pb::TouchRequest { session_credential: gateway.credential.clone(), attempt_id: attempt.to_string() };
     suite.inventory().touch(request).await.expect("touched");
 }
 
-async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
+async fn items_of_ended_attempt_say_until_when(database: TestDatabase) {
     let suite = Suite::start_with(database, |config| {
         config.tombstone = HOUR;
         config.gc_grace = 5 * MINUTE;
@@ -47,7 +47,7 @@ async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
     );
     assert_eq!(explained.goes(), grace);
 
-    // Whoever uses the container keeps what it has for longer.
+    // An interactive use keeps the attempt's items for longer.
     suite.clock.advance(MINUTE);
     touch(&suite, &gateway, attempt).await;
     let grace = suite.after(5 * MINUTE);
@@ -64,7 +64,7 @@ async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
     suite.collect(DryRun::Off).await;
     assert_eq!(suite.explain(artifact).await.expect("explained").state(), pb::ExplainedState::Deleting);
 
-    // While one attempt goes on, nobody knows.
+    // While the attempt is active, the time is unknown.
     let (artifact, replica) = suite.upload(&gateway, None, 2).await.expect("uploaded");
     let (ended, ended_attempt) = (WorkloadId::new(), AttemptId::new());
     gateway.prepare(ended, ended_attempt, &[input("in", artifact)]).await.expect("prepared");
@@ -77,7 +77,7 @@ async fn what_an_ended_attempt_keeps_says_until_when(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
+async fn explanation_reports_lost_bytes(database: TestDatabase) {
     let suite = suite(database).await;
     let (gateway, other) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&gateway, None, 1).await.expect("uploaded");
@@ -93,7 +93,7 @@ async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
     let explained = suite.explain(&replica).await.expect("explained");
     assert_eq!(explained.lost_at.as_ref().map(rpc::from_timestamp), lost_at);
 
-    // One that has not said what is left may have it.
+    // A worker that has not reported may have it.
     let other = suite.silent_gateway(other.worker, 2, 2);
     other.begin_report().await.expect("begun");
     assert!(!suite.explain(artifact).await.expect("explained").bytes_lost);
@@ -108,7 +108,7 @@ async fn bytes_that_are_lost_are_said_to_be(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_cache_that_went_says_why(database: TestDatabase) {
+async fn deleted_cache_is_explained(database: TestDatabase) {
     let suite = suite(database).await;
     let find = |path: &str| pb::FindOrCreateTaskCacheRequest {
         team: TEAM.to_owned(),
@@ -132,8 +132,10 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
     suite.clock.advance(MINUTE);
     suite.collect(DryRun::Off).await;
     let unused_at = suite.after(Duration::ZERO);
-    let went =
-        [("deleted", "a caller deleted it", deleted_at), ("unused", "it was unused for long", unused_at)];
+    let went = [
+        ("deleted", "a caller deleted it", deleted_at),
+        ("unused", "it was not used for its TTL", unused_at),
+    ];
     for (cache, (path, why, at)) in caches.iter().zip(went) {
         let explained = suite.explain(cache).await.expect("its grave");
         assert_eq!((explained.thing(), explained.state()), (Thing::TaskCache, pb::ExplainedState::Gone));
@@ -142,7 +144,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
         assert_refused(suite.explain_to("other", cache).await, Reason::UnknownId);
     }
 
-    // One that is found by all teams is explained to all of them, also when it is gone.
+    // A shared cache is explained to every team, also after its deletion.
     for (sharing, other_knows) in [(pb::Sharing::Unspecified, false), (pb::Sharing::AllTeams, true)] {
         let ask = pb::FindOrCreateResourceCacheRequest {
             team: TEAM.to_owned(),
@@ -171,7 +173,7 @@ async fn a_cache_that_went_says_why(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn a_transfer_and_a_worker_are_explained(database: TestDatabase) {
+async fn transfer_and_worker_are_explained(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (open, transfer) = (ArtifactId::new(), TransferId::new());

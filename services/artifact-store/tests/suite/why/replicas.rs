@@ -1,24 +1,24 @@
-//! Replicas that go with their artifacts: what is said of them, whatever their own rows say.
+//! Replicas that are deleted with their artifacts, and whose own rows do not show it.
 
 use super::*;
 
 on_both_databases! {
-    a_replica_goes_with_its_artifact_and_is_said_to,
-    what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason,
-    a_lost_replica_comes_back_as_lost_and_may_be_found,
-    what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes,
+    replica_is_marked_with_its_artifact,
+    replica_gone_before_hand_out_leaves_its_reason,
+    restored_lost_replica_may_be_found,
+    dropped_replica_is_restored_only_as_last,
 }
 
 const WHY: &str = "its artifact is deleted";
 
-/// The volumes that are listed in a state.
+/// Returns the listed volumes in a state.
 async fn listed(suite: &Suite, state: InventoryState) -> Vec<String> {
     let request = pb::ListVolumesRequest { state: state.into(), ..Default::default() };
     let page = suite.inventory().list_volumes(request).await.expect("listed").into_inner();
     page.volumes.into_iter().map(|volume| volume.volume_handle).collect()
 }
 
-async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase) {
+async fn replica_is_marked_with_its_artifact(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
     let (kept, other) = suite.upload(&gateway, None, 2).await.expect("uploaded");
@@ -31,9 +31,9 @@ async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase)
     assert_eq!(listed(&suite, InventoryState::Sweeping).await, Vec::<String>::new());
     assert_eq!(suite.get(artifact).await.expect("its tombstone").replicas, []);
     assert_eq!(suite.get(kept).await.expect("there").replicas.len(), 1);
-    // Who repeats itself too late hears so.
+    // A late repeat is rejected.
     assert_refused(gateway.complete(&replica, digest(1)).await, Reason::ClaimLost);
-    // It is there still, and is not found anew by that.
+    // It still exists, and a report does not make it new.
     let all = [listed(&suite, InventoryState::Created).await, vec![replica.clone()]].concat();
     gateway.report(&all, &[]).await.expect("reported");
     suite.clock.advance(MINUTE);
@@ -47,10 +47,10 @@ async fn a_replica_goes_with_its_artifact_and_is_said_to(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(database: TestDatabase) {
+async fn replica_gone_before_hand_out_leaves_its_reason(database: TestDatabase) {
     let suite = suite(database).await;
     let gateway = suite.gateway().await;
-    // It began before the mark, and lists what is there after it.
+    // The report begins before the mark, and its list is taken after it.
     let (build, workload) = (BuildId::new(), WorkloadId::new());
     suite.put_build(build, workload, None).await.expect("put");
     let (_, replica) = suite.upload(&gateway, Some(build), 1).await.expect("uploaded");
@@ -68,7 +68,7 @@ async fn what_went_with_its_artifact_and_was_not_even_told_leaves_its_reason(dat
     suite.stop().await;
 }
 
-async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDatabase) {
+async fn restored_lost_replica_may_be_found(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -89,7 +89,7 @@ async fn a_lost_replica_comes_back_as_lost_and_may_be_found(database: TestDataba
     suite.stop().await;
 }
 
-async fn what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes(database: TestDatabase) {
+async fn dropped_replica_is_restored_only_as_last(database: TestDatabase) {
     let suite = suite(database).await;
     let (one, two) = (suite.gateway().await, suite.gateway().await);
     let (artifact, replica) = suite.upload(&one, None, 1).await.expect("uploaded");
@@ -124,7 +124,7 @@ async fn what_was_dropped_comes_back_only_if_nothing_else_has_the_bytes(database
     let back = suite.undelete(artifact, None).await.expect("both are there still");
     assert_eq!(found(back).len(), 2);
 
-    // What the next life of its worker has not said is none to count on.
+    // An unconfirmed replica does not count.
     drop(&one).await;
     let two = suite.silent_gateway(two.worker, 2, 2);
     two.begin_report().await.expect("begun");

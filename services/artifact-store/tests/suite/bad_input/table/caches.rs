@@ -1,27 +1,28 @@
-//! Caches: who makes them, uses them, lists them.
+//! Invalid requests about caches.
 
 use domain::{CacheId, ClaimId};
 
 use super::*;
 
-/// The longest name of a job, a step or a type, the longest path, and the longest text for people, in bytes.
+/// Maximum lengths of the name of a job, step or type, of a path, and of a text for people, in
+/// bytes.
 const NAME: usize = 1024;
 const PATH: usize = 4096;
 const TEXT: usize = 65_536;
 
-/// Ten years.
+/// Ten years, in seconds.
 const LONGEST_TTL: i64 = 10 * 366 * 24 * 3600;
 
-/// What there is of caches before anything goes wrong: two of each kind, so that a list goes on.
+/// Caches in the store: two of each kind, so that lists have several pages.
 pub(super) struct Caches {
-    /// Sealed, and every team's to use.
+    /// Sealed, and usable by every team.
     artifact: ArtifactId,
-    /// Ready, and nobody uses it.
+    /// Ready and unused.
     ready: String,
     ready_claim: ClaimId,
     /// Being made.
     claim: ClaimId,
-    /// A workload uses it.
+    /// Used by a workload.
     used: String,
     task: String,
     foreign: String,
@@ -91,14 +92,14 @@ impl Caches {
                 r#type: "git".to_owned(),
                 version: String::new(),
                 worker_id: worker.to_string(),
-                // Every team may use it from now on.
+                // From now on every team may use it.
                 artifact_id: artifact.to_string(),
             };
             suite.caches().put_base_resource_type(put).await.expect("put");
             let put = pb::PutResourceCertsRequest {
                 team: TEAM.to_owned(),
                 worker_id: worker.to_string(),
-                // Every team may use it from now on.
+                // From now on every team may use it.
                 artifact_id: artifact.to_string(),
             };
             suite.caches().put_resource_certs(put).await.expect("put");
@@ -107,7 +108,7 @@ impl Caches {
     }
 }
 
-/// Who uses a cache.
+/// Returns invalid users of a cache.
 fn user(world: &World<'_>) -> Vec<Bad> {
     [
         id("user.build_id"),
@@ -122,7 +123,7 @@ fn user(world: &World<'_>) -> Vec<Bad> {
     .collect()
 }
 
-/// What a cache shall own.
+/// Returns invalid artifacts for a cache.
 fn owned(world: &World<'_>) -> Vec<Bad> {
     [
         id("artifact_id"),
@@ -135,7 +136,7 @@ fn owned(world: &World<'_>) -> Vec<Bad> {
     .collect()
 }
 
-/// A cache that there is not for who asks.
+/// Returns ids of caches that are not available to the caller.
 fn no_cache(others: [(&str, &str); 2]) -> Vec<Bad> {
     let mut bad = id("cache_id");
     bad.extend(but("cache_id", "unknown", CacheId::new(), CacheNotFound));
@@ -363,7 +364,7 @@ fn base_types(world: &World<'_>, caches: &Caches) -> Vec<Call> {
     ]
 }
 
-/// Of each list of caches a page that goes on, and where.
+/// Returns the next page token of each list of caches.
 pub(super) async fn first_pages(suite: &Suite) -> [String; 4] {
     let (team, page_size) = (TEAM.to_owned(), 1);
     let resources = pb::ListResourceCachesRequest { team: team.clone(), page_size, ..Default::default() };
@@ -379,7 +380,8 @@ pub(super) async fn first_pages(suite: &Suite) -> [String; 4] {
     ]
 }
 
-/// The lists of caches. Those that go on are the ones from `first` on, of which `page` says what is wrong with a page.
+/// Returns the calls that list caches. From `first` on they have several pages, and `page` returns
+/// the invalid pages.
 pub(super) fn lists(tokens: &[String], first: usize, page: impl Fn(usize) -> Vec<Bad>) -> Vec<Call> {
     let (team_of, page_size) = (TEAM.to_owned(), 1);
     let token = |index: usize| tokens[first + index].clone();

@@ -1,4 +1,4 @@
-//! What explains, looks for, watches and ends what is there.
+//! Invalid requests to explain, find, watch and delete.
 
 use super::*;
 

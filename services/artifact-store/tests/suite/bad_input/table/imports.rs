@@ -1,17 +1,17 @@
-//! What workers bring along.
+//! Invalid requests about imports.
 
 use super::*;
 
 pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     let (suite, here) = (world.suite, &world.here);
-    let brought = |resource_type: &str| pb::WorkerProvided {
+    let provided = |resource_type: &str| pb::WorkerProvided {
         resource_type: resource_type.to_owned(),
         version: "1".to_owned(),
         path: format!("/opt/{resource_type}"),
     };
     let prepare = |resource_type: &str| pb::PrepareImportRequest {
         session_credential: here.credential.clone(),
-        provided: Some(brought(resource_type)),
+        provided: Some(provided(resource_type)),
     };
     let mut begun = Vec::new();
     for resource_type in ["git", "s3", "time"] {
@@ -42,14 +42,19 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
             [prepare("registry-image")],
             [
                 credential("session_credential", suite, here),
-                vec![cleared("provided", "brought")],
-                invalid("brought.resource_type", "overlong", text("x".repeat(1025)), "brought.resource_type"),
-                invalid("brought.resource_type", "with NUL", text("a\0b"), "brought.resource_type"),
-                invalid("brought.version", "overlong", text("x".repeat(65537)), "brought.version"),
-                invalid("brought.version", "with NUL", text("a\0b"), "brought.version"),
-                invalid("brought.path", "missing", text(""), "brought.path"),
-                invalid("brought.path", "overlong", text("x".repeat(4097)), "brought.path"),
-                invalid("brought.path", "with NUL", text("a\0b"), "brought.path"),
+                vec![cleared("provided", "provided")],
+                invalid(
+                    "provided.resource_type",
+                    "overlong",
+                    text("x".repeat(1025)),
+                    "provided.resource_type",
+                ),
+                invalid("provided.resource_type", "with NUL", text("a\0b"), "provided.resource_type"),
+                invalid("provided.version", "overlong", text("x".repeat(65537)), "provided.version"),
+                invalid("provided.version", "with NUL", text("a\0b"), "provided.version"),
+                invalid("provided.path", "missing", text(""), "provided.path"),
+                invalid("provided.path", "overlong", text("x".repeat(4097)), "provided.path"),
+                invalid("provided.path", "with NUL", text("a\0b"), "provided.path"),
             ],
         ),
         Call::new(

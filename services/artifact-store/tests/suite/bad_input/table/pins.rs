@@ -1,4 +1,4 @@
-//! The calls of `Pins`.
+//! Invalid requests to `Pins`.
 
 use domain::{ArtifactId, AttemptId, BuildId, CacheId, WorkloadId};
 use prost_reflect::Value;
@@ -105,7 +105,7 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
                 id("outputs.owners.build_id"),
                 id("outputs.owners.task_cache_id"),
                 id("outputs.owners.resource_cache_claim_id"),
-                for_nobody(),
+                without_owners(),
                 optional_id("build_id"),
                 choice("status"),
             ],
@@ -123,8 +123,8 @@ pub(super) async fn pins(world: &World<'_>) -> Vec<Call> {
     ]
 }
 
-/// An output that is for its owners alone, and has none.
-fn for_nobody() -> Vec<Bad> {
+/// Returns an output that is only for its owners, and has none.
+fn without_owners() -> Vec<Bad> {
     let change = |messages: &mut Vec<prost_reflect::DynamicMessage>| {
         set(&mut messages[0], &["outputs", "owners"], None);
         set(&mut messages[0], &["outputs", "for_owners_only"], Some(&Value::Bool(true)));

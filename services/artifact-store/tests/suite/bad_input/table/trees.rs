@@ -1,15 +1,15 @@
-//! Small trees, and what is wrong with others.
+//! Small trees, valid and invalid.
 
 use super::*;
 
-/// A tree that is fine.
+/// Returns a valid tree.
 pub(super) fn tree() -> pb::SmallTree {
     let file = pb::small_tree_entry::What::File("content".into());
     let entry = pb::SmallTreeEntry { path: "a".into(), what: Some(file), ..Default::default() };
     pb::SmallTree { entries: vec![entry] }
 }
 
-/// What may be wrong with a tree, and trees that an artifact was not made from.
+/// Returns invalid trees, and trees other than that of an existing artifact.
 pub(super) fn bad(world: &World<'_>) -> Vec<Bad> {
     let bytes = |bytes: &[u8]| Value::Bytes(bytes.to_vec().into());
     let mut bad = Vec::new();

@@ -1,10 +1,12 @@
-//! The checks can fail: each is shown an answer that must not be.
+//! Tests of the checks: each detects a wrong answer.
 
 use rpc::pb::artifacts as pb;
 
 use super::*;
-use crate::model::operations::{Left, Make, Operation, Outputs, Status, Trespass, User, Way};
-use crate::model::state::{Found, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, Standing, stray_id, worker_id};
+use crate::model::operations::{Delivery, Make, Operation, Outputs, Remains, Status, Trespass, User};
+use crate::model::state::{
+    CacheOutcome, GC_GRACE, Outcome, RESOURCE_CACHE_TTL, ReportValidity, stray_id, worker_id,
+};
 
 const REPLICA: Uuid = Uuid::from_u128(1);
 const COPY: Uuid = Uuid::from_u128(20);
@@ -27,7 +29,8 @@ fn refused(reason: rpc::Reason) -> Outcome {
     Outcome::Refused(refusal)
 }
 
-/// A build owns an artifact with one replica, and a workload that pins it has prepared an attempt.
+/// Returns a build that owns an artifact with one replica, and a workload that pins it and has
+/// prepared an attempt.
 fn in_use() -> (State, View) {
     let mut state = State::new(2);
     let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 0, term: 600, job: None };
@@ -66,7 +69,7 @@ fn let_the_grace_pass(state: &mut State) {
     accepted(state, Operation::Advance { seconds }, Outcome::Done);
 }
 
-/// The workload fails.
+/// Settles the workload as failed.
 fn settle(state: &mut State) {
     let (status, outputs) = (Status::Failed, Outputs::NoOutput);
     let settle = Operation::Settle { workload: 1, attempt: 0, status, outputs, build: None };
@@ -88,10 +91,10 @@ fn prepared() -> Outcome {
 
 fn judge(spoil: impl FnOnce(&mut State, &mut View)) -> Accepted {
     let (mut state, mut view) = in_use();
-    let mut past = Past::default();
-    check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+    let mut history = History::default();
+    check(&mut state, &mut history, &view).expect("nothing is wrong yet");
     spoil(&mut state, &mut view);
-    check(&mut state, &mut past, &view)
+    check(&mut state, &mut history, &view)
 }
 
 #[track_caller]
@@ -105,7 +108,7 @@ fn artifact_in(view: &mut View) -> &mut SeenArtifact {
 }
 
 #[test]
-fn what_is_kept_and_marked_is_found() {
+fn check_finds_marked_kept_artifact() {
     let marked = judge(|_, view| artifact_in(view).state = ArtifactState::Deleting);
     assert_found(marked, "marked or gone");
     let gone = judge(|_, view| view.artifacts.clear());
@@ -122,44 +125,44 @@ fn what_is_kept_and_marked_is_found() {
 }
 
 #[test]
-fn what_a_cache_owns_and_is_marked_is_found() {
+fn check_finds_marked_artifact_of_cache() {
     let (mut state, mut view) = in_use();
     let cache = Uuid::from_u128(5);
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfWorkload(2)) };
-    accepted(&mut state, ask.clone(), Outcome::Asked { cache, found: Found::Yours });
+    accepted(&mut state, ask.clone(), Outcome::Asked { cache, found: CacheOutcome::Yours });
     accepted(&mut state, Operation::PutCache { claim: 0, artifact: ARTIFACT }, Outcome::Done);
-    assert_found(check(&mut state, &mut Past::default(), &view), "is owned by resource cache");
+    assert_found(check(&mut state, &mut History::default(), &view), "is owned by resource cache");
     artifact_in(&mut view).kept_by.push(format!("resource cache {cache}"));
-    check(&mut state, &mut Past::default(), &view).expect("it says so now");
+    check(&mut state, &mut History::default(), &view).expect("it says so now");
 
     settle(&mut state);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
     accepted(&mut state, Operation::Advance { seconds: 1000 }, Outcome::Done);
-    check(&mut state.clone(), &mut Past::default(), &view).expect("the cache is used");
+    check(&mut state.clone(), &mut History::default(), &view).expect("the cache is used");
     artifact_in(&mut view).state = ArtifactState::Deleting;
-    assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
+    assert_found(check(&mut state.clone(), &mut History::default(), &view), "marked or gone");
     assert_found(state.accept(&Operation::DeleteCache { cache: 0 }, &Outcome::Done), "it is used");
     let (user, now) = (User::OfWorkload(2), Outcome::Done);
     accepted(&mut state, Operation::ReleaseCache { cache: 0, user }, now);
     let seconds = u32::try_from(RESOURCE_CACHE_TTL).expect("few");
     accepted(&mut state, Operation::Advance { seconds }, Outcome::Done);
-    check(&mut state, &mut Past::default(), &view).expect("it was unused for long");
+    check(&mut state, &mut History::default(), &view).expect("its TTL passed without a use");
     let other = Uuid::from_u128(6);
-    accepted(&mut state, ask, Outcome::Asked { cache: other, found: Found::Yours });
+    accepted(&mut state, ask, Outcome::Asked { cache: other, found: CacheOutcome::Yours });
     let ask = Operation::AskCache { cache: 0, claim: 1, user: None };
-    let twice = Outcome::Asked { cache: other, found: Found::Yours };
-    assert_found(state.accept(&ask, &twice), "somebody else makes it");
+    let twice = Outcome::Asked { cache: other, found: CacheOutcome::Yours };
+    assert_found(state.accept(&ask, &twice), "another claim makes it");
 }
 
 #[test]
-fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
+fn check_finds_cache_with_impossible_use() {
     let mut state = State::new(2);
     let build = Operation::PutBuild { build: 0, ends_with: 9, keep: 50, term: 600, job: None };
     accepted(&mut state, build, Outcome::Done);
     let ask = Operation::AskCache { cache: 0, claim: 0, user: Some(User::OfBuild(0)) };
-    accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: Found::Yours });
+    accepted(&mut state, ask, Outcome::Asked { cache: Uuid::from_u128(5), found: CacheOutcome::Yours });
     accepted(&mut state, Operation::Advance { seconds: 620 }, Outcome::Done);
-    // Whether its term ended it before is not known.
+    // Its term may have ended it before.
     let status = Status::Aborted;
     accepted(&mut state, Operation::EndBuild { build: 0, status }, Outcome::Done);
     let (delete, used) = (Operation::DeleteCache { cache: 0 }, refused(rpc::Reason::CacheInUse));
@@ -167,11 +170,11 @@ fn a_cache_of_which_nobody_may_say_any_more_that_it_is_used_is_found() {
     state.clone().accept(&delete, &used).expect("the clock of the store may be a little ahead");
     state.clone().accept(&delete, &Outcome::Done).expect("it may have ended with its term");
     accepted(&mut state, Operation::Advance { seconds: 1 }, Outcome::Done);
-    assert_found(state.accept(&delete, &used), "nobody uses it");
+    assert_found(state.accept(&delete, &used), "no user uses it");
 }
 
 #[test]
-fn what_went_although_it_came_back_is_found() {
+fn check_finds_deleted_restored_artifact() {
     let (mut state, mut view) = in_use();
     settle(&mut state);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
@@ -181,20 +184,20 @@ fn what_went_although_it_came_back_is_found() {
     for volume in view.volumes.values_mut() {
         volume.state = InventoryState::Destroying;
     }
-    let mut past = Past::default();
-    check(&mut state, &mut past, &view).expect("nothing keeps it");
+    let mut history = History::default();
+    check(&mut state, &mut history, &view).expect("nothing keeps it");
     let undelete = Operation::Undelete { artifact: ARTIFACT, owner: None, keep: 50 };
     accepted(&mut state, undelete, Outcome::Done);
-    assert_found(check(&mut state.clone(), &mut past.clone(), &view), "none of its replicas");
+    assert_found(check(&mut state.clone(), &mut history.clone(), &view), "none of its replicas");
     view.volumes.get_mut(&REPLICA).expect("there").state = InventoryState::Created;
-    assert_found(check(&mut state.clone(), &mut past.clone(), &view), "marked or gone");
+    assert_found(check(&mut state.clone(), &mut history.clone(), &view), "marked or gone");
     view.artifacts = before.artifacts;
-    check(&mut state, &mut past, &view).expect("its replica came back");
+    check(&mut state, &mut history, &view).expect("its replica came back");
     view.volumes.get_mut(&REPLICA).expect("there").state = InventoryState::Destroying;
-    assert_found(check(&mut state, &mut past, &view), "is needed by");
+    assert_found(check(&mut state, &mut history, &view), "is needed by");
 }
 
-/// A copy of the artifact on another worker.
+/// Adds a copy of the artifact on another worker.
 fn copied(state: &mut State, view: &mut View) {
     let plan = Operation::Plan { transfer: 1, artifact: ARTIFACT, worker: 1, make: Make::Now };
     accepted(state, plan, Outcome::Planned { handle: COPY, outcome: pb::PlanOutcome::Yours });
@@ -205,35 +208,35 @@ fn copied(state: &mut State, view: &mut View) {
 }
 
 #[test]
-fn what_was_dropped_and_comes_back_beside_another_replica_is_found() {
+fn check_finds_restored_dropped_replica() {
     let (mut state, mut view) = in_use();
     copied(&mut state, &mut view);
-    let mut past = Past::default();
-    check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+    let mut history = History::default();
+    check(&mut state, &mut history, &view).expect("nothing is wrong yet");
     let set = |view: &mut View, id, state| view.volumes.get_mut(&id).expect("there").state = state;
     let drop = |worker| Operation::Drop { artifact: ARTIFACT, worker, force: true };
     let undelete = Operation::Undelete { artifact: ARTIFACT, owner: None, keep: 0 };
     accepted(&mut state, drop(1), Outcome::Done);
     set(&mut view, COPY, InventoryState::Destroying);
-    check(&mut state, &mut past, &view).expect("it was dropped");
+    check(&mut state, &mut history, &view).expect("it was dropped");
     accepted(&mut state, undelete.clone(), Outcome::Done);
-    check(&mut state.clone(), &mut past.clone(), &view).expect("the other one is enough");
+    check(&mut state.clone(), &mut history.clone(), &view).expect("the other one is enough");
     set(&mut view, COPY, InventoryState::Created);
-    assert_found(check(&mut state, &mut past.clone(), &view), "was dropped, and came back");
+    assert_found(check(&mut state, &mut history.clone(), &view), "was dropped, and came back");
 
-    // Nobody knows whether the other one is there.
+    // It is unknown whether the other replica exists.
     set(&mut view, COPY, InventoryState::Destroying);
-    let (worker, left) = (0, Left::Everything);
+    let (worker, left) = (0, Remains::Everything);
     accepted(&mut state, Operation::NewIncarnation { worker, left }, Outcome::Done);
     set(&mut view, REPLICA, InventoryState::Unconfirmed);
-    check(&mut state, &mut past, &view).expect("nothing is wrong");
+    check(&mut state, &mut history, &view).expect("nothing is wrong");
     accepted(&mut state, undelete, Outcome::Done);
     set(&mut view, COPY, InventoryState::Created);
-    check(&mut state, &mut past, &view).expect("it is the last resort");
+    check(&mut state, &mut history, &view).expect("it is the last resort");
 }
 
 #[test]
-fn what_was_taken_from_a_build_and_is_its_is_found() {
+fn check_finds_removed_owner() {
     let (mut state, view) = in_use();
     let remove = |builds: &[u16]| -> Vec<_> {
         let remove = |build: &u16| Operation::RemoveOwner { artifacts: vec![ARTIFACT], build: *build };
@@ -243,7 +246,7 @@ fn what_was_taken_from_a_build_and_is_its_is_found() {
     for remove in remove(&[0, 5]) {
         accepted(&mut state, remove, owned(Ok(())));
     }
-    assert_found(check(&mut state, &mut Past::default(), &view), "was taken from Some(0)");
+    assert_found(check(&mut state, &mut History::default(), &view), "was taken from Some(0)");
     let Outcome::Refused(refusal) = refused(rpc::Reason::ArtifactNotFound) else { unreachable!() };
     let removed = state.accept(&remove(&[0])[0], &owned(Err(refusal.clone())));
     assert_found(removed, "nothing in its way");
@@ -253,14 +256,14 @@ fn what_was_taken_from_a_build_and_is_its_is_found() {
     let other = Operation::AddOwner { artifacts: vec![Artifact::Upload(9)], build: 0 };
     assert_found(state.accept(&other, &owned(Ok(()))), "is not there");
     accepted(&mut state, add(0), owned(Ok(())));
-    check(&mut state.clone(), &mut Past::default(), &view).expect("it is its again");
+    check(&mut state.clone(), &mut History::default(), &view).expect("it is its again");
     let mut unowned = view.clone();
     artifact_in(&mut unowned).kept_by = vec!["workload".to_owned()];
-    assert_found(check(&mut state, &mut Past::default(), &unowned), "is owned by build");
+    assert_found(check(&mut state, &mut History::default(), &unowned), "is owned by build");
 }
 
 #[test]
-fn what_was_sealed_and_changed_is_found() {
+fn check_finds_changed_sealed_artifact() {
     assert_found(judge(|_, view| artifact_in(view).size_bytes += 1), "was sealed with 7");
     assert_found(judge(|_, view| artifact_in(view).digest[0] ^= 1), "was sealed with 7");
     assert_found(judge(|_, view| artifact_in(view).state = ArtifactState::Open), "and is open");
@@ -269,27 +272,27 @@ fn what_was_sealed_and_changed_is_found() {
 }
 
 #[test]
-fn what_went_and_came_again_is_found() {
+fn check_finds_returned_forgotten_item() {
     let (mut state, mut view) = in_use();
     settle(&mut state);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
     let_the_grace_pass(&mut state);
-    let mut past = Past::default();
-    check(&mut state, &mut past, &view).expect("it may be there still");
+    let mut history = History::default();
+    check(&mut state, &mut history, &view).expect("it may be there still");
     let before = view.clone();
     artifact_in(&mut view).state = ArtifactState::Deleting;
     for volume in view.volumes.values_mut() {
         volume.state = InventoryState::Sweeping;
     }
-    check(&mut state, &mut past, &view).expect("nothing keeps it");
-    assert_found(past.clone().look(&before), "was marked, and is Created again");
-    assert_found(check(&mut state, &mut past, &before), "is there again");
-    past.look(&View::default()).expect("it may go");
-    assert_found(past.look(&view), "was forgotten, and is there again");
+    check(&mut state, &mut history, &view).expect("nothing keeps it");
+    assert_found(history.clone().look(&before), "was marked, and is Created again");
+    assert_found(check(&mut state, &mut history, &before), "is there again");
+    history.look(&View::default()).expect("it may go");
+    assert_found(history.look(&view), "was forgotten, and is there again");
 }
 
 #[test]
-fn what_is_left_of_a_forgotten_worker_is_found() {
+fn check_finds_remains_of_forgotten_worker() {
     let (mut state, mut view) = in_use();
     let forget = |force| Operation::ForgetWorker { worker: 0, force };
     let forgotten = state.clone().accept(&forget(false), &Outcome::Done);
@@ -297,27 +300,27 @@ fn what_is_left_of_a_forgotten_worker_is_found() {
     accepted(&mut state.clone(), forget(false), refused(rpc::Reason::LastReplica));
     let refusal = refused(rpc::Reason::LastReplica);
     assert_found(state.accept(&forget(true), &refusal), "nothing in its way");
-    let mut past = Past::default();
-    check(&mut state, &mut past, &view).expect("nothing is wrong yet");
+    let mut history = History::default();
+    check(&mut state, &mut history, &view).expect("nothing is wrong yet");
     let before = view.clone();
     accepted(&mut state, forget(true), Outcome::Done);
-    assert_found(check(&mut state.clone(), &mut past.clone(), &view), "that was forgotten, and is there");
+    assert_found(check(&mut state.clone(), &mut history.clone(), &view), "that was forgotten, and is there");
     view.volumes.clear();
     view.containers.clear();
     artifact_in(&mut view).replicas.clear();
-    check(&mut state, &mut past, &view).expect("all of it went");
-    assert_found(check(&mut state, &mut past, &before), "was forgotten, and is there again");
+    check(&mut state, &mut history, &view).expect("all of it went");
+    assert_found(check(&mut state, &mut history, &before), "was forgotten, and is there again");
     let response =
         pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
-    let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
-    let reported = |standing| Outcome::Reported { response: response.clone(), standing, listed: vec![] };
-    assert_found(state.accept(&report, &reported(Standing::OfForgotten)), "too late");
-    accepted(&mut state, report, reported(Standing::Good));
-    assert!(!state.is_on_disk(INPUT), "it was told to destroy it");
+    let report = Operation::Report { worker: 0, which: 0, way: Delivery::Once };
+    let reported = |validity| Outcome::Reported { response: response.clone(), validity, listed: vec![] };
+    assert_found(state.accept(&report, &reported(ReportValidity::OfForgotten)), "too late");
+    accepted(&mut state, report, reported(ReportValidity::Good));
+    assert!(!state.is_on_disk(INPUT), "it was handed out");
 }
 
 #[test]
-fn a_task_cache_that_starts_with_another_version_is_found() {
+fn check_finds_wrong_version_of_task_cache() {
     let (mut state, _) = in_use();
     let cache = Uuid::from_u128(7);
     let nothing = Outcome::Task { cache, artifact: None };
@@ -352,31 +355,31 @@ fn a_task_cache_that_starts_with_another_version_is_found() {
 }
 
 #[test]
-fn what_is_a_workers_and_marked_is_found() {
+fn check_finds_marked_artifact_of_worker() {
     let (mut state, mut view) = in_use();
     let put = |resource| Operation::PutBase { worker: 0, resource, artifact: ARTIFACT };
     let refusal = refused(rpc::Reason::ArtifactNotFound);
     assert_found(state.accept(&put(None), &refusal), "nothing in its way");
     accepted(&mut state, put(None), Outcome::Done);
-    assert_found(check(&mut state.clone(), &mut Past::default(), &view), "owned by resource certs");
+    assert_found(check(&mut state.clone(), &mut History::default(), &view), "owned by resource certs");
     artifact_in(&mut view).kept_by.push(format!("resource certs of worker {}", worker_id(0)));
-    check(&mut state, &mut Past::default(), &view).expect("it says so now");
+    check(&mut state, &mut History::default(), &view).expect("it says so now");
     accepted(&mut state, put(Some(0)), Outcome::Done);
     accepted(&mut state, Operation::DeleteBuild { build: 0 }, Outcome::Done);
     settle(&mut state);
     let_the_grace_pass(&mut state);
     artifact_in(&mut view).state = ArtifactState::Deleting;
-    assert_found(check(&mut state.clone(), &mut Past::default(), &view), "marked or gone");
-    // It goes with its worker.
+    assert_found(check(&mut state.clone(), &mut History::default(), &view), "marked or gone");
+    // It is deleted with its worker.
     let forget = Operation::ForgetWorker { worker: 0, force: false };
     accepted(&mut state, forget, Outcome::Done);
     view.volumes.clear();
     view.containers.clear();
-    check(&mut state, &mut Past::default(), &view).expect("nothing keeps it");
+    check(&mut state, &mut History::default(), &view).expect("nothing keeps it");
 }
 
 #[test]
-fn what_another_team_may_is_found() {
+fn check_finds_access_of_another_team() {
     let (mut state, _) = in_use();
     let tries = Operation::Trespass;
     let not_found = || refused(rpc::Reason::ArtifactNotFound);
@@ -392,35 +395,35 @@ fn what_another_team_may_is_found() {
 }
 
 #[test]
-fn what_was_set_aside_and_went_undecided_is_found() {
+fn check_finds_orphan_lost_without_decision() {
     let (mut state, mut view) = in_use();
-    let mut past = Past::default();
+    let mut history = History::default();
     let stray = stray_id(0, 5);
     accepted(&mut state, Operation::Stray { worker: 0, upload: 5, content: 3 }, Outcome::Done);
     accepted(&mut state, Operation::NewLife { worker: 0 }, Outcome::Done);
-    let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
+    let report = Operation::Report { worker: 0, which: 0, way: Delivery::Once };
     let reported = |unknown: &[Uuid]| {
         let unknown_volume_handles = unknown.iter().map(Uuid::to_string).collect();
         let response = pb::ReportResponse { unknown_volume_handles, ..Default::default() };
-        Outcome::Reported { response, standing: Standing::Good, listed: vec![stray] }
+        Outcome::Reported { response, validity: ReportValidity::Good, listed: vec![stray] }
     };
     assert_found(state.clone().accept(&report, &reported(&[stray])), "in another life");
     accepted(&mut state, report.clone(), reported(&[]));
-    assert_found(check(&mut state.clone(), &mut past.clone(), &view), "is not set aside");
-    view.aside.insert(stray);
-    check(&mut state, &mut past, &view).expect("it is set aside");
+    assert_found(check(&mut state.clone(), &mut history.clone(), &view), "is not orphaned");
+    view.orphans.insert(stray);
+    check(&mut state, &mut history, &view).expect("it is an orphan");
     assert_found(state.clone().accept(&report, &reported(&[stray])), "and to be destroyed");
     let sweep = Operation::Sweep { worker: 0, destroy: true };
-    assert_found(state.clone().accept(&sweep, &Outcome::Swept(vec![stray])), "and set aside");
+    assert_found(state.clone().accept(&sweep, &Outcome::Swept(vec![stray])), "and orphaned");
     let forget = Operation::ForgetWorker { worker: 0, force: false };
     assert_found(state.clone().accept(&forget, &Outcome::Done), "the last replica");
     let mut known = view.clone();
     known.volumes.insert(stray, view.volumes[&REPLICA].clone());
-    assert_found(check(&mut state.clone(), &mut past.clone(), &known), "set aside, and known");
-    view.aside.clear();
-    assert_found(check(&mut state.clone(), &mut past.clone(), &view), "nobody had decided");
+    assert_found(check(&mut state.clone(), &mut history.clone(), &known), "an orphan, and known");
+    view.orphans.clear();
+    assert_found(check(&mut state.clone(), &mut history.clone(), &view), "is gone without a decision");
 
-    let adopt = Operation::AdoptAside { which: 0, owner: Some(0), keep: 0 };
+    let adopt = Operation::AdoptOrphan { which: 0, owner: Some(0), keep: 0 };
     let artifact = Some(artifact_id(Artifact::Upload(5)));
     let decided = |answer| Outcome::Decided { about: stray, answer };
     let Outcome::Refused(refusal) = refused(rpc::Reason::NotAdoptable) else { unreachable!() };
@@ -428,27 +431,28 @@ fn what_was_set_aside_and_went_undecided_is_found() {
     accepted(&mut state, Operation::Describe { worker: 0 }, Outcome::Done);
     assert_found(state.accept(&adopt, &decided(Err(refusal))), "nothing in its way");
     accepted(&mut state, adopt, decided(Ok(artifact)));
-    assert_found(check(&mut state, &mut past, &view), "is kept by");
+    assert_found(check(&mut state, &mut history, &view), "is kept by");
 }
 
 #[test]
-fn what_is_on_a_disk_and_forgotten_is_found() {
+fn check_finds_forgotten_item_on_disk() {
     let (mut state, mut view) = in_use();
     accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
     let_the_grace_pass(&mut state);
     view.volumes.remove(&INPUT);
-    assert_found(check(&mut state, &mut Past::default(), &view), "forgotten although it is there");
+    assert_found(check(&mut state, &mut History::default(), &view), "forgotten although it is there");
     let response =
         pb::ReportResponse { unknown_volume_handles: vec![INPUT.to_string()], ..Default::default() };
-    let report = Operation::Report { worker: 0, which: 0, way: Way::Once };
-    let reported = Outcome::Reported { response: response.clone(), standing: Standing::Good, listed: vec![] };
+    let report = Operation::Report { worker: 0, which: 0, way: Delivery::Once };
+    let reported =
+        Outcome::Reported { response: response.clone(), validity: ReportValidity::Good, listed: vec![] };
     assert_found(state.accept(&report, &reported), "forgotten although it was there");
-    let reported = Outcome::Reported { response, standing: Standing::Overtaken, listed: vec![] };
+    let reported = Outcome::Reported { response, validity: ReportValidity::Overtaken, listed: vec![] };
     assert_found(state.accept(&report, &reported), "too late");
 }
 
 #[test]
-fn answers_that_must_not_be_are_found() {
+fn check_finds_wrong_answers() {
     let pin = || Operation::Accept { workload: 2, pins: vec![ARTIFACT], build: None };
     let (mut state, _) = in_use();
     let refusal = refused(rpc::Reason::InputUnavailable);
@@ -473,7 +477,7 @@ fn answers_that_must_not_be_are_found() {
 }
 
 #[test]
-fn what_is_left_or_missing_in_the_end_is_found() {
+fn check_finds_wrong_final_state() {
     let (mut state, mut view) = in_use();
     assert_found(settled(&state, &view), "of nothing that is kept");
     accepted(&mut state, Operation::EndAttempt { workload: 1, attempt: 0 }, Outcome::Done);
@@ -490,5 +494,5 @@ fn what_is_left_or_missing_in_the_end_is_found() {
     assert!(state.holds_on(0), "{}", build_id(0));
     let other = view.artifacts.values().next().expect("one").clone();
     view.artifacts.insert(artifact_id(Artifact::Upload(5)), other);
-    assert_found(settled(&state, &view), "nobody keeps these");
+    assert_found(settled(&state, &view), "are left and not kept");
 }

@@ -1,4 +1,4 @@
-//! What happened, and whether it may be answered as it was.
+//! Operations with their answers, and whether the answers are permitted.
 
 use std::collections::BTreeSet;
 
@@ -11,13 +11,13 @@ use super::{
 };
 use crate::model::operations::{Artifact, Make, Operation, Outputs, Status, TREES};
 
-/// The handle in an answer.
+/// Parses a handle in an answer.
 pub(super) fn handle(text: &str) -> Result<Uuid, Violation> {
     Uuid::try_parse(text).map_err(|_| Violation(format!("{text:?} is no handle")))
 }
 
 impl State {
-    /// Takes what the store answered to an operation, unless it must not have.
+    /// Applies the store's answer to an operation, or rejects it.
     pub(crate) fn accept(&mut self, operation: &Operation, outcome: &Outcome) -> Accepted {
         if matches!(outcome, Outcome::Skipped) {
             return Ok(());
@@ -121,8 +121,8 @@ impl State {
             }
             O::NewLife { .. } => self.new_life(outcome),
             O::Describe { worker } => self.describe(worker, outcome),
-            O::AdoptAside { owner, keep, .. } => self.adopt_aside(owner, keep.into(), outcome),
-            O::PurgeAside { .. } => self.purge_aside(outcome),
+            O::AdoptOrphan { owner, keep, .. } => self.adopt_orphan(owner, keep.into(), outcome),
+            O::PurgeOrphan { .. } => self.purge_orphan(outcome),
             O::Former { .. } => {
                 let Outcome::Former(answers) = outcome else { return Ok(()) };
                 let stale = |refusal: &Refusal| {
@@ -145,7 +145,7 @@ impl State {
         }
     }
 
-    /// All of them are made or none. `content`: of a tree, and sealed at once.
+    /// Creates artifacts, all or none. `content`: of a tree, which is sealed at once.
     fn create(
         &mut self,
         uploads: &[u16],
@@ -179,7 +179,7 @@ impl State {
     fn create_one(&mut self, artifact: Artifact, owner: Option<u16>, content: Option<u8>) -> Accepted {
         let record = self.artifacts.get(&artifact);
         if let Some(record) = record.filter(|record| !record.gone) {
-            // It is still there, or gone since we looked: then it is another now.
+            // It still exists, or was deleted since the last check and is another artifact now.
             let is_kept = self.is_kept(artifact);
             must!(record.is_made_of(content) || !is_kept, "{artifact:?} is there and is another");
             if !is_kept && let Some(record) = self.artifacts.get_mut(&artifact) {
@@ -208,12 +208,12 @@ impl State {
         }
     }
 
-    /// What was made once more had gone: it is another now, without bytes.
+    /// Replaces a deleted artifact that was created again, as an open one.
     pub(crate) fn reopen(&mut self, artifact: Artifact) {
         if let Some(record) = self.artifacts.get_mut(&artifact) {
             record.sealed = None;
             record.gone = false;
-            // Which of the calls made it is not known, and so nothing keeps it for certain.
+            // It is unknown which call created it, so that no owner is certain.
             record.owners.clear();
             record.taken_from.clear();
             record.kept_until = i64::MIN;
@@ -249,7 +249,7 @@ impl State {
                 let has = known.is_some_and(|volume| volume.complete.is_some() && volume.complete == sealed);
                 must!(has, "no volume was completed under this handle");
             }
-            pb::PlanOutcome::BeingMade => must!(known.is_some(), "nobody makes it"),
+            pb::PlanOutcome::BeingMade => must!(known.is_some(), "no transfer makes it"),
             _ => {
                 let fresh = Volume {
                     worker,
@@ -293,7 +293,7 @@ impl State {
                 must!(!volume.revoked, "it is garbage");
                 volume.claimed_until = Some(now + CLAIM_TERM);
             }
-            _ => must!(!(kept && has_claim && !volume.revoked), "its claim goes on"),
+            _ => must!(!(kept && has_claim && !volume.revoked), "its claim is valid"),
         }
         Ok(())
     }
@@ -360,7 +360,7 @@ impl State {
         Ok(())
     }
 
-    /// Of an artifact that is sealed with a content, what has another is garbage.
+    /// Marks the volumes of a sealed artifact that have other bytes.
     pub(super) fn revoke_others(&mut self, artifact: Artifact, content: u8) {
         for volume in self.volumes.values_mut() {
             let other = volume.complete.is_some_and(|complete| complete != content);
@@ -374,13 +374,13 @@ impl State {
         match outcome {
             Outcome::Refused(refusal) => {
                 let may = refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build));
-                must!(may, "its owner goes on");
+                must!(may, "its owner is open");
                 Ok(())
             }
             Outcome::Adopted { artifact: Some(adopted), again } => {
                 let same = |record: &&mut Record| record.sealed == Some(content);
                 for record in self.artifacts.values_mut().filter(same).filter(|_| *again && owner.is_some()) {
-                    // One that had an owner goes with it, and is not kept by its youth any more.
+                    // An artifact that had an owner is not kept by its age any more.
                     record.had_owner = true;
                     record.taken_from.clear();
                 }
@@ -400,7 +400,7 @@ impl State {
                 let all: Vec<_> = all.map(|(artifact, _)| *artifact).collect();
                 let is_there =
                     |artifact: &&Artifact| kept.contains_key(artifact) && self.has_bytes(**artifact);
-                // The store looks at the newest few.
+                // The store checks only the newest few.
                 let found = all.iter().find(is_there).filter(|_| all.len() <= 10);
                 must!(found.is_none(), "{found:?} holds it");
                 Ok(())
@@ -481,7 +481,7 @@ impl State {
 
         let mut to_make = Vec::new();
         let unconfirmed = self.workers[usize::from(worker)].unconfirmed;
-        // The output starts as the first input, and then there are the caches.
+        // The output starts as the first input. The caches come last.
         let sources = inputs.iter().copied().map(Some).chain([inputs.first().copied()]);
         let sources = sources.map(Ok).chain(caches.iter().map(Err));
         must!(planned.volumes.len() == inputs.len() + 1 + caches.len(), "volumes are missing");
@@ -545,7 +545,7 @@ impl State {
         to_make.push((container, !self.containers.contains_key(&container)));
         let known = self.containers.entry(container).or_insert(fresh);
         must!(!known.revoked && known.attempt == (workload, attempt), "{container} is garbage, or another's");
-        // What is missing is brought first, and then it is asked again.
+        // Missing inputs are copied first, and the call is repeated.
         if planned.volumes.iter().all(|volume| volume.missing_artifact_id.is_empty()) {
             for (id, is_new) in to_make {
                 self.make(worker, id, make, is_new);
@@ -554,7 +554,7 @@ impl State {
         Ok(())
     }
 
-    /// A gateway is told to make something.
+    /// Records that a gateway must create an item.
     fn make(&mut self, worker: u8, id: Uuid, make: Make, is_new: bool) {
         match make {
             Make::Now => self.appears(id, !is_new),
@@ -565,7 +565,7 @@ impl State {
         }
     }
 
-    /// Something is on the disk from now on.
+    /// Records that an item is on the disk.
     fn appears(&mut self, id: Uuid, late: bool) {
         if let Some(volume) = self.volumes.get_mut(&id).filter(|volume| !volume.on_disk) {
             (volume.on_disk, volume.late) = (true, late);
@@ -579,7 +579,7 @@ impl State {
         let revoked = !self.containers.values().any(|it| it.attempt == attempt && !it.revoked);
         if let Outcome::Refused(refusal) = outcome {
             let may = refusal.is(Reason::AttemptEnded) && (!self.goes_on(attempt) || revoked);
-            must!(may, "it goes on");
+            must!(may, "it is active");
             return Ok(());
         }
         must!(self.goes_on(attempt) && !revoked, "it has ended");
@@ -592,7 +592,7 @@ impl State {
         Ok(())
     }
 
-    /// The output of an attempt, as long as it is no garbage.
+    /// Returns the output volume of an attempt, unless it is garbage.
     fn output(&self, attempt: (u16, u8)) -> Option<Uuid> {
         let is_output =
             |volume: &Volume| volume.attempt == Some(attempt) && volume.artifact.is_some() && !volume.revoked;
@@ -640,7 +640,7 @@ impl State {
                 let output = self.output((workload, attempt)).filter(|_| self.goes_on((workload, attempt)));
                 let output = output.filter(|output| self.volumes[output].complete == Some(content));
                 if let Outcome::Refused(refusal) = outcome {
-                    // What was made once more in its place has other bytes.
+                    // A recreated volume has other bytes.
                     let is_there = |output: Uuid| {
                         let volume = &self.volumes[&output];
                         volume.on_disk && !volume.late
@@ -659,7 +659,7 @@ impl State {
         if let Some((output, content, owners)) = candidate {
             let owner = build.filter(|build| self.is_live(*build));
             let mut record = self.open(owner);
-            // Whether one that may have ended owns it is not known, and so it is not known to be young.
+            // If a possibly ended build owns it, it may never have had an owner.
             record.had_owner |= build.is_some_and(|build| self.may_be_live(build));
             record.sealed = Some(content);
             self.artifacts.insert(Artifact::Output(workload), record);

@@ -1,4 +1,5 @@
-//! Base resource types and the certs of workers: the last artifact that was put, until its worker is forgotten.
+//! Base resource types and certificates of workers: the last artifact that was put, until the
+//! worker is forgotten.
 
 use rpc::Reason;
 
@@ -6,7 +7,7 @@ use super::{Accepted, Outcome, State, Violation, must, worker_id};
 use crate::model::operations::Artifact;
 
 impl State {
-    /// What is kept as something of a worker, and, of certs, the store's words for that.
+    /// Returns the artifacts of workers, and for certificates the store's description of the owner.
     pub(crate) fn held_by_workers(&self) -> impl Iterator<Item = (Artifact, Option<String>)> {
         let words = |(worker, resource): &(u8, Option<u8>)| {
             resource.is_none().then(|| format!("resource certs of worker {}", worker_id(*worker)))
@@ -14,7 +15,7 @@ impl State {
         self.base.iter().map(move |(of, artifact)| (*artifact, words(of)))
     }
 
-    /// The workers that something is kept as something of.
+    /// Returns the workers with a base resource type or certificates.
     pub(crate) fn with_base(&self) -> Vec<u8> {
         self.base.keys().map(|(worker, _)| *worker).collect()
     }

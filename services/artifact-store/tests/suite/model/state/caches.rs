@@ -1,4 +1,4 @@
-//! Resource caches and task caches: what they certainly keep, and how they may be answered.
+//! Resource caches and task caches: certain owners, and permitted answers.
 
 use std::collections::BTreeSet;
 
@@ -7,23 +7,24 @@ use rpc::Reason;
 use uuid::Uuid;
 
 use super::{
-    Accepted, CLAIM_TERM, Found, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id, must,
+    Accepted, CLAIM_TERM, CacheOutcome, Outcome, RESOURCE_CACHE_TTL, State, Violation, artifact_id, claim_id,
+    must,
 };
 use crate::model::operations::{Artifact, Owner, User};
 
-/// A resource cache, as it was last answered.
+/// A resource cache, as of its last answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ResourceCache {
     id: Uuid,
     claim: u16,
     claimed_until: i64,
-    /// `None`: it is being made.
+    /// `None` while it is being made.
     artifact: Option<Artifact>,
     last_used: i64,
     users: BTreeSet<User>,
 }
 
-/// A task cache, as it was last answered.
+/// A task cache, as of its last answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TaskCache {
     id: Uuid,
@@ -33,7 +34,7 @@ pub(super) struct TaskCache {
     users: BTreeSet<u16>,
 }
 
-/// A task cache goes when it was unused for this many seconds.
+/// Time without use after which a task cache is deleted, in seconds.
 pub(crate) fn task_cache_ttl(task: u8) -> i64 {
     40 + 60 * i64::from(task)
 }
@@ -47,7 +48,7 @@ impl State {
         self.task_caches.get(&task).map(|cache| cache.id)
     }
 
-    /// What caches certainly own, and which, in the store's words.
+    /// Returns the artifacts that caches certainly own, and the store's description of the cache.
     pub(crate) fn held_by_caches(&self) -> impl Iterator<Item = (Artifact, String)> {
         let of_resources = self.resource_caches.values().filter(|cache| self.is_there(cache));
         let of_resources =
@@ -58,7 +59,8 @@ impl State {
         of_resources.chain(of_tasks)
     }
 
-    /// Whether a resource cache is certainly there: it was used not long ago, or is, or is being made.
+    /// Returns whether a resource cache certainly exists: it was used recently, is used, or is
+    /// being made.
     fn is_there(&self, cache: &ResourceCache) -> bool {
         match cache.artifact {
             None => self.now < cache.claimed_until,
@@ -75,7 +77,7 @@ impl State {
         self.now < ends.fold(cache.last_used, Ord::max).saturating_add(task_cache_ttl(task))
     }
 
-    /// Until when somebody uses for certain what they use: without end if that is far away.
+    /// Returns until when a user certainly uses its caches.
     fn used_until(&self, user: User) -> i64 {
         match user {
             User::OfBuild(build) => self.holds_until(build).unwrap_or(i64::MIN),
@@ -85,7 +87,7 @@ impl State {
         }
     }
 
-    /// Refuses what must not be said of somebody who wants to use a cache.
+    /// Judges the answer to a user of a cache.
     fn judge_user(&self, user: User, outcome: &Outcome) -> Result<bool, Violation> {
         let may_go_on = match user {
             User::OfBuild(build) => self.may_be_live(build),
@@ -97,21 +99,21 @@ impl State {
         };
         if let Outcome::Refused(refusal) = outcome {
             let ended = refusal.is(Reason::OwnerEnded) || refusal.is(Reason::HolderSettled);
-            must!(!(ended && goes_on), "its user goes on");
+            must!(!(ended && goes_on), "its user has not ended");
             return Ok(ended);
         }
         must!(may_go_on, "its user has ended");
         Ok(false)
     }
 
-    /// A workload that uses something is known from then on.
+    /// Records a workload that uses a cache.
     fn note_user(&mut self, user: User) {
         if let User::OfWorkload(workload) = user {
             self.holders.entry(workload).or_default();
         }
     }
 
-    /// The artifact with this id, which a cache has, or shall have.
+    /// Checks that a cache has the artifact with this id.
     fn that_is(&self, id: ArtifactId, expected: Option<Artifact>) -> Accepted {
         let Some(expected) = expected else { return Err(Violation(format!("it was never given {id}"))) };
         must!(artifact_id(expected) == id, "it was given {expected:?}");
@@ -144,16 +146,16 @@ impl State {
         );
         let now = self.now;
         let mut cache = match (found, known) {
-            (Found::Ready(artifact), Some(known)) => {
+            (CacheOutcome::Ready(artifact), Some(known)) => {
                 self.that_is(*artifact, known.artifact)?;
                 ResourceCache { last_used: now, ..known }
             }
-            (Found::BeingMade(other), Some(known)) => {
+            (CacheOutcome::BeingMade(other), Some(known)) => {
                 let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
-                must!(!bytes && claim_id(known.claim).uuid() == *other, "nobody makes it so: {known:?}");
+                must!(!bytes && claim_id(known.claim).uuid() == *other, "no claim makes it: {known:?}");
                 known
             }
-            (Found::Yours, known) => {
+            (CacheOutcome::Yours, known) => {
                 let fresh = ResourceCache {
                     id: *id,
                     claim,
@@ -167,7 +169,7 @@ impl State {
                     Some(known) => {
                         let other =
                             known.claim != claim && known.artifact.is_none() && now < known.claimed_until;
-                        must!(!other, "somebody else makes it: {known:?}");
+                        must!(!other, "another claim makes it: {known:?}");
                         let bytes = known.artifact.is_some_and(|artifact| self.has_bytes(artifact));
                         must!(!bytes, "it has its bytes: {known:?}");
                         ResourceCache { last_used: known.last_used, users: known.users, ..fresh }
@@ -175,7 +177,7 @@ impl State {
                 }
             }
             (found, None) => {
-                return Err(Violation(format!("it is {found:?}, and nobody asked for it before")));
+                return Err(Violation(format!("it is {found:?}, and it was never requested before")));
             }
         };
         if let Some(user) = user {
@@ -186,7 +188,7 @@ impl State {
         Ok(())
     }
 
-    /// The cache that was last made under a claim, or is.
+    /// Returns the cache that is or was made under a claim.
     fn of_claim(&self, claim: u16) -> Option<u8> {
         self.resource_caches.iter().find(|(_, cache)| cache.claim == claim).map(|(key, _)| *key)
     }
@@ -224,7 +226,7 @@ impl State {
         self.is_made(claim, artifact)
     }
 
-    /// The cache that is made under a claim has this artifact.
+    /// Records the artifact of the cache that is made under a claim.
     fn is_made(&mut self, claim: u16, artifact: Artifact) -> Accepted {
         let now = self.now;
         let key = self.of_claim(claim);
@@ -243,13 +245,13 @@ impl State {
         }
     }
 
-    /// The owners that an output got, and those that it did not.
+    /// Records the owners that an output got, and the missing ones.
     pub(super) fn own_output(&mut self, output: Artifact, owners: &[Owner], missing: &[Owner]) -> Accepted {
         for owner in owners {
             let is_missing = missing.contains(owner);
             match *owner {
                 Owner::ForBuild(build) if is_missing => {
-                    must!(!self.is_live(build), "build {build} goes on");
+                    must!(!self.is_live(build), "build {build} is open");
                 }
                 Owner::ForBuild(build) => {
                     must!(self.may_be_live(build), "build {build} has ended");
@@ -280,7 +282,7 @@ impl State {
         self.sealed(artifact).is_some() && self.is_kept(artifact)
     }
 
-    /// An artifact is a cache's or a worker's from now on.
+    /// Records that a cache or worker owns an artifact.
     pub(super) fn hand_over(&mut self, artifact: Artifact) -> Accepted {
         let record =
             self.artifacts.get_mut(&artifact).filter(|record| record.sealed.is_some() && !record.gone);
@@ -310,7 +312,7 @@ impl State {
 
     pub(super) fn release_cache(&mut self, key: u8, user: User, outcome: &Outcome) -> Accepted {
         must!(matches!(outcome, Outcome::Done), "a use can always be ended");
-        // Of one that ended before, the store may have noted that already.
+        // The store may have recorded an earlier end of the use.
         let used_until = Ord::min(self.used_until(user), self.now);
         if let Some(cache) = self.resource_caches.get_mut(&key)
             && cache.users.remove(&user)
@@ -333,10 +335,11 @@ impl State {
         if let Outcome::Refused(refusal) = outcome {
             let may = (refusal.is(Reason::CacheInUse) && cache.users.iter().any(may_be_used))
                 || (refusal.is(Reason::CacheNotFound) && !self.is_there(cache));
-            must!(may, "nobody uses it: {cache:?}");
+            must!(may, "no user uses it: {cache:?}");
             return Ok(());
         }
-        // One whose maker lost its claim may have gone by itself: who has to ask again takes that for what he asked for.
+        // A cache with a lost claim may have been deleted. A caller that repeats its call takes
+        // that for its own success.
         let user = cache.users.iter().find(|user| self.used_until(**user) > self.now);
         must!(user.is_none() || !self.is_there(cache), "it is used: {user:?}");
         self.deleted_caches.insert(cache.id);
@@ -389,7 +392,8 @@ impl State {
         Ok(())
     }
 
-    /// What a volume of a task cache starts with: its version when the volume was planned first, if it had one.
+    /// Returns the artifact with which a volume of a task cache starts: the version when the volume
+    /// was first planned.
     pub(super) fn starts_with(
         &self,
         task: u8,
@@ -401,9 +405,9 @@ impl State {
         let of_parent = parent.and_then(|parent| self.volumes.get(&parent)?.artifact);
         let is_missing = |artifact: &&Artifact| artifact_id(**artifact).to_string() == missing;
         let from = of_parent.or_else(|| self.artifacts.keys().find(is_missing).copied());
-        must!(from.is_some() || (parent.is_none() && missing.is_empty()), "nobody made what it starts with");
+        must!(from.is_some() || (parent.is_none() && missing.is_empty()), "its version was never made");
         if let Some(known) = self.volumes.get(&volume) {
-            // What was missing when it was made is nothing by now.
+            // A version that was missing may be gone by now.
             let same = from == known.from || (known.created && from.is_none());
             must!(same, "it started with {:?}", known.from);
             return Ok(known.from);
@@ -431,7 +435,7 @@ impl State {
         self.publish(task, artifact)
     }
 
-    /// An artifact is the latest version of a task cache.
+    /// Records the latest version of a task cache.
     fn publish(&mut self, task: u8, artifact: Artifact) -> Accepted {
         let now = self.now;
         let Some(cache) = self.task_caches.get_mut(&task) else {

@@ -1,4 +1,4 @@
-//! What gateways and operators want to be destroyed, whatever becomes of the attempt that it was made for.
+//! Deletions that gateways and operators request, independent of the attempt.
 
 use rpc::{Reason, Refusal};
 use uuid::Uuid;
@@ -15,7 +15,7 @@ fn disposed(outcome: &Outcome) -> Result<Disposed<'_>, Violation> {
 }
 
 impl State {
-    /// The worker of an attempt, its container, and its volumes, as far as they are no garbage.
+    /// Returns the worker of an attempt, its container, and its volumes, except garbage.
     pub(crate) fn things_of(&self, workload: u16, attempt: u8) -> Option<(u8, Vec<Uuid>, Vec<Uuid>)> {
         let of_attempt = (workload, attempt);
         let containers = self.containers.iter().filter(|(_, it)| it.attempt == of_attempt && !it.revoked);

@@ -1,4 +1,4 @@
-//! Builds, and what callers do with artifacts that they made before.
+//! Builds, and changes of the owners of existing artifacts.
 
 use rpc::{Reason, Refusal};
 
@@ -40,11 +40,11 @@ impl State {
             return Ok(());
         }
         let same = build.ended.is_none_or(|(_, before)| before == status) && !build.deleted;
-        // What a term or a deletion made of it is not known.
+        // The effect of a term or deletion is unknown.
         must!(same || status == Status::Aborted || !build.bound, "it has ended otherwise");
         if build.ended.is_none() && !build.deleted {
             build.ended = Some((now, status));
-            // One that its term ends is aborted.
+            // A build that its term ends is aborted.
             build.ended_by_caller = status != Status::Aborted;
         }
         Ok(())
@@ -73,7 +73,7 @@ impl State {
             let may = (refusal.is(Reason::OwnerEnded) && !self.is_live(build))
                 || self.may_be_missing(artifacts, refusal);
             must!(may, "there is nothing in its way");
-            // Who was not answered first perhaps did it.
+            // A call without an answer may have succeeded.
             for record in self.records(artifacts).filter(|_| *again) {
                 record.had_owner = true;
                 record.taken_from.remove(&build);
@@ -92,7 +92,7 @@ impl State {
         };
         if let Err(refusal) = answer {
             must!(*again || self.may_be_missing(artifacts, refusal), "there is nothing in its way");
-            // Who was not answered first perhaps did it, and some went since.
+            // A call without an answer may have succeeded, and some artifacts may be gone since.
             for record in self.records(artifacts).filter(|_| *again) {
                 record.owners.remove(&build);
             }
@@ -106,7 +106,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether one of them is perhaps not there, as was answered.
+    /// Returns whether the artifact of the rejection may be missing.
     fn may_be_missing(&self, artifacts: &[Artifact], refusal: &Refusal) -> bool {
         let kept = self.kept();
         refusal.is(Reason::ArtifactNotFound) && artifacts.iter().any(|artifact| !kept.contains_key(artifact))

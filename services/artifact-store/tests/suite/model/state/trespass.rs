@@ -1,4 +1,4 @@
-//! What another team may be answered that asks for what is not its own: as if it were not there.
+//! Answers to another team: items of other teams must look as if they did not exist.
 
 use rpc::Reason;
 
@@ -6,7 +6,7 @@ use super::{Accepted, Outcome, State, Violation, must};
 use crate::model::operations::Trespass;
 
 impl State {
-    /// Nothing changes, whatever was tried.
+    /// Checks the answer. No call of another team changes anything.
     pub(super) fn trespass(&self, tried: Trespass, outcome: &Outcome) -> Accepted {
         use Trespass as T;
         let refusal = match outcome {

@@ -1,31 +1,34 @@
-//! Workers: what they report and destroy, and what becomes of what they hold when somebody else speaks for them, or when they are forgotten.
+//! Workers: reports and deletions, and the effects of new sessions, new incarnations and
+//! forgetting.
 
 use rpc::Reason;
 
 use super::accept::handle;
-use super::{Accepted, Outcome, Restored, Standing, State, Violation, must};
-use crate::model::operations::{Artifact, Left, TREES, Way};
+use super::{Accepted, Outcome, ReportValidity, Restored, State, Violation, must};
+use crate::model::operations::{Artifact, Delivery, Remains, TREES};
 
 impl State {
-    pub(super) fn report(&mut self, worker: u8, way: Way, outcome: &Outcome) -> Accepted {
+    pub(super) fn report(&mut self, worker: u8, way: Delivery, outcome: &Outcome) -> Accepted {
         let (response, listed) = match outcome {
-            Outcome::NotReported { refusal, standing } => {
+            Outcome::NotReported { refusal, validity } => {
                 let is_of_former = refusal.is(Reason::StaleSession) || refusal.is(Reason::StaleIncarnation);
                 let is_overtaken = refusal.is(Reason::StaleReport);
-                let may = match standing {
-                    _ if refusal.is(Reason::ReportTruncated) => way == Way::Cut,
-                    Standing::Good => false,
-                    Standing::OfFormerSession => is_of_former,
-                    Standing::Overtaken => is_overtaken,
-                    Standing::OfForgotten => is_of_former || is_overtaken,
-                    Standing::Doubtful => is_of_former || is_overtaken || refusal.is(Reason::Unavailable),
+                let may = match validity {
+                    _ if refusal.is(Reason::ReportTruncated) => way == Delivery::Cut,
+                    ReportValidity::Good => false,
+                    ReportValidity::OfFormerSession => is_of_former,
+                    ReportValidity::Overtaken => is_overtaken,
+                    ReportValidity::OfForgotten => is_of_former || is_overtaken,
+                    ReportValidity::Doubtful => {
+                        is_of_former || is_overtaken || refusal.is(Reason::Unavailable)
+                    }
                 };
                 must!(may, "it is good");
                 return Ok(());
             }
-            Outcome::Reported { response, standing, listed } => {
-                must!(matches!(standing, Standing::Good | Standing::Doubtful), "it is too late");
-                must!(way != Way::Cut, "it was cut off");
+            Outcome::Reported { response, validity, listed } => {
+                must!(matches!(validity, ReportValidity::Good | ReportValidity::Doubtful), "it is too late");
+                must!(way != Delivery::Cut, "it was cut off");
                 (response, listed)
             }
             _ => return Err(Violation("no answer".to_owned())),
@@ -56,9 +59,9 @@ impl State {
         for id in handles {
             let need = self.need_of_volume(*id, &kept).or_else(|| self.need_of_container(*id));
             must!(need.is_none(), "{id} is handed out, and needed: {need:?}");
-            must!(!self.is_set_aside(*id), "{id} is handed out, and set aside");
-            let child = self.child_aside(*id);
-            must!(child.is_none(), "{id} is handed out, and its child {child:?} is set aside");
+            must!(!self.is_orphan(*id), "{id} is handed out, and orphaned");
+            let child = self.orphaned_child(*id);
+            must!(child.is_none(), "{id} is handed out, and its child {child:?} is an orphan");
         }
         self.hand_out_blindly(handles);
         self.workers[usize::from(worker)].doomed.extend(handles);
@@ -91,7 +94,7 @@ impl State {
         }
     }
 
-    pub(super) fn new_incarnation(&mut self, worker: u8, left: Left) {
+    pub(super) fn new_incarnation(&mut self, worker: u8, left: Remains) {
         let of_worker = &mut self.workers[usize::from(worker)];
         of_worker.doomed.clear();
         of_worker.later.clear();
@@ -101,37 +104,38 @@ impl State {
             volume.revoked |= !volume.created;
             count += u32::from(volume.on_disk);
             volume.on_disk &= match left {
-                Left::Everything => true,
-                Left::Half => count.is_multiple_of(2),
-                Left::Nothing => false,
+                Remains::Everything => true,
+                Remains::Half => count.is_multiple_of(2),
+                Remains::Nothing => false,
             };
         }
         for container in self.containers.values_mut().filter(|it| it.worker == worker) {
             (container.revoked, container.on_disk) = (true, false);
         }
-        self.leave_aside(worker, false);
+        self.leave_orphans(worker, false);
     }
 
-    /// Whatever a worker held is garbage, and nobody's: of what is still there its reports tell.
+    /// Forgets a worker. Its contents are unknown from then on, and its reports show what still
+    /// exists.
     pub(super) fn forget_worker(&mut self, worker: u8, force: bool, outcome: &Outcome) -> Accepted {
         if let Outcome::Refused(refusal) = outcome {
-            let (holds_aside, _) = self.holds_aside(worker);
+            let (holds_orphans, _) = self.holds_orphans(worker);
             let may = (refusal.is(Reason::LastReplica) && self.may_hold_last(worker))
-                || (refusal.is(Reason::HoldsOrphans) && holds_aside);
+                || (refusal.is(Reason::HoldsOrphans) && holds_orphans);
             must!(may && !force, "there is nothing in its way");
             return Ok(());
         }
-        // That lets go with it.
+        // Its owners let go as well.
         self.base.retain(|(of, _), _| *of != worker);
         let last = self.kept().into_iter().find(|(artifact, _)| self.is_last_on(*artifact, worker));
         must!(force || last.is_none(), "it has the last replica of {last:?}");
-        let (_, holds_aside) = self.holds_aside(worker);
-        must!(force || !holds_aside, "what is set aside there is undecided");
-        self.leave_aside(worker, true);
+        let (_, holds_orphans) = self.holds_orphans(worker);
+        must!(force || !holds_orphans, "the worker has orphans without a decision");
+        self.leave_orphans(worker, true);
         for (id, volume) in self.volumes.iter_mut().filter(|(_, it)| it.worker == worker) {
             (volume.revoked, volume.late) = (true, true);
             self.forgotten.insert(*id);
-            // What came back before went again with its worker.
+            // A restored artifact may be deleted again with its worker.
             if let Some(record) = volume.artifact.and_then(|artifact| self.artifacts.get_mut(&artifact)) {
                 record.restored = record.restored.map(|_| Restored::Perhaps);
             }
@@ -146,7 +150,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether the bytes of an artifact are certainly on this worker, and nowhere else.
+    /// Returns whether the only certain bytes of an artifact are on this worker.
     fn is_last_on(&self, artifact: Artifact, worker: u8) -> bool {
         let Some(content) = self.sealed(artifact).filter(|content| *content < TREES) else { return false };
         let may_be_elsewhere = self
@@ -156,7 +160,7 @@ impl State {
         !may_be_elsewhere && self.replicas(artifact, content).any(|(_, on)| on == worker)
     }
 
-    /// Whether something may be kept of which there is no other replica for certain than on this worker.
+    /// Returns whether the worker may have the last replica of a kept artifact.
     fn may_hold_last(&self, worker: u8) -> bool {
         self.volumes.values().filter(|it| it.worker == worker && it.is_replica()).any(|volume| {
             let Some((artifact, content)) = volume.artifact.zip(volume.complete) else { return false };

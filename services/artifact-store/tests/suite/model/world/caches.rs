@@ -1,4 +1,4 @@
-//! What callers do with caches.
+//! Calls about caches.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use uuid::Uuid;
 use super::{World, done};
 use crate::model::operations::{Operation, User};
 use crate::model::state::{
-    Found, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, worker_id, workload_id,
+    CacheOutcome, Outcome, State, artifact_id, build_id, claim_id, task_cache_ttl, worker_id, workload_id,
 };
 use crate::{Answer, Callers, TEAM, digest};
 
@@ -29,7 +29,7 @@ fn team() -> String {
 }
 
 impl World {
-    /// Carries out one operation on caches.
+    /// Applies one operation on caches.
     pub(super) async fn perform_on_caches(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
@@ -90,7 +90,7 @@ impl World {
                     async move { Ok(callers.caches().delete_resource_cache(request).await.map(drop)?) }
                 };
                 match self.ask(delete).await {
-                    // Who asked first was not answered, and deleted it.
+                    // The first call had no answer, and deleted the cache.
                     Err(refusal)
                         if refusal.is(Reason::CacheNotFound) && asked.load(Ordering::Relaxed) > 1 =>
                     {
@@ -172,7 +172,12 @@ impl World {
     }
 }
 
-async fn ask_cache(callers: Callers, cache: u8, claim: u16, by: Option<User>) -> Answer<(Uuid, Found)> {
+async fn ask_cache(
+    callers: Callers,
+    cache: u8,
+    claim: u16,
+    by: Option<User>,
+) -> Answer<(Uuid, CacheOutcome)> {
     let request = pb::FindOrCreateResourceCacheRequest {
         team: team(),
         key_digest: digest(cache.into()).as_bytes().to_vec().into(),
@@ -182,9 +187,9 @@ async fn ask_cache(callers: Callers, cache: u8, claim: u16, by: Option<User>) ->
     };
     let answer = callers.caches().find_or_create_resource_cache(request).await?.into_inner();
     let found = match answer.outcome.expect("an outcome") {
-        Answered::Ready(location) => Found::Ready(location.artifact_id.parse().expect("an id")),
-        Answered::Yours(_) => Found::Yours,
-        Answered::BeingMade(claim) => Found::BeingMade(claim.claim_id.parse().expect("an id")),
+        Answered::Ready(location) => CacheOutcome::Ready(location.artifact_id.parse().expect("an id")),
+        Answered::Yours(_) => CacheOutcome::Yours,
+        Answered::BeingMade(claim) => CacheOutcome::BeingMade(claim.claim_id.parse().expect("an id")),
     };
     Ok((answer.cache_id.parse().expect("an id"), found))
 }

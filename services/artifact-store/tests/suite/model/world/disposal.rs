@@ -1,4 +1,4 @@
-//! What gateways and operators want to be destroyed.
+//! Deletions that gateways and operators request.
 
 use rpc::pb::artifacts as pb;
 use uuid::Uuid;
@@ -9,7 +9,7 @@ use crate::model::operations::Operation;
 use crate::model::state::{Outcome, State};
 
 impl World {
-    /// Has something of an attempt destroyed. What has nothing that could be is skipped.
+    /// Marks items of an attempt. Skips attempts without items.
     pub(super) async fn dispose(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         let (O::Fail { workload, attempt }

@@ -1,4 +1,4 @@
-//! What gateways do: they report, sweep, and are followed by others.
+//! Calls of gateways: reports, sweeps and new sessions.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -10,44 +10,44 @@ use tonic::Streaming;
 use uuid::Uuid;
 
 use super::{Speaker, World, done};
-use crate::model::operations::Way;
-use crate::model::state::{Outcome, Standing, State, attempt_id, worker_id, workload_id};
+use crate::model::operations::Delivery;
+use crate::model::state::{Outcome, ReportValidity, State, attempt_id, worker_id, workload_id};
 use crate::{Callers, PATIENCE};
 
-/// What a gateway is told to destroy.
+/// Items that a gateway was told to delete.
 #[derive(Default)]
 pub(super) struct Marks {
     stream: Option<Streaming<pb::WatchDestroyingResponse>>,
-    /// What came from this stream.
+    /// Items received from this stream.
     received: BTreeSet<Uuid>,
 }
 
-/// Reports of a worker that were begun.
+/// Begun reports of a worker.
 #[derive(Default)]
 pub(super) struct Reports {
-    begun: Vec<Begun>,
-    /// The highest token that was judged.
+    begun: Vec<BegunReport>,
+    /// Highest token that was judged.
     judged: u64,
 }
 
 #[derive(Clone)]
-pub(super) struct Begun {
+pub(super) struct BegunReport {
     token: pb::ReportToken,
     volumes: Vec<String>,
     containers: Vec<String>,
     speaker: Speaker,
 }
 
-/// That a worker was forgotten.
+/// Forgetting of a worker.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Forgets {
     begun: u32,
     ended: u32,
-    /// Reports with a lower token began before. 0: it never was.
+    /// Reports with a lower token began before it. 0 if it was never forgotten.
     before: u64,
 }
 
-/// How many reports of a worker may be on their way.
+/// Maximum number of undelivered reports of a worker.
 const REPORTS: usize = 6;
 
 impl World {
@@ -63,43 +63,44 @@ impl World {
             Err(refusal) => return Outcome::Refused(refusal),
         };
         let (volumes, containers) = state.holdings(worker);
-        reports.begun.push(Begun { token, volumes, containers, speaker });
+        reports.begun.push(BegunReport { token, volumes, containers, speaker });
         if reports.begun.len() > REPORTS {
             reports.begun.remove(0);
         }
         Outcome::Done
     }
 
-    pub(super) async fn report(&self, worker: u8, which: u8, way: Way) -> Outcome {
+    pub(super) async fn report(&self, worker: u8, which: u8, way: Delivery) -> Outcome {
         let mut reports = self.reports[usize::from(worker)].lock().await;
         let Some(last) = reports.begun.len().checked_sub(1) else { return Outcome::Skipped };
         let which = usize::from(which).min(last);
         let begun = match way {
-            Way::Once => reports.begun.remove(which),
-            Way::Repeatedly | Way::Cut => reports.begun[which].clone(),
+            Delivery::Once => reports.begun.remove(which),
+            Delivery::Repeatedly | Delivery::Cut => reports.begun[which].clone(),
         };
         let now = self.speaker(worker);
         let is_former = (begun.speaker.incarnation, begun.speaker.session) != (now.incarnation, now.session);
-        // One that was replaced is not the first to speak for a worker that was forgotten: it would be as if it never had been.
+        // The call of a former session must not be the first after its worker was forgotten,
+        // because the store would accept it.
         let _alone = if is_former { Some(self.forgetting.lock().await) } else { None };
         if is_former && let Err(refusal) = self.speak_first(worker).await {
             return Outcome::Refused(refusal);
         }
         let forgets = self.forgets(worker);
-        let standing = if begun.token.sequence < forgets.before {
-            Standing::OfForgotten
+        let validity = if begun.token.sequence < forgets.before {
+            ReportValidity::OfForgotten
         } else if is_former {
-            Standing::OfFormerSession
+            ReportValidity::OfFormerSession
         } else if begun.token.store_life != *self.life.lock().unwrap_or_else(PoisonError::into_inner)
             || begun.token.sequence < reports.judged
         {
-            Standing::Overtaken
+            ReportValidity::Overtaken
         } else {
-            Standing::Good
+            ReportValidity::Good
         };
         let begun = &begun;
         let count = u64::try_from(begun.volumes.len() + begun.containers.len()).expect("few");
-        let count = (way != Way::Cut).then_some(count);
+        let count = (way != Delivery::Cut).then_some(count);
         let life = &now.gateway.life;
         let report = |callers: Callers| async move {
             let mut gateway = begun.speaker.gateway.by_way_of(&callers);
@@ -108,7 +109,7 @@ impl World {
         };
         let answer = self.ask(report).await;
         let is_doubtful = forgets.begun != forgets.ended || self.forgets(worker).begun != forgets.begun;
-        let standing = if is_doubtful { Standing::Doubtful } else { standing };
+        let validity = if is_doubtful { ReportValidity::Doubtful } else { validity };
         match answer {
             Ok(response) => {
                 reports.judged = reports.judged.max(begun.token.sequence);
@@ -116,13 +117,14 @@ impl World {
                 speakers[usize::from(worker)].gateway.life = None;
                 let listed = begun.volumes.iter().chain(&begun.containers);
                 let listed = listed.map(|text| text.parse().expect("a handle")).collect();
-                Outcome::Reported { response, standing, listed }
+                Outcome::Reported { response, validity, listed }
             }
-            Err(refusal) => Outcome::NotReported { refusal, standing },
+            Err(refusal) => Outcome::NotReported { refusal, validity },
         }
     }
 
-    /// Takes everything that is marked now from the stream of a gateway, and whatever else it has.
+    /// Receives all marked items from the stream of a gateway, and items that are already
+    /// available.
     pub(super) async fn sweep(&self, worker: u8) -> Outcome {
         let mut marks = self.marks[usize::from(worker)].lock().await;
         let Marks { stream, received } = &mut *marks;
@@ -164,15 +166,16 @@ impl World {
         }
     }
 
-    /// What is marked on a worker.
+    /// Returns the marked items of a worker.
     pub(super) async fn marked(&self, worker: u8) -> BTreeSet<Uuid> {
         use pb::InventoryState::{Destroying, Sweeping};
         let mut marked = BTreeSet::new();
         let of_worker = worker_id(worker).to_string();
         let mut volumes = self.volumes(&of_worker).await;
-        // The youngest first. What a child that came back is made from is not handed out, nor what that is made from.
+        // The youngest first. The parent of a restored child is not handed out, and neither are its
+        // own parents.
         volumes.sort_by(|one, other| other.volume_handle.cmp(&one.volume_handle));
-        let (_, mut needed) = self.aside().await;
+        let (_, mut needed) = self.orphans().await;
         for volume in volumes {
             if volume.state() == Sweeping
                 || (volume.state() == Destroying && !needed.contains(&volume.volume_handle))
@@ -190,7 +193,7 @@ impl World {
         marked
     }
 
-    pub(super) async fn speak_anew(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
+    pub(super) async fn start_session(&self, worker: u8, incarnations: u64, sessions: u64) -> Outcome {
         let callers = self.callers(0);
         let gateway = {
             let mut speakers = self.speakers.lock().unwrap_or_else(PoisonError::into_inner);
@@ -219,7 +222,7 @@ impl World {
     pub(super) async fn forget_worker(&self, worker: u8, force: bool) -> Outcome {
         let _alone = self.forgetting.lock().await;
         self.note_forgets(worker, |forgets| forgets.begun += 1);
-        // The numbers of a worker that comes back are above those that it had: they begin at the present.
+        // The sequence of a returning worker begins at the current time, above its earlier numbers.
         let at = self.tick();
         let request =
             || pb::ForgetWorkerRequest { worker_id: worker_id(worker).to_string(), force, only_check: false };
@@ -234,13 +237,13 @@ impl World {
             }
         });
         if answer.is_ok() {
-            // Whoever spoke for it is told so, and follows nothing until it is let in anew.
+            // The gateways of the worker are rejected until they register again.
             *self.marks[usize::from(worker)].lock().await = Marks::default();
         }
         done(answer)
     }
 
-    /// Has the gateway that may speak for a worker do so, if the store was told to forget who did.
+    /// Makes the current gateway of a worker register, if the store was told to forget the worker.
     async fn speak_first(&self, worker: u8) -> Result<(), Refusal> {
         if self.forgets(worker).ended == 0 {
             return Ok(());
@@ -256,11 +259,13 @@ impl World {
             return Outcome::Refused(refusal);
         }
         let former = &former;
-        let nobody = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
+        let unknown = (workload_id(u16::MAX), attempt_id(u16::MAX, 0));
         let begun = self.ask(|callers| async move { former.by_way_of(&callers).begin_report().await });
-        let prepared = self
-            .ask(|callers| async move { former.by_way_of(&callers).prepare(nobody.0, nobody.1, &[]).await });
-        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(nobody.1).await });
+        let prepared =
+            self.ask(
+                |callers| async move { former.by_way_of(&callers).prepare(unknown.0, unknown.1, &[]).await },
+            );
+        let made = self.ask(|callers| async move { former.by_way_of(&callers).prepared(unknown.1).await });
         let answers = [begun.await.err(), prepared.await.err(), made.await.err()];
         Outcome::Former(answers.into())
     }

@@ -1,4 +1,4 @@
-//! What callers do with several artifacts at once, and with those that own them.
+//! Calls about several artifacts, and about their owners.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,7 +10,7 @@ use crate::model::state::{Outcome, artifact_id, build_id};
 use crate::{Answer, Callers, TEAM};
 
 impl World {
-    /// Carries out one operation on several artifacts, or on their owners.
+    /// Applies one operation on several artifacts or owners.
     pub(super) async fn perform_on_owners(&self, operation: &Operation) -> Outcome {
         use Operation as O;
         let ids = |artifacts: &[Artifact]| -> Vec<String> {
@@ -59,7 +59,7 @@ impl World {
     }
 }
 
-/// By the call for one, or by that for several.
+/// Adds an owner, with the call for one artifact or for several.
 async fn add(callers: Callers, artifact_ids: Vec<String>, build_id: String) -> Answer<()> {
     let team = TEAM.to_owned();
     if let [artifact_id] = artifact_ids.as_slice() {
@@ -72,7 +72,7 @@ async fn add(callers: Callers, artifact_ids: Vec<String>, build_id: String) -> A
     Ok(())
 }
 
-/// The same.
+/// Removes an owner, with the call for one artifact or for several.
 async fn remove(callers: Callers, artifact_ids: Vec<String>, build_id: String) -> Answer<()> {
     let team = TEAM.to_owned();
     if let [artifact_id] = artifact_ids.as_slice() {

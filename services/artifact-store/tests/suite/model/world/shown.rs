@@ -1,4 +1,4 @@
-//! What the store shows: everything that it lists, and what is left in its tables.
+//! Lists of the store, and remaining rows of its tables.
 
 use domain::ArtifactId;
 use rpc::pb::artifacts as pb;
@@ -8,14 +8,14 @@ use super::World;
 use crate::model::check::{SeenArtifact, SeenVolume, View};
 use crate::{Answer, TEAM};
 
-/// Tables in which something is left when nothing is kept any more.
+/// Tables that have rows even if nothing is kept.
 const LASTING: [&str; 5] = ["store", "workers", "seaql_migrations", "migration_digests", "sqlite_sequence"];
 
 impl World {
     pub(crate) async fn view(&self) -> View {
-        let (artifacts, volumes, containers, (aside, _)) =
-            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""), self.aside());
-        let mut view = View { aside, ..View::default() };
+        let (artifacts, volumes, containers, (orphans, _)) =
+            tokio::join!(self.artifacts(), self.volumes(""), self.containers(""), self.orphans());
+        let mut view = View { orphans, ..View::default() };
         for artifact in artifacts {
             let id: ArtifactId = artifact.artifact_id.parse().expect("an id");
             let replicas = artifact.replicas.iter();
@@ -97,7 +97,7 @@ impl World {
         all(page).await
     }
 
-    /// How many rows are left in tables in which none may be left when nothing is kept.
+    /// Returns the numbers of rows in tables that must be empty if nothing is kept.
     pub(crate) async fn rows_left(&self) -> Vec<(String, i64)> {
         let database = sea_orm::Database::connect(&self.database.url).await.expect("the database answers");
         let backend = database.get_database_backend();
@@ -124,7 +124,7 @@ impl World {
     }
 }
 
-/// All pages.
+/// Returns the elements of all pages.
 pub(super) async fn all<T, F>(page: impl Fn(String) -> F) -> Vec<T>
 where
     F: Future<Output = Answer<(Vec<T>, String)>>,

@@ -1,4 +1,4 @@
-//! Another team, which asks for what is not its own.
+//! Calls of another team about items that are not its own.
 
 use domain::{ArtifactId, AttemptId, ClaimId, TransferId, WorkloadId};
 use rpc::pb::artifacts as pb;
@@ -12,20 +12,20 @@ use crate::{Answer, Callers, digest, input};
 
 const OTHER: &str = "other";
 
-/// What it has itself: one of each.
+/// Id of the other team's own items, one of each kind.
 const OWN: Uuid = Uuid::from_u128(9 << 96 | 0x4000_8000_0000_0000_0000);
 
 fn team() -> String {
     OTHER.to_owned()
 }
 
-/// What an answer tells that is not its own.
+/// Returns whether an answer contains items of another team.
 fn nothing<T>(answer: Result<T, tonic::Status>) -> Answer<bool> {
     Ok(answer.map(|_| false)?)
 }
 
 impl World {
-    /// Tries something. What is about a build or a cache that nobody has heard of is skipped.
+    /// Makes a call. Skips calls about builds or caches that were never created.
     pub(super) async fn trespass(&self, state: &State, tried: Trespass) -> Outcome {
         let answer = self.ask(|callers| Box::pin(self.attempt_to(callers, state, tried))).await;
         match answer {
@@ -38,7 +38,7 @@ impl World {
     async fn attempt_to(&self, callers: Callers, state: &State, tried: Trespass) -> Answer<Option<bool>> {
         use Trespass as T;
         let answer = match tried {
-            // What is a worker's is every team's.
+            // Artifacts of workers are available to every team.
             T::Get(artifact)
             | T::Locate(artifact)
             | T::Pin(artifact)
@@ -197,7 +197,7 @@ async fn on_caches(callers: Callers, state: &State, tried: Trespass) -> Answer<O
     let cache = match tried {
         T::UseCache(cache) | T::DeleteCache(cache) => state.resource_cache(cache),
         T::PublishTask(task, _) | T::DeleteTask(task) => state.task_cache(task),
-        // They need none.
+        // These calls need no existing item.
         _ => Some(OWN),
     };
     let Some(cache_id) = cache.map(|cache| cache.to_string()) else { return Ok(None) };

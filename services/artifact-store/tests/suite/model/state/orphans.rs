@@ -1,4 +1,4 @@
-//! What is set aside: what workers hold and a store out of a backup does not know, until somebody decides what becomes of it.
+//! Orphans: items on workers that are unknown to a restored store, until a decision.
 
 use std::collections::BTreeSet;
 
@@ -10,51 +10,54 @@ use super::{Accepted, Outcome, State, Violation, Volume, artifact_id, id, must};
 use crate::model::operations::Artifact;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(super) struct Aside {
-    /// What was seen there, and nobody has decided about.
+pub(super) struct Orphans {
+    /// Orphans without a decision.
     undecided: BTreeSet<Uuid>,
-    /// Of that, what was described in this incarnation of its worker.
+    /// Orphans that were described in the current incarnation of their worker.
     described: BTreeSet<Uuid>,
-    /// What a report named that nobody can have known, and that is not garbage.
+    /// Reported items that are unknown and not garbage.
     named: BTreeSet<Uuid>,
-    /// What was purged and never described: the store does not know what it is made from.
+    /// Purged orphans that were never described, so that the store does not know their parents.
     of_unknown_parent: BTreeSet<Uuid>,
-    /// What was handed out while the store did not know of a child of it.
+    /// Items that were handed out while the store did not know one of their children.
     blindly: BTreeSet<Uuid>,
 }
 
-/// A volume that was made after the backup.
+/// Returns the id of a volume that was made after the backup.
 pub(crate) fn stray_id(worker: u8, upload: u16) -> Uuid {
     id(8, u128::from(worker) << 16 | u128::from(upload))
 }
 
-/// What a worker knows of a volume.
+/// Description of a volume, from its worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Described {
+pub(crate) struct OrphanDescription {
     pub(crate) volume: Uuid,
     pub(crate) parent: Option<Uuid>,
-    /// What it is a replica of, with which content.
+    /// Artifact and content of which it is a replica.
     pub(crate) replica: Option<(Artifact, u8)>,
 }
 
 impl State {
-    /// One of the things that are set aside: of all, or of volumes.
-    pub(crate) fn set_aside(&self, which: u8, volumes_only: bool) -> Option<Uuid> {
+    /// Returns one of the orphans, or of the orphaned volumes.
+    pub(crate) fn any_orphan(&self, which: u8, volumes_only: bool) -> Option<Uuid> {
         let wanted = |id: &&Uuid| !volumes_only || self.volumes.contains_key(*id);
-        let all: Vec<_> = self.aside.undecided.iter().filter(wanted).collect();
+        let all: Vec<_> = self.orphans.undecided.iter().filter(wanted).collect();
         all.get(usize::from(which).checked_rem(all.len())?).map(|id| **id)
     }
 
-    pub(crate) fn is_set_aside(&self, id: Uuid) -> bool {
-        self.aside.undecided.contains(&id)
+    pub(crate) fn is_orphan(&self, id: Uuid) -> bool {
+        self.orphans.undecided.contains(&id)
     }
 
-    /// Volumes that are set aside on a worker, as its gateway would describe them.
-    pub(crate) fn to_describe(&self, worker: u8) -> Vec<Described> {
-        let of_worker = self.aside.undecided.iter().filter_map(|id| Some((*id, self.volumes.get(id)?)));
+    /// Returns the orphaned volumes on a worker, as its gateway would describe them.
+    pub(crate) fn to_describe(&self, worker: u8) -> Vec<OrphanDescription> {
+        let of_worker = self.orphans.undecided.iter().filter_map(|id| Some((*id, self.volumes.get(id)?)));
         let of_worker = of_worker.filter(|(_, volume)| volume.worker == worker);
-        let describe =
-            |(volume, it): (Uuid, &Volume)| Described { volume, parent: it.parent, replica: it.remembered() };
+        let describe = |(volume, it): (Uuid, &Volume)| OrphanDescription {
+            volume,
+            parent: it.parent,
+            replica: it.remembered(),
+        };
         of_worker.map(describe).collect()
     }
 
@@ -83,10 +86,10 @@ impl State {
         Ok(())
     }
 
-    /// A report of a worker was judged that named these, and these are garbage as far as the store knows.
+    /// Records a judged report that named `listed`, of which `unknown` are garbage.
     pub(super) fn named(&mut self, worker: u8, listed: &[Uuid], unknown: &[Uuid]) -> Accepted {
         for id in unknown {
-            must!(!self.is_set_aside(*id), "{id} is set aside, and to be destroyed");
+            must!(!self.is_orphan(*id), "{id} is an orphan, and to be destroyed");
         }
         if std::mem::replace(&mut self.workers[usize::from(worker)].life, self.life) == self.life {
             return Ok(());
@@ -99,66 +102,67 @@ impl State {
                 Artifact::Output(_) => false,
             })
         });
-        self.aside.named.extend(strays);
+        self.orphans.named.extend(strays);
         Ok(())
     }
 
     pub(super) fn describe(&mut self, worker: u8, outcome: &Outcome) -> Accepted {
         must!(matches!(outcome, Outcome::Done), "it was refused");
         let described: Vec<_> = self.to_describe(worker).into_iter().map(|it| it.volume).collect();
-        self.aside.described.extend(described);
+        self.orphans.described.extend(described);
         Ok(())
     }
 
-    /// What is set aside on a worker is of no description any more, or, for good, not set aside.
-    pub(super) fn leave_aside(&mut self, worker: u8, for_good: bool) {
+    /// Records that the orphans of a worker are not described any more, or that the worker is
+    /// forgotten.
+    pub(super) fn leave_orphans(&mut self, worker: u8, for_good: bool) {
         let (volumes, containers) = (&self.volumes, &self.containers);
         let is_elsewhere = |id: &Uuid| {
             let on = volumes.get(id).map(|it| it.worker).or(containers.get(id).map(|it| it.worker));
             on.is_some_and(|on| on != worker)
         };
-        self.aside.described.retain(is_elsewhere);
+        self.orphans.described.retain(is_elsewhere);
         if for_good {
-            self.aside.undecided.retain(is_elsewhere);
-            self.aside.named.retain(is_elsewhere);
+            self.orphans.undecided.retain(is_elsewhere);
+            self.orphans.named.retain(is_elsewhere);
         }
     }
 
-    /// Whether anything on a worker is set aside, perhaps, and for certain.
-    pub(super) fn holds_aside(&self, worker: u8) -> (bool, bool) {
+    /// Returns whether a worker may have orphans, and whether it certainly has.
+    pub(super) fn holds_orphans(&self, worker: u8) -> (bool, bool) {
         let on_disk = |id: &Uuid| self.is_on_disk(*id);
         let on = |id: &&Uuid| {
             let volume = self.volumes.get(*id).map(|it| it.worker);
             volume.or(self.containers.get(*id).map(|it| it.worker)) == Some(worker)
         };
-        let mut all = self.aside.undecided.iter().filter(on);
+        let mut all = self.orphans.undecided.iter().filter(on);
         let certainly = all.clone().any(on_disk);
         (all.next().is_some() || self.workers[usize::from(worker)].life != self.life, certainly)
     }
 
-    /// A child that is set aside, and says so, keeps its parent from being handed out.
-    pub(super) fn child_aside(&self, parent: Uuid) -> Option<Uuid> {
+    /// Returns an orphaned, described child, which prevents its parent from being handed out.
+    pub(super) fn orphaned_child(&self, parent: Uuid) -> Option<Uuid> {
         let is_child = |id: &&Uuid| self.volumes.get(*id).is_some_and(|volume| volume.parent == Some(parent));
-        self.aside.described.iter().filter(|id| self.is_set_aside(**id)).find(is_child).copied()
+        self.orphans.described.iter().filter(|id| self.is_orphan(**id)).find(is_child).copied()
     }
 
-    /// Notes which of `handles`, just handed out, have children on disk that the store does not know to be theirs. A gateway cannot destroy such a
-    /// parent, and is told again.
+    /// Records which of the handed-out `handles` have children on disk that the store does not
+    /// know. A gateway cannot delete such a parent, and is told again.
     pub(super) fn hand_out_blindly(&mut self, handles: &[Uuid]) {
         let is_unknown = |child: &Uuid| {
-            let is_silent = self.is_set_aside(*child) && !self.aside.described.contains(child);
-            is_silent || self.aside.of_unknown_parent.contains(child)
+            let is_silent = self.is_orphan(*child) && !self.orphans.described.contains(child);
+            is_silent || self.orphans.of_unknown_parent.contains(child)
         };
         let unknown = self.volumes.iter().filter(|(id, child)| child.on_disk && is_unknown(id));
         let parents: BTreeSet<_> = unknown.filter_map(|(_, child)| child.parent).collect();
-        self.aside.blindly.extend(handles.iter().filter(|id| parents.contains(id)));
+        self.orphans.blindly.extend(handles.iter().filter(|id| parents.contains(id)));
     }
 
     pub(super) fn was_handed_out_blindly(&self, id: Uuid) -> bool {
-        self.aside.blindly.contains(&id)
+        self.orphans.blindly.contains(&id)
     }
 
-    pub(super) fn adopt_aside(&mut self, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
+    pub(super) fn adopt_orphan(&mut self, owner: Option<u16>, keep: i64, outcome: &Outcome) -> Accepted {
         let Outcome::Decided { about: id, answer } = outcome else {
             return Err(Violation("no answer".to_owned()));
         };
@@ -170,8 +174,8 @@ impl State {
         });
         let adopted = match answer {
             Err(refusal) => {
-                let decided = !self.is_set_aside(*id) || !self.is_on_disk(*id);
-                let adoptable = self.aside.described.contains(id) && replica.is_some();
+                let decided = !self.is_orphan(*id) || !self.is_on_disk(*id);
+                let adoptable = self.orphans.described.contains(id) && replica.is_some();
                 let may = (refusal.is(Reason::OwnerEnded) && owner.is_some_and(|build| !self.is_live(build)))
                     || (refusal.is(Reason::NotAdoptable) && !adoptable)
                     || (refusal.is(Reason::ArtifactSealed) && has_other)
@@ -183,12 +187,12 @@ impl State {
             Ok(adopted) => *adopted,
         };
         let Some((artifact, content)) = replica else {
-            return Err(Violation("nobody knows what it is".to_owned()));
+            return Err(Violation("its artifact is unknown".to_owned()));
         };
         must!(adopted == Some(artifact_id(artifact)), "it is a replica of {artifact:?}");
         must!(owner.is_none_or(|build| self.may_be_live(build)), "its owner has ended");
         must!(!(kept && has_other), "{artifact:?} has other bytes");
-        self.aside.undecided.remove(id);
+        self.orphans.undecided.remove(id);
         if record.is_none_or(|record| record.sealed != Some(content)) {
             if record.is_none_or(|record| record.gone || record.sealed.is_some()) {
                 let fresh = self.open(None);
@@ -206,18 +210,18 @@ impl State {
         self.undelete(artifact, owner, keep, &Outcome::Done)
     }
 
-    pub(super) fn purge_aside(&mut self, outcome: &Outcome) -> Accepted {
+    pub(super) fn purge_orphan(&mut self, outcome: &Outcome) -> Accepted {
         let Outcome::Decided { about: id, answer } = outcome else {
             return Err(Violation("no answer".to_owned()));
         };
         if let Err(refusal) = answer {
             let may = refusal.is(Reason::NotOrphaned) || refusal.is(Reason::UnknownId);
-            must!(may && !(self.is_set_aside(*id) && self.is_on_disk(*id)), "it is set aside");
+            must!(may && !(self.is_orphan(*id) && self.is_on_disk(*id)), "it is an orphan");
             return Ok(());
         }
-        if self.aside.undecided.remove(id) {
-            if !self.aside.described.contains(id) {
-                self.aside.of_unknown_parent.insert(*id);
+        if self.orphans.undecided.remove(id) {
+            if !self.orphans.described.contains(id) {
+                self.orphans.of_unknown_parent.insert(*id);
             }
             if let Some(volume) = self.volumes.get_mut(id) {
                 (volume.revoked, volume.late) = (true, false);
@@ -232,25 +236,29 @@ impl State {
         Ok(())
     }
 
-    /// Takes what is set aside now. What was before, and is on a disk, was not forgotten.
-    pub(crate) fn look_aside(&mut self, seen: &BTreeSet<Uuid>, is_known: impl Fn(&Uuid) -> bool) -> Accepted {
-        let lost = self.aside.undecided.iter().find(|id| !seen.contains(id) && self.is_on_disk(**id));
-        must!(lost.is_none(), "{lost:?} was set aside, and went though nobody had decided about it");
-        let named = std::mem::take(&mut self.aside.named);
+    /// Replaces the orphans. Checks that no orphan on a disk was forgotten.
+    pub(crate) fn update_orphans(
+        &mut self,
+        seen: &BTreeSet<Uuid>,
+        is_known: impl Fn(&Uuid) -> bool,
+    ) -> Accepted {
+        let lost = self.orphans.undecided.iter().find(|id| !seen.contains(id) && self.is_on_disk(**id));
+        must!(lost.is_none(), "the orphan {lost:?} is gone without a decision");
+        let named = std::mem::take(&mut self.orphans.named);
         let missed = named.iter().find(|id| !seen.contains(id) && !is_known(id));
-        must!(missed.is_none(), "{missed:?} was made in another life, and is not set aside");
-        self.aside.described.retain(|id| seen.contains(id));
-        self.aside.undecided.clone_from(seen);
+        must!(missed.is_none(), "{missed:?} was made in another life, and is not orphaned");
+        self.orphans.described.retain(|id| seen.contains(id));
+        self.orphans.undecided.clone_from(seen);
         Ok(())
     }
 }
 
 impl Volume {
-    /// What a worker remembers that it has a replica of: one that is no child of another.
+    /// Returns the artifact that a worker remembers for a replica without a parent.
     fn remembered(&self) -> Option<(Artifact, u8)> {
         self.artifact.zip(self.complete).filter(|_| self.is_replica() && self.parent.is_none())
     }
 }
 
-/// What was decided about something that is set aside, or why not.
+/// Result of a decision about an orphan, or its rejection.
 pub(crate) type Decision = Result<Option<ArtifactId>, rpc::Refusal>;

@@ -1,4 +1,4 @@
-//! What came out of a backup: a new life of the store, and who decides about what it does not know.
+//! Restored backups: new store lives, and decisions about orphans.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -13,22 +13,22 @@ use super::{World, done};
 use crate::harness::receipt;
 use crate::model::check::SIZE;
 use crate::model::operations::Operation;
-use crate::model::state::{Described, Outcome, State, artifact_id, build_id, digest_of};
+use crate::model::state::{OrphanDescription, Outcome, State, artifact_id, build_id, digest_of};
 use crate::{Callers, TEAM};
 
-/// More than any report of a worker ever was.
+/// Higher than the sequence of any report.
 const LATER: u64 = i64::MAX.unsigned_abs();
 
 impl World {
-    /// Carries out one operation on what is set aside.
-    pub(super) async fn perform_aside(&self, state: &State, operation: &Operation) -> Outcome {
+    /// Applies one operation on orphans.
+    pub(super) async fn perform_on_orphans(&self, state: &State, operation: &Operation) -> Outcome {
         use Operation as O;
         match *operation {
             O::Stray { .. } => Outcome::Done,
             O::NewLife { worker } => self.begin_life(worker).await,
             O::Describe { worker } => self.describe(state, worker).await,
-            O::AdoptAside { which, owner, keep } => {
-                let Some(about) = state.set_aside(which, true) else { return Outcome::Skipped };
+            O::AdoptOrphan { which, owner, keep } => {
+                let Some(about) = state.any_orphan(which, true) else { return Outcome::Skipped };
                 let kept_by = || match owner {
                     Some(build) => pb::adopt_request::KeptBy::BuildId(build_id(build).to_string()),
                     None => pb::adopt_request::KeptBy::Keep(rpc::duration(Duration::from_secs(keep.into()))),
@@ -45,8 +45,8 @@ impl World {
                 };
                 Outcome::Decided { about, answer: self.ask(adopt).await }
             }
-            O::PurgeAside { which } => {
-                let Some(about) = state.set_aside(which, false) else { return Outcome::Skipped };
+            O::PurgeOrphan { which } => {
+                let Some(about) = state.any_orphan(which, false) else { return Outcome::Skipped };
                 let request =
                     || pb::PurgeRequest { handles: vec![about.to_string()], worker_id: String::new() };
                 let purge = |callers: Callers| async move {
@@ -59,7 +59,8 @@ impl World {
         }
     }
 
-    /// A worker remembers a report that the store does not. What workers hold is of the life before.
+    /// Makes a worker present a report that the store does not know. The contents of workers are of
+    /// the previous life then.
     async fn begin_life(&self, worker: u8) -> Outcome {
         let gateway = &self.speaker(worker).gateway;
         let begin = |callers: Callers| async move { gateway.by_way_of(&callers).begin_report().await };
@@ -75,7 +76,7 @@ impl World {
         let begun = self.ask(prove).await;
         if let Ok(token) = &begun {
             if token.store_life == before {
-                return refused("it remembers more than the store, whose life goes on".to_owned());
+                return refused("it remembers more than the store, whose life has not ended".to_owned());
             }
             self.life.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&token.store_life);
             for speaker in self.speakers.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
@@ -86,7 +87,7 @@ impl World {
     }
 
     async fn describe(&self, state: &State, worker: u8) -> Outcome {
-        let describe = |it: Described| {
+        let describe = |it: OrphanDescription| {
             let (artifact, content) = it.replica.unzip();
             pb::VolumeDescription {
                 volume_handle: it.volume.to_string(),
@@ -113,8 +114,8 @@ impl World {
         done(self.ask(describe).await)
     }
 
-    /// What is set aside, and the parents that it names.
-    pub(super) async fn aside(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
+    /// Returns the orphans, and their parents.
+    pub(super) async fn orphans(&self) -> (BTreeSet<Uuid>, BTreeSet<String>) {
         let page = |token: String| {
             self.ask(move |callers| {
                 let request = pb::ListOrphansRequest {

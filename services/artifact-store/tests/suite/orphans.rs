@@ -1,4 +1,4 @@
-//! Stores that come out of a backup: what workers hold and they do not know is set aside, until it is adopted or purged.
+//! Orphans of restored stores, until they are adopted or purged.
 
 use std::time::Duration;
 
@@ -10,41 +10,41 @@ use testing::databases::TestDatabase;
 use crate::{Answer, Gateway, Suite, TEAM, assert_refused, digest, input, on_both_databases, output};
 
 on_both_databases! {
-    what_a_restored_store_does_not_know_is_set_aside_and_survives,
-    a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it,
+    unknown_items_of_restored_store_become_orphans,
+    worker_with_newer_receipt_begins_store_life,
     worker_begins_no_life_without_a_receipt,
-    what_happens_before_a_worker_says_what_it_remembers_hides_nothing,
-    what_a_worker_without_a_life_holds_is_set_aside,
-    a_worker_that_began_anew_describes_what_is_set_aside_again,
-    a_copy_for_another_team_is_adopted_by_whose_it_is,
-    what_is_adopted_is_a_replica_of_what_it_was,
-    a_volume_is_adopted_for_whatever_has_its_bytes,
-    what_is_set_aside_says_what_it_is,
-    what_is_purged_is_swept,
-    what_is_not_set_aside_is_neither_adopted_nor_purged,
-    what_is_adopted_while_reports_come_is_never_garbage,
-    what_is_set_aside_and_gone_is_forgotten,
+    newer_receipt_counts_after_sequence_has_caught_up,
+    items_of_worker_without_life_become_orphans,
+    new_incarnation_describes_orphans_again,
+    copy_for_another_team_is_adopted_by_owner,
+    adopted_orphan_is_replica_of_its_artifact,
+    volume_is_adopted_for_artifact_with_its_bytes,
+    orphan_is_explained,
+    purged_orphan_is_swept,
+    known_item_is_neither_adopted_nor_purged,
+    orphan_adopted_during_reports_is_never_garbage,
+    missing_orphan_is_forgotten,
 }
 
-/// A worker whose store came out of a backup, and what was made since that was taken.
+/// A worker of a restored store, with items from after the backup.
 struct Restored {
     suite: Suite,
     gateway: Gateway,
-    /// Made before.
+    /// Made before the backup.
     known: (ArtifactId, String),
-    /// Uploaded since.
+    /// Uploaded after the backup.
     newer: (ArtifactId, String),
-    /// Prepared since: a child of what was made before, and an output.
+    /// Prepared after the backup: a child of the older artifact's replica, and an output.
     prepared: pb::PrepareResponse,
-    /// The output's artifact.
+    /// Artifact of the output.
     output: ArtifactId,
-    /// The token of the worker's last report that was judged, and the receipt for it.
+    /// Token of the worker's last judged report, and its receipt.
     last: pb::ReportToken,
     receipt: Vec<u8>,
 }
 
 impl Restored {
-    /// Everything that the worker holds.
+    /// Returns all volumes on the worker.
     fn volumes(&self) -> Vec<String> {
         let prepared = self.prepared.volumes.iter().map(|volume| volume.volume_handle.clone());
         prepared.chain([self.known.1.clone(), self.newer.1.clone()]).collect()
@@ -58,7 +58,7 @@ impl Restored {
         self.gateway.report(&self.volumes(), &self.containers()).await.expect("reported")
     }
 
-    /// Reports what the worker holds of the life that is over, and learns the new one.
+    /// Reports the contents of the worker with the ended life, and learns the new one.
     async fn learn(&mut self) -> pb::ReportResponse {
         self.gateway.life = Some(self.last.store_life.clone());
         let reported = self.report().await;
@@ -66,7 +66,7 @@ impl Restored {
         reported
     }
 
-    /// The same, and says what the worker knows of each volume.
+    /// Learns the new life, and describes each volume.
     async fn describe(&mut self) {
         let reported = self.learn().await;
         assert_eq!(reported.undescribed_volume_handles.len(), 3);
@@ -112,7 +112,8 @@ impl Restored {
     }
 }
 
-/// Takes a backup, makes more, and puts the backup in its place. `tell`: whether anybody says so.
+/// Takes a backup, creates more items, and restores the backup. `tell`: whether an operator reports
+/// the restore.
 async fn restored(database: TestDatabase, tell: bool) -> Restored {
     let suite = Suite::start(database).await;
     let gateway = suite.gateway().await;
@@ -144,7 +145,7 @@ async fn restored(database: TestDatabase, tell: bool) -> Restored {
     suite.stop().await;
 
     if tell {
-        let life = artifact_store::restored(&backup.url.as_str().into()).await.expect("told");
+        let life = artifact_store::restored(&backup.url.as_str().into()).await.expect("restored");
         assert_ne!(life.to_string(), last.store_life);
     }
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
@@ -195,7 +196,7 @@ fn assert_nothing_unknown(reported: &pb::ReportResponse) {
     );
 }
 
-async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database: TestDatabase) {
+async fn unknown_items_of_restored_store_become_orphans(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     let stale = restored.gateway.report_with(restored.last.clone(), &restored.volumes(), &[]).await;
     assert_refused(stale, Reason::StaleReport);
@@ -227,7 +228,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     assert_eq!((explained.thing(), explained.state()), (pb::Thing::Volume, pb::ExplainedState::Orphaned));
     assert_eq!((explained.kept_by_total, explained.goes_at), (1, None));
 
-    // What was there before is garbage by now, but its child is not.
+    // The older artifact is garbage by now, but its child is not.
     suite.clock.advance(Duration::from_secs(13 * 3600));
     for round in 0..4 {
         suite.collect(pb::DryRun::Off).await;
@@ -236,7 +237,7 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
         assert_eq!(reported.orphans, 4, "in round {round}");
         assert_eq!(suite.volume_state(&restored.known.1).await, Some(InventoryState::Destroying));
     }
-    // What comes up from now on is garbage as ever.
+    // Unknown items are garbage again from now on.
     let stray = VolumeHandle::new().to_string();
     let volumes = [&restored.volumes()[..], std::slice::from_ref(&stray)].concat();
     let reported = restored.gateway.report(&volumes, &restored.containers()).await.expect("reported");
@@ -250,10 +251,10 @@ async fn what_a_restored_store_does_not_know_is_set_aside_and_survives(database:
     suite.stop().await;
 }
 
-async fn a_worker_that_remembers_more_than_the_store_begins_a_new_life_of_it(database: TestDatabase) {
+async fn worker_with_newer_receipt_begins_store_life(database: TestDatabase) {
     let mut restored = restored(database, false).await;
     let (last, receipt) = (restored.last.clone(), restored.receipt.clone());
-    // One that was there from the start remembers no more than the backup.
+    // A report from before the backup proves nothing.
     let life = last.store_life.clone();
     let earlier = pb::ReportToken { sequence: 1, ..last.clone() };
     let token = restored.gateway.begin_report_after(Some(earlier), &receipt).await.expect("begun");
@@ -285,7 +286,7 @@ async fn worker_begins_no_life_without_a_receipt(database: TestDatabase) {
     assert_ne!(receipt, others);
     let opened = gateway.begin_report().await.expect("begun");
     let later = pb::ReportToken { sequence: i64::MAX.unsigned_abs(), ..first.clone() };
-    // A sequence that was made up; one that was given out, and not judged; and one that was judged.
+    // An invented sequence, an issued one that was not judged, and a judged one.
     for last in [&later, &opened, &first] {
         for receipt in [&[][..], &[7; 32], &receipt, &others] {
             let begun = gateway.begin_report_after(Some(last.clone()), receipt).await.expect("begun");
@@ -297,11 +298,11 @@ async fn worker_begins_no_life_without_a_receipt(database: TestDatabase) {
     suite.stop().await;
 }
 
-async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(database: TestDatabase) {
+async fn newer_receipt_counts_after_sequence_has_caught_up(database: TestDatabase) {
     let mut restored = restored(database, false).await;
     let (last, life) = (restored.last.clone(), restored.last.store_life.clone());
     let receipt = restored.receipt.clone();
-    // Tokens are made for whoever asks, and marks are handed out: soon there are as many as the worker saw.
+    // Other tokens are issued and marks handed out, until the sequence reaches the worker's.
     restored.gateway = restored.suite.silent_gateway(restored.gateway.worker, 1, 2);
     let mut sequence = 0;
     while sequence <= last.sequence {
@@ -314,7 +315,7 @@ async fn what_happens_before_a_worker_says_what_it_remembers_hides_nothing(datab
     restored.suite.stop().await;
 }
 
-async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase) {
+async fn items_of_worker_without_life_become_orphans(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut gateway = suite.gateway().await;
     let stray = VolumeHandle::new().to_string();
@@ -335,7 +336,7 @@ async fn what_a_worker_without_a_life_holds_is_set_aside(database: TestDatabase)
     suite.stop().await;
 }
 
-async fn a_worker_that_began_anew_describes_what_is_set_aside_again(database: TestDatabase) {
+async fn new_incarnation_describes_orphans_again(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let volume = restored.newer.1.clone();
@@ -348,7 +349,7 @@ async fn a_worker_that_began_anew_describes_what_is_set_aside_again(database: Te
     restored.suite.stop().await;
 }
 
-async fn a_copy_for_another_team_is_adopted_by_whose_it_is(database: TestDatabase) {
+async fn copy_for_another_team_is_adopted_by_owner(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.learn().await;
     let copy = pb::VolumeDescription {
@@ -369,7 +370,7 @@ async fn a_copy_for_another_team_is_adopted_by_whose_it_is(database: TestDatabas
     restored.suite.stop().await;
 }
 
-async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
+async fn adopted_orphan_is_replica_of_its_artifact(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -389,7 +390,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     assert_eq!((adopted.size_bytes, &adopted.digest[..]), (10, digest(2).as_bytes()));
     assert_eq!(adopted.replicas[0].volume_handle, volume);
 
-    // The output of an attempt that this store never heard of, kept by nobody for a while.
+    // The output of an unknown attempt, kept without an owner for a while.
     let keep = Some(KeptBy::Keep(rpc::duration(Duration::from_secs(48 * 3600))));
     let output = || pb::AdoptRequest { kept_by: keep.clone(), ..adoption(restored.output_volume()) };
     for _ in 0..2 {
@@ -400,7 +401,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     let explained = explain(suite, restored.output_volume()).await.expect("explained");
     assert_eq!(
         (explained.state(), explained.label.as_str()),
-        (pb::ExplainedState::Created, "replica, adopted after it had been an orphan")
+        (pb::ExplainedState::Created, "replica, adopted as an orphan")
     );
 
     suite.clock.advance(Duration::from_secs(24 * 3600));
@@ -410,12 +411,12 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
         assert_eq!(suite.get(id).await.expect("kept").replicas[0].volume_handle, volume);
         assert_eq!(suite.volume_state(volume).await, Some(InventoryState::Created));
     }
-    // They are made from as any other.
+    // Adopted replicas become parents like any other.
     let needs = [input("in", id)];
     let attempt = AttemptId::new();
     let prepared = restored.gateway.prepare(WorkloadId::new(), attempt, &needs).await.expect("prepared");
     assert_eq!(prepared.volumes[0].parent_handle, volume);
-    // And they go as any other.
+    // They are deleted like any other.
     suite.clock.advance(Duration::from_secs(25 * 3600));
     suite.collect(pb::DryRun::Off).await;
     let gone = suite.volume_state(restored.output_volume()).await;
@@ -423,7 +424,7 @@ async fn what_is_adopted_is_a_replica_of_what_it_was(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) {
+async fn volume_is_adopted_for_artifact_with_its_bytes(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -432,7 +433,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
         |artifact: ArtifactId| pb::AdoptRequest { artifact_id: artifact.to_string(), ..adoption(volume) };
     let there = suite.gateway().await;
 
-    // Another team's, and one with other bytes.
+    // An artifact of another team, and one with other bytes.
     let foreign = ArtifactId::new();
     let create = pb::CreateArtifactRequest {
         artifact_id: foreign.to_string(),
@@ -449,7 +450,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     assert_eq!(list(suite, None, 0).await.len(), 4);
     assert_eq!(suite.volume_state(volume).await, None, "nothing of that was carried out");
 
-    // One that was deleted, of these bytes.
+    // A deleted artifact with these bytes.
     let (deleted, replica) = suite.upload(&there, None, 2).await.expect("uploaded");
     suite.clock.advance(Duration::from_secs(13 * 3600));
     suite.collect(pb::DryRun::Off).await;
@@ -459,7 +460,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     assert_eq!((adopted.state(), adopted.replicas.len()), (pb::ArtifactState::Sealed, 1));
     assert_refused(adopt(suite, naming(ArtifactId::new())).await, Reason::NotOrphaned);
 
-    // An open one: an upload whose bytes the backup did not see.
+    // An open artifact, an upload whose bytes are not in the backup.
     let open = ArtifactId::new();
     suite.create(open, None).await.expect("created");
     let candidate = suite.plan(open, there.worker, TransferId::new()).await.expect("planned");
@@ -472,7 +473,7 @@ async fn a_volume_is_adopted_for_whatever_has_its_bytes(database: TestDatabase) 
     restored.suite.stop().await;
 }
 
-async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
+async fn orphan_is_explained(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let (suite, (artifact, volume)) = (&restored.suite, &restored.newer);
@@ -484,7 +485,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     let explained = explain(suite, &restored.prepared.container_handle).await.expect("explained");
     assert_eq!((explained.thing(), explained.can_be_adopted), (pb::Thing::Container, false));
 
-    // Nor is its artifact known, which names the volume until it is adopted.
+    // Its artifact is unknown as well, and its explanation names the volume until it is adopted.
     let id = artifact.to_string();
     let explained = explain(suite, &id).await.expect("explained");
     assert_eq!((explained.thing(), explained.state()), (pb::Thing::Artifact, pb::ExplainedState::Orphaned));
@@ -501,7 +502,7 @@ async fn what_is_set_aside_says_what_it_is(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn what_is_purged_is_swept(database: TestDatabase) {
+async fn purged_orphan_is_swept(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -533,7 +534,7 @@ async fn what_is_purged_is_swept(database: TestDatabase) {
     restored.suite.stop().await;
 }
 
-async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatabase) {
+async fn known_item_is_neither_adopted_nor_purged(database: TestDatabase) {
     let mut restored = restored(database, true).await;
     restored.describe().await;
     let suite = &restored.suite;
@@ -552,7 +553,7 @@ async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatab
     let explained = suite.artifacts().explain(request).await.map_err(rpc::Refusal::from);
     assert_refused(explained, Reason::UnknownId);
 
-    // What a gateway says of another worker's counts for nothing.
+    // A gateway's description of another worker's volumes has no effect.
     let stranger = suite.gateway().await;
     let lie = pb::VolumeDescription {
         volume_handle: restored.input().to_owned(),
@@ -574,7 +575,7 @@ async fn what_is_not_set_aside_is_neither_adopted_nor_purged(database: TestDatab
     restored.suite.stop().await;
 }
 
-async fn what_is_adopted_while_reports_come_is_never_garbage(database: TestDatabase) {
+async fn orphan_adopted_during_reports_is_never_garbage(database: TestDatabase) {
     let suite = Suite::start(database).await;
     let mut gateway = suite.gateway().await;
     let volumes: Vec<_> = (0..40).map(|_| VolumeHandle::new().to_string()).collect();
@@ -619,7 +620,7 @@ async fn what_is_adopted_while_reports_come_is_never_garbage(database: TestDatab
     suite.stop().await;
 }
 
-async fn what_is_set_aside_and_gone_is_forgotten(database: TestDatabase) {
+async fn missing_orphan_is_forgotten(database: TestDatabase) {
     let adjust = |config: &mut artifact_store::Config| config.tombstone = Duration::from_secs(3600);
     let suite = Suite::start_with(database, adjust).await;
     let mut gateway = suite.gateway().await;

@@ -1,4 +1,4 @@
-//! What decides about volumes and containers that a store out of a backup does not know.
+//! Invalid requests about orphans.
 
 use domain::VolumeHandle;
 
@@ -9,9 +9,9 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
     // A worker whose volumes are of no store life.
     let mut gateway = suite.silent_gateway(WorkerId::new(), 2, 2);
     gateway.life = Some(String::new());
-    let aside = [(); 3].map(|()| VolumeHandle::new().to_string());
-    gateway.report(&aside, &[]).await.expect("reported");
-    let [to_adopt, to_purge, undescribed] = aside;
+    let orphans = [(); 3].map(|()| VolumeHandle::new().to_string());
+    gateway.report(&orphans, &[]).await.expect("reported");
+    let [to_adopt, to_purge, undescribed] = orphans;
     let description = pb::VolumeDescription {
         volume_handle: to_adopt.clone(),
         parent_handle: to_purge.clone(),
@@ -45,7 +45,7 @@ pub(super) async fn calls(world: &World<'_>) -> Vec<Call> {
                 nothing("session_credential", "of another worker", text(&world.here.credential)),
                 many("volumes", 1001),
                 id("volumes.volume_handle"),
-                nothing("volumes.volume_handle", "that is not set aside", text(known)),
+                nothing("volumes.volume_handle", "that is no orphan", text(known)),
                 malformed("volumes.parent_handle"),
                 invalid("volumes.team", "malformed", text("\n"), "volumes.team"),
                 malformed("volumes.artifact_id"),
