@@ -1,4 +1,4 @@
-//! Standard output that nobody reads, or that cannot be written: commands end as others do, and never in a panic.
+//! Standard output that is closed or cannot be written. Commands end normally, and never panic.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -6,10 +6,10 @@ use std::process::{Command, Stdio};
 
 use integration_tests::{Cluster, describe, may_run_containers};
 
-/// SIGPIPE, as shells say it.
+/// Exit code of a shell for SIGPIPE.
 const PIPE: i32 = 141;
 
-/// Runs `command` with its standard output closed at the other end. Answers the exit code and what it said.
+/// Runs `command` with its standard output closed at the other end. Returns the exit code and standard error.
 fn unread(mut command: Command) -> (Option<i32>, String) {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
@@ -25,7 +25,7 @@ fn ended(command: &mut Command) -> (Option<i32>, String) {
 }
 
 #[test]
-fn commands_that_nobody_reads_end_as_by_sigpipe() {
+fn commands_without_reader_end_as_by_sigpipe() {
     if !may_run_containers() {
         return;
     }
@@ -60,7 +60,7 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
         for json in [false, true] {
             let more: &[&str] = if json { &["--json"] } else { &[] };
             let words = [more, arguments].concat();
-            // Where nothing has to be said there is nothing to fail: `--json gc` of nothing, and events of what has no output.
+            // A command without output does not fail: `--json gc` without garbage, and events of a workload without output.
             let nothing = ["gc", "-d"].iter().any(|word| json && words.contains(word));
             let (code, said) = unread(cluster.gantry(&words));
             assert!(
@@ -81,7 +81,7 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
             }
         }
     }
-    // What has been said before it was closed counts for nothing: help has no more to do.
+    // `help` succeeds even if its output is closed.
     for arguments in [["--help"].as_slice(), &["help", "run"], &["--version"]] {
         let (code, said) = unread(cluster.gantry(arguments));
         assert_eq!(code, Some(0), "{arguments:?}: {said}");
@@ -89,7 +89,7 @@ fn commands_that_nobody_reads_end_as_by_sigpipe() {
 }
 
 #[test]
-fn a_command_without_standard_output_does_its_work() {
+fn command_works_without_stdout() {
     if !may_run_containers() {
         return;
     }

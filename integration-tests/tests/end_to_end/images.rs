@@ -7,10 +7,10 @@ use std::process::Command;
 
 use integration_tests::{Cluster, code, describe, may_run_containers};
 
-/// Programs that the image has.
+/// Programs of the image.
 const PROGRAMS: [&str; 5] = ["sh", "cat", "ls", "id", "env"];
 
-/// Makes a small root file system with programs of this machine, and the libraries that they need.
+/// Makes a small root file system with programs of this machine and their libraries.
 fn root_file_system(root: &Path) {
     for directory in ["bin", "etc", "home/ann"] {
         fs::create_dir_all(root.join(directory)).expect("directories");
@@ -39,7 +39,7 @@ fn upload(cluster: &Cluster, directory: &str) -> String {
 }
 
 #[test]
-fn a_process_runs_in_the_root_file_system_of_an_artifact() {
+fn process_runs_in_image_of_artifact() {
     if !may_run_containers() {
         return;
     }
@@ -62,7 +62,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
         run(&["--env", "B=mine", "--user", "root"], r#"echo "$A, $B"; id -u; cat /marker; echo x > /new"#);
     assert_eq!(said, "of the image, mine\n0\nof the image\n", "what was written reached nobody else");
 
-    // Nothing of the worker is seen but what every container has.
+    // The process sees nothing of the worker except the directories that every container has.
     let said = run(
         &[],
         "ls -a /; test -d /proc/self && test -c /dev/null && test -d /sys/class && echo fresh; ls /tmp /etc",
@@ -79,7 +79,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
     assert_eq!(root, expected);
     assert_eq!(rest, "/etc:\ngroup\nhosts\npasswd\nresolv.conf\n\n/tmp:\n");
 
-    // With inputs and outputs, which it may replace.
+    // The process may replace its inputs and outputs.
     fs::create_dir(cluster.path("src")).expect("directory");
     fs::write(cluster.path("src/file"), "content").expect("write");
     let arguments = ["run", "--image", &image, "-i", "src=src", "-o", "out=back", "--", "sh", "-c"];
@@ -89,7 +89,7 @@ fn a_process_runs_in_the_root_file_system_of_an_artifact() {
 }
 
 #[test]
-fn a_type_of_the_cluster_is_an_image_for_every_worker() {
+fn cluster_wide_type_is_image_on_all_workers() {
     if !may_run_containers() {
         return;
     }
@@ -113,7 +113,7 @@ fn a_type_of_the_cluster_is_an_image_for_every_worker() {
     assert!(String::from_utf8_lossy(&nobody.stderr).contains("resource type tool"), "{}", describe(&nobody));
     let no_image = cluster.output(["upload", "--resource-type", "tool", "image/rootfs"]);
     assert!(
-        String::from_utf8_lossy(&no_image.stderr).contains("no directory rootfs/"),
+        String::from_utf8_lossy(&no_image.stderr).contains("the directory has no rootfs/"),
         "{}",
         describe(&no_image)
     );
@@ -131,7 +131,7 @@ fn a_type_of_the_cluster_is_an_image_for_every_worker() {
 }
 
 #[test]
-fn an_image_that_is_none_is_refused_clearly() {
+fn invalid_image_is_rejected() {
     if !may_run_containers() {
         return;
     }
@@ -155,14 +155,14 @@ fn an_image_that_is_none_is_refused_clearly() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(said.contains("INVALID_IMAGE") && said.contains(says), "{name}: {}", describe(&output));
     }
-    // A root file system in which nothing is: it is one, and there is no program.
+    // An empty root file system is valid, but contains no program.
     fs::create_dir_all(cluster.path("empty/rootfs")).expect("directories");
     let image = upload(&cluster, "empty");
     let output = cluster.output(["run", "--image", &image, "--", "true"]);
     assert_eq!(code(&output), 127, "{}", describe(&output));
     let output = cluster.output(["run", "--image", &image, "--user", "ann", "--", "true"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("USER_NOT_FOUND"), "{}", describe(&output));
-    // One that there is not is an input that there is not.
+    // An unknown image is an unavailable input.
     let none = "artifact:00000000-0000-4000-8000-000000000000";
     let output = cluster.output(["run", "--image", none, "--", "true"]);
     assert!(String::from_utf8_lossy(&output.stderr).contains("INPUT_UNAVAILABLE"), "{}", describe(&output));

@@ -1,4 +1,4 @@
-//! What the command line says: traces, events, what is left out, what goes where.
+//! Output of the command line: traces, events, ignored files and merged results.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -7,7 +7,7 @@ use integration_tests::{Cluster, code, describe, may_run_containers, send, wait_
 use serde_json::Value;
 
 #[test]
-fn a_trace_has_the_spans_of_all_services_and_every_parent() {
+fn trace_has_spans_of_all_services() {
     if !may_run_containers() {
         return;
     }
@@ -52,7 +52,7 @@ fn a_trace_has_the_spans_of_all_services_and_every_parent() {
 }
 
 #[test]
-fn events_are_one_json_object_a_line_and_the_last_has_the_outcome() {
+fn events_are_json_lines_and_last_has_outcome() {
     if !may_run_containers() {
         return;
     }
@@ -72,7 +72,7 @@ fn events_are_one_json_object_a_line_and_the_last_has_the_outcome() {
 }
 
 #[test]
-fn what_is_ignored_and_where_outputs_go_is_not_uploaded() {
+fn ignored_files_and_output_directories_are_not_uploaded() {
     if !may_run_containers() {
         return;
     }
@@ -113,7 +113,7 @@ fn what_is_ignored_and_where_outputs_go_is_not_uploaded() {
 }
 
 #[test]
-fn a_result_is_merged_into_its_directory_or_takes_its_place() {
+fn result_is_merged_or_replaces_directory() {
     if !may_run_containers() {
         return;
     }
@@ -155,7 +155,7 @@ fn said(output: &std::process::Output) -> String {
 }
 
 #[test]
-fn known_bytes_keep_their_label_and_that_is_said() {
+fn known_bytes_keep_their_label() {
     if !may_run_containers() {
         return;
     }
@@ -163,18 +163,18 @@ fn known_bytes_keep_their_label_and_that_is_said() {
     fs::create_dir(cluster.path("d")).expect("directory");
     fs::write(cluster.path("d/file"), "content").expect("write");
     let first = cluster.output(["upload", "--label", "first", "d"]);
-    assert!(!said(&first).contains("keep that label"), "{}", describe(&first));
+    assert!(!said(&first).contains("which stays"), "{}", describe(&first));
     let artifact = String::from_utf8(first.stdout).expect("an id");
     let second = cluster.output(["upload", "--label", "second", "d"]);
     assert_eq!(code(&second), 0, "{}", describe(&second));
     assert_eq!(String::from_utf8_lossy(&second.stdout), artifact);
-    let known = format!("all of it in the cluster already, as artifact {artifact}");
+    let known = format!("already in the cluster as artifact {artifact}");
     assert!(said(&second).contains(&known), "{}", describe(&second));
-    assert!(said(&second).contains("known as \"first\", and keep that label"), "{}", describe(&second));
+    assert!(said(&second).contains("with the label \"first\", which stays"), "{}", describe(&second));
 }
 
 #[test]
-fn output_that_was_collected_is_gone_and_how_it_ended_is_said() {
+fn collected_output_is_reported_with_outcome() {
     if !may_run_containers() {
         return;
     }
@@ -188,14 +188,14 @@ fn output_that_was_collected_is_gone_and_how_it_ended_is_said() {
         (code(&output) != 0).then_some(output)
     });
     assert_eq!(code(&output), 125, "{}", describe(&output));
-    let gone = format!("gantry: the output of workload {id} is gone: logs and containers are kept");
+    let gone = format!("gantry: the output of workload {id} is deleted: output is kept for 5 minutes");
     assert!(said(&output).contains(&gone), "{}", describe(&output));
-    let ended = format!("the workload failed (exit 3), see `gantry show workload {id}`");
+    let ended = format!("the workload failed (exit 3); see `gantry show workload {id}`");
     assert!(said(&output).contains(&ended), "{}", describe(&output));
 }
 
 #[test]
-fn a_directory_that_is_in_the_way_of_a_result_stays_and_what_to_do_is_said() {
+fn directory_in_way_of_result_stays() {
     if !may_run_containers() {
         return;
     }
@@ -207,11 +207,10 @@ fn a_directory_that_is_in_the_way_of_a_result_stays_and_what_to_do_is_said() {
     let text = said(&output);
     let kept = text.lines().find_map(|line| line.strip_prefix("gantry: o: kept as artifact ")).expect(&text);
     let (artifact, how) = kept.split_once("; ").expect(&text);
-    assert_eq!(how, format!("bring it with `gantry download {artifact} m`"));
+    assert_eq!(how, format!("download it with `gantry download {artifact} m`"));
     assert!(
-        text.contains(
-            "cannot download o into \"m\": the result has something else where the directory \"x\" stands"
-        ) && text.contains("--replace"),
+        text.contains("cannot download o into \"m\": the result cannot replace the directory \"x\"")
+            && text.contains("--replace"),
         "{text}"
     );
     assert_eq!(fs::read_to_string(cluster.path("m/x/mine")).expect("read"), "mine");
@@ -220,7 +219,7 @@ fn a_directory_that_is_in_the_way_of_a_result_stays_and_what_to_do_is_said() {
 }
 
 #[test]
-fn a_cluster_in_the_foreground_says_what_it_waits_for() {
+fn foreground_cluster_reports_its_end() {
     if !may_run_containers() {
         return;
     }
@@ -229,7 +228,7 @@ fn a_cluster_in_the_foreground_says_what_it_waits_for() {
     send(&up, libc::SIGINT);
     assert_eq!(up.wait().expect("it ends").code(), Some(0));
     let said = cluster.said_by_up();
-    assert!(said.contains("gantry: nothing runs, the cluster ends\n"), "{said}");
+    assert!(said.contains("gantry: no workload runs; the cluster ends\n"), "{said}");
     assert!(said.ends_with("gantry: the cluster has ended\n"), "{said}");
-    assert!(!said.contains("asks what runs"), "{said}");
+    assert!(!said.contains("stopping the workloads"), "{said}");
 }

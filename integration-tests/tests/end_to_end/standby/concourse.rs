@@ -1,5 +1,5 @@
-//! Two gateways with the same Concourse worker, each with a state directory of its own, as on two machines: one attends the worker, and the
-//! other takes over when that one dies or freezes.
+//! Two gateways for the same Concourse worker, each with its own state directory, as on two machines. One attends the worker, and the other takes
+//! over when the first one dies or freezes.
 
 use std::io::{BufReader, Read};
 use std::process::{Child, ChildStdout};
@@ -12,7 +12,7 @@ use testing::baggageclaim::Driver;
 use testing::garden::Manner;
 
 const WORKER: &str = "shared";
-/// Says something before, during and after a take-over.
+/// Prints before, during and after a takeover.
 const SCRIPT: &str =
     "echo ready; until [ -e /tmp/go ]; do sleep 0.05; done; echo over; echo made > out/file; exit 7";
 
@@ -25,7 +25,7 @@ struct Scene {
     stdout: BufReader<ChildStdout>,
 }
 
-/// A gateway of the worker, with a state directory of its own.
+/// Starts a gateway of the worker with its own state directory.
 fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
     let directory = suite.path(&format!("state-of-{name}")).display().to_string();
     let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
@@ -50,18 +50,18 @@ impl Scene {
         Self { suite, pair, image, run, stdout }
     }
 
-    /// The second attends, in another session of the same life of the worker, and what was there goes on.
+    /// Checks that the second gateway attends in a new session of the same incarnation, and that the process still runs.
     fn goes_on(&mut self, before: &Value) -> Value {
         let now = self.suite.attended(WORKER, "second");
         assert_eq!(now["incarnation"], before["incarnation"], "what it holds is the same");
         let session = |worker: &Value| worker["session"].as_u64().expect("a number");
         assert!(session(&now) > session(before), "{before} {now}");
-        // It has to be there to hear it.
+        // The process must be there to be interrupted.
         wait_for("an attachment by the next gateway", || (self.attachments() > 0).then_some(()));
         now
     }
 
-    /// How often a gateway has attached to a process that ran already.
+    /// Counts how often a gateway has attached to a process that already ran.
     fn attachments(&self) -> usize {
         let attaches = |line: &&String| {
             line.starts_with("GET ") && line.contains("/processes/") && !line.contains("/attaches/")
@@ -69,7 +69,7 @@ impl Scene {
         self.pair.garden.requests().iter().filter(attaches).count()
     }
 
-    /// The process ends, and all that is told of it is true.
+    /// Ends the process, and checks its output and exit.
     fn ends_well(&mut self) {
         self.pair.touch("go");
         let mut said = String::new();
@@ -86,7 +86,7 @@ impl Scene {
         assert_eq!(self.pair.runs(), 1, "it ran twice");
     }
 
-    /// Runs something else on the worker.
+    /// Runs another workload on the worker.
     fn runs_another(&self) {
         let output = self.suite.gantry(&["run", "--image", &self.image, "--", "echo", "again"]).output();
         let output = output.expect("gantry runs");
@@ -95,7 +95,7 @@ impl Scene {
 }
 
 #[test]
-fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
+fn standby_replaces_killed_gateway() {
     if !may_run_containers() {
         return;
     }
@@ -105,7 +105,7 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
         scene.suite.kill("first");
         scene.goes_on(&before);
         scene.ends_well();
-        // Another with the state directory of the first stands by itself, and takes over what it knew before.
+        // A third gateway with the state directory of the first one is the standby, and takes over the recorded state.
         attend(&mut scene.suite, &scene.pair, "third");
         scene.suite.wait_until_it_says("third", "this one stands by");
         scene.runs_another();
@@ -113,7 +113,7 @@ fn a_gateway_that_is_killed_is_succeeded_by_the_one_that_stands_by() {
 }
 
 #[test]
-fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
+fn thawed_gateway_does_nothing() {
     if !may_run_containers() {
         return;
     }
@@ -134,7 +134,7 @@ fn a_gateway_that_freezes_does_nothing_when_it_wakes_up() {
 }
 
 #[test]
-fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
+fn returning_gateway_does_not_reuse_output_offsets() {
     if !may_run_containers() {
         return;
     }
@@ -156,7 +156,7 @@ fn a_gateway_that_attends_again_does_not_count_on_from_what_it_knew() {
 }
 
 #[test]
-fn a_worker_that_comes_back_empty_begins_another_life() {
+fn empty_worker_has_new_incarnation() {
     if !may_run_containers() {
         return;
     }
@@ -168,13 +168,13 @@ fn a_worker_that_comes_back_empty_begins_another_life() {
     let life = |worker: &Value| worker["incarnation"].as_u64().expect("a number");
     assert!(life(&now) > life(&before), "{before} {now}");
 
-    // What ran there is lost, which is said and not made up for.
+    // The process there is lost. The workload reports that and is not retried.
     let mut said = String::new();
     scene.stdout.read_to_string(&mut said).expect("text");
     assert!(!scene.run.wait().expect("gantry ends").success(), "{said}");
     assert_eq!(said, "");
     assert_eq!(scene.pair.runs(), 0, "nothing is started twice");
-    // The image went with it; the worker takes another.
+    // The image was lost with the worker, so another one is used.
     scene.image = format!("artifact:{}", scene.suite.upload(&scene.suite.path("image")));
     scene.runs_another();
 }

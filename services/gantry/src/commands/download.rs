@@ -1,4 +1,4 @@
-//! `gantry download`: an artifact comes into a directory.
+//! `gantry download`: downloads an artifact into a directory.
 
 use crate::cli::args::DownloadArgs;
 use crate::client::connect::Connection;
@@ -6,7 +6,7 @@ use crate::render::stdout::print_json;
 use crate::render::ui::Ui;
 use crate::transfer::download::Downloader;
 
-/// `gantry download`
+/// Executes `gantry download`.
 pub(crate) async fn download(
     connection: &Connection,
     ui: &Ui,

@@ -1,27 +1,27 @@
-//! The end of a command that followed a workload: what is said, and the exit code.
+//! End of a command that followed a workload: final messages and exit code.
 
 use crate::ending::exit_code;
 use crate::follow::FollowResult;
 use crate::render::ui::Ui;
 
-/// How outputs came into their directories.
+/// Result of the downloads of all outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Delivery {
-    /// As the command left them.
+    /// All outputs are in their directories as the command left them.
     Whole,
-    /// Some of them beside what was changed there meanwhile.
+    /// Some entries were written beside local changes.
     WithConflicts,
 }
 
-/// Says how it ended, and answers the exit code. What the command itself says by its exit code goes before what is wrong with its outputs.
+/// Prints how the workload ended, and returns the exit code. A failure of the command itself wins over a problem with its outputs.
 pub(crate) fn end(ui: &Ui, followed: &FollowResult, downloaded: &anyhow::Result<Delivery>) -> u8 {
     let mut end = exit_code::end(&followed.finished, followed.asked);
-    // A command that was interrupted may end well, and has not done all that it was to do.
+    // An interrupted command may exit with 0 although its work is not complete.
     if let (0, Some(asked)) = (end.code, followed.asked.or(followed.unread)) {
         end.code = asked;
     }
-    if let Some(said) = &end.said {
-        ui.warn(said);
+    if let Some(message) = &end.message {
+        ui.warn(message);
     }
     match downloaded {
         Err(error) => {
@@ -32,9 +32,7 @@ pub(crate) fn end(ui: &Ui, followed: &FollowResult, downloaded: &anyhow::Result<
             return exit_code::OURS;
         }
         Ok(Delivery::WithConflicts) if end.code == 0 => {
-            ui.warn(
-                "the command succeeded, but some of its results conflict with changes made here meanwhile",
-            );
+            ui.warn("the command succeeded, but some of its results conflict with your changes");
             return exit_code::OURS;
         }
         Ok(Delivery::WithConflicts | Delivery::Whole) => {}

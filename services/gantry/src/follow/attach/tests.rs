@@ -1,4 +1,4 @@
-//! Tests of output, input and broken calls, against a gateway of this test.
+//! Tests of output, input and broken calls, with a fake gateway.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -19,13 +19,13 @@ use super::*;
 const PIECE: usize = 10_000;
 const PIECES: usize = 100;
 
-/// A process that says `output`, takes all input, and whose calls break after some pieces.
+/// Fake gateway with a process that writes `output` and takes all input. Its calls break after some pieces.
 #[derive(Clone)]
 struct Gateway {
     output: Bytes,
-    /// What is still to come of calls that break: after how many pieces.
+    /// Number of pieces after which each of the next calls breaks. The last element is the first call.
     breaks: Arc<Mutex<Vec<usize>>>,
-    /// Output before this is gone.
+    /// Offset before which output is lost.
     kept_from: usize,
     input: Arc<Mutex<Vec<u8>>>,
     input_closed: CancellationToken,
@@ -139,7 +139,7 @@ impl Gateway {
     }
 }
 
-/// How it ended, how many bytes came, and how many were missing.
+/// Attaches, and returns the end, the number of received bytes and the number of missing bytes.
 async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (AttachEnd, u64, u64) {
     let directory = tempfile::tempdir().expect("a directory");
     let socket = directory.path().join("s");
@@ -188,7 +188,7 @@ fn drain(mut reader: std::io::PipeReader) -> std::thread::JoinHandle<Vec<u8>> {
 }
 
 #[tokio::test]
-async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
+async fn broken_call_loses_and_repeats_no_bytes() {
     let gateway = gateway(&[0, 7, 1, 40]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let output = drain(reader);
@@ -212,7 +212,7 @@ async fn calls_that_break_lose_and_repeat_nothing_in_either_direction() {
 }
 
 #[tokio::test]
-async fn what_is_gone_is_skipped() {
+async fn lost_output_is_skipped_and_counted() {
     let gateway = Gateway { kept_from: 2 * PIECE, ..gateway(&[]) };
     gateway.input_closed.cancel();
     let (reader, writer) = std::io::pipe().expect("a pipe");
@@ -224,11 +224,11 @@ async fn what_is_gone_is_skipped() {
 }
 
 #[tokio::test]
-async fn only_output_that_was_written_is_acknowledged() {
+async fn output_is_acknowledged_only_when_written() {
     let gateway = gateway(&[]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let mut copying = std::pin::pin!(copy(&gateway, None, writer.into()));
-    // Nobody reads: what the pipe holds is all that can have been written.
+    // The pipe has no reader, so at most its capacity can have been written.
     assert!(tokio::time::timeout(Duration::from_millis(300), &mut copying).await.is_err());
     assert!(*gateway.acknowledged.lock().expect("held") <= 64 << 10);
     let output = drain(reader);
@@ -238,7 +238,7 @@ async fn only_output_that_was_written_is_acknowledged() {
 }
 
 #[tokio::test]
-async fn a_closed_standard_output_ends_it() {
+async fn closed_stdout_ends_attachment() {
     let gateway = gateway(&[]);
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
