@@ -1,4 +1,4 @@
-"""A Concourse worker, beside the bare calls to it."""
+"""Runs on a Concourse worker, beside direct calls to it."""
 
 import contextlib
 import json
@@ -12,13 +12,13 @@ from measure import not_applicable, row, table, timed
 
 BARE = "bare calls: volume, container, run, output, exit, destroy both"
 REAL = "with real containers: "
-# As without a setting.
+# The default of the setting.
 DEFAULT_GRACE = "5m"
 
 
 @contextlib.contextmanager
 def measured(base, image, server, grace):
-    """Bare calls to a worker, and runs on it, through a cluster of its own that destroys containers `grace` after their ends."""
+    """Measures direct calls to a worker, and runs on it through a separate cluster that destroys containers `grace` after their ends."""
     with ConcourseWorkers(base, "garden") as concourse:
         worker = concourse.workers[0]
         if server:
@@ -28,7 +28,7 @@ def measured(base, image, server, grace):
             artifact = say("upload", "-q", str(image))
             run = lambda: cluster.run("run", "-q", "--tag", "garden", "--image", f"artifact:{artifact}", "--", "/bin/true")
             timed(run, 5)
-            # Both make their root from the same volume.
+            # Both use the same volume as their root.
             copies = [copy for copy in map(json.loads, say("--json", "list", "volumes").splitlines()) if copy["purpose"] == "replica"]
             attended = {entry["worker_id"] for entry in map(json.loads, say("--json", "list", "workers").splitlines()) if entry["name"] == "garden"}
             image = next(copy["volume_handle"] for copy in copies if copy["artifact_id"] == artifact and copy["worker_id"] in attended)

@@ -1,4 +1,4 @@
-"""Starting something, beside the system's own tools."""
+"""Start of commands, beside the tools of the system."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from clusters import RELEASE, Cluster
 from measure import not_applicable, row, table, timed
 
 
-# Ids of the machine for a container of runc: as many as a container of ours has, and its first.
+# Number of user ids of a container of Gantry, and the first one.
 IDS = {"containerID": 0, "hostID": 0x70000000, "size": 1 << 20}
 
 
 def runc_bundle(base, users):
-    """A bundle like ours: the machine's root below an overlay, a network namespace, and a user namespace if `users`."""
+    """Makes a bundle like that of Gantry: an overlay on the root of the machine, a network namespace, and a user namespace if `users`."""
     bundle = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-runc-", dir=base))
     bundle.chmod(0o755)
     for name in ("upper", "work", "rootfs"):
@@ -38,7 +38,7 @@ def runc_bundle(base, users):
 
 
 def no_engine():
-    """Why `docker run` cannot be measured. `None`: an engine answers."""
+    """Returns why `docker run` cannot be measured. `None`: an engine answers."""
     if not shutil.which("docker"):
         return "there is no docker command"
     try:
@@ -50,7 +50,7 @@ def no_engine():
 
 @contextlib.contextmanager
 def image():
-    """An image of this machine's `true` and what that is linked with."""
+    """Makes an image of the program `true` of this machine and its libraries."""
     program = os.path.realpath(shutil.which("true"))
     linked = subprocess.run(["ldd", program], stdout=subprocess.PIPE, text=True, check=True).stdout
     libraries = [word for word in linked.split() if word.startswith("/")]

@@ -1,4 +1,4 @@
-"""The artifact store's marking, beside the same marks row by row; its other calls; and reports of what workers hold."""
+"""Marking of the artifact store, beside marking row by row, its other calls, and reports of workers."""
 
 import json
 import pathlib
@@ -13,11 +13,11 @@ DATABASES = ("PostgreSQL (fsync on)", "SQLite")
 
 
 def bench_store(base, artifacts, handles, rounds):
-    """Figures of a store with `artifacts` artifacts and as many volumes, and with a tenth of that: the cost must not follow the size. Reports are
-    of one worker with `handles` volumes, and of `rounds` minutes of a thousand workers with a thousand each."""
+    """Measures a store with `artifacts` artifacts and volumes, and with a tenth of that, because the cost must not depend on the size. Reports are
+    those of one worker with `handles` volumes, and those of `rounds` minutes of a thousand workers with a thousand volumes each."""
     marking, calls, reports = [], [], []
     home = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-store-", dir=base))
-    # The server is not run by root.
+    # PostgreSQL refuses to run as root.
     home.chmod(0o755)
     try:
         for database in DATABASES:
@@ -52,7 +52,7 @@ def bench_store(base, artifacts, handles, rounds):
 
 
 def of_example(home, database, example, *arguments):
-    """What one of the programs says that measure the store."""
+    """Returns the output of a program that measures the store."""
     postgres = Postgres(home, "127.0.0.1:7391") if database != "SQLite" else None
     own = pathlib.Path(tempfile.mkdtemp(dir=home))
     try:
@@ -68,9 +68,9 @@ def of_example(home, database, example, *arguments):
 
 
 def runs_of(base, runs, example, *arguments):
-    """What one of these programs says in each of so many runs, with a PostgreSQL of its own."""
+    """Returns the output of a program in each of several runs, with a separate PostgreSQL."""
     home = pathlib.Path(tempfile.mkdtemp(prefix=f"gantry-bench-{example}-", dir=base))
-    # The server is not run by root.
+    # PostgreSQL refuses to run as root.
     home.chmod(0o755)
     try:
         return [of_example(home, DATABASES[0], example, *map(str, arguments)) for _ in range(runs)]

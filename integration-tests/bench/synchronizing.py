@@ -1,11 +1,11 @@
-"""Many workers connected to one scheduler: what that costs while nothing changes, and how soon one hears what it shall do."""
+"""Many workers connected to one scheduler: cost without changes, and delay of a command to a worker."""
 
 from measure import row, table
 from store import runs_of
 
 
 def bench_synchronizing(base, workers, seconds, landings, runs):
-    """Figures of one scheduler on PostgreSQL with each of these numbers of workers, of so many runs with a database of its own each."""
+    """Measures one scheduler on PostgreSQL with each of these numbers of workers. Each run has a separate database."""
     counts = ",".join(map(str, workers))
     said = runs_of(base, runs, "synchronizing", "--workers", counts, "--seconds", seconds, "--landings", landings)
     lines = []

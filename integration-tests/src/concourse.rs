@@ -1,4 +1,4 @@
-//! Concourse workers for tests: servers that speak as theirs do, each at an address that outlives it.
+//! Fake Concourse workers. Their servers keep their addresses when they are replaced.
 
 use std::fs;
 use std::io;
@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Manner, Server};
 
-/// A Garden and a Baggageclaim server. Both are reached through addresses that stay when they are restarted or replaced.
+/// Garden server and Baggageclaim server. Their addresses stay when they are restarted or replaced.
 pub struct Pair {
-    /// What runs in containers.
+    /// Server of containers.
     pub garden: Server,
-    /// What is in volumes.
+    /// Server of volumes.
     pub volumes: baggageclaim::Server,
     manner: Manner,
     driver: Driver,
@@ -23,7 +23,7 @@ pub struct Pair {
 }
 
 impl Pair {
-    /// Starts both.
+    /// Starts both servers.
     #[must_use]
     pub fn start(manner: Manner, driver: Driver) -> Self {
         let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
@@ -33,25 +33,25 @@ impl Pair {
         Self { garden, volumes, manner, driver, fronts, tokio }
     }
 
-    /// Where the Garden server is reached.
+    /// Returns the address of the Garden server.
     #[must_use]
     pub fn garden_address(&self) -> String {
         self.fronts[0].address.clone()
     }
 
-    /// Where the Baggageclaim server is reached.
+    /// Returns the address of the Baggageclaim server.
     #[must_use]
     pub fn volumes_address(&self) -> String {
         self.fronts[1].address.clone()
     }
 
-    /// Breaks every connection, as when both servers are started again over what they hold, and has Baggageclaim forget what was being made.
+    /// Simulates a restart of both servers with their contents: breaks all connections, and lets Baggageclaim forget unfinished operations.
     pub fn restart(&self) {
         self.volumes.restart();
         self.fronts.iter().for_each(Front::cut);
     }
 
-    /// Puts servers with nothing in them in the place of these.
+    /// Replaces the servers by empty ones.
     pub fn replace(&mut self) {
         self.volumes = self.tokio.block_on(baggageclaim::Server::start(self.driver));
         self.garden = Server::start(self.manner);
@@ -59,14 +59,14 @@ impl Pair {
         self.fronts[1].lead_to(self.volumes.address().to_string());
     }
 
-    /// How many processes it was asked to run.
+    /// Returns the number of processes that were requested.
     #[must_use]
     pub fn runs(&self) -> usize {
         let ran = |line: &&String| line.starts_with("POST ") && line.ends_with("/processes");
         self.garden.requests().iter().filter(ran).count()
     }
 
-    /// Makes `/tmp/NAME` in every container that runs.
+    /// Makes the file `/tmp/NAME` in every running container.
     pub fn touch(&self, name: &str) {
         for volume in self.volumes.handles() {
             let tmp = self.volumes.path(&volume).join("rootfs/tmp");
@@ -77,7 +77,7 @@ impl Pair {
     }
 }
 
-/// Makes a directory that is an image: the Garden server of the tests shows this machine's directories in those that are empty.
+/// Makes an image. The fake Garden server mounts directories of this machine over its empty directories.
 pub fn make_image(path: &Path) {
     let root = path.join("rootfs");
     for name in ["usr", "bin", "sbin", "lib", "lib64", "dev", "proc", "tmp", "etc"] {
@@ -87,7 +87,7 @@ pub fn make_image(path: &Path) {
     fs::write(path.join("metadata.json"), r#"{"env": ["OF=the image"]}"#).expect("write");
 }
 
-/// An address that leads to a server, and to another one later.
+/// TCP forwarder with a fixed address and a changeable target.
 struct Front {
     address: String,
     shared: Arc<Shared>,
@@ -126,7 +126,7 @@ impl Front {
 
     fn cut(&self) {
         for socket in lock(&self.shared.sockets).drain(..) {
-            // One that is closed already is as good.
+            // The socket may already be closed.
             socket.shutdown(Shutdown::Both).ok();
         }
     }
@@ -141,7 +141,7 @@ impl Drop for Front {
     fn drop(&mut self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
         self.cut();
-        // Wakes the one that accepts.
+        // The connection wakes the accepting thread.
         TcpStream::connect(&self.address).ok();
     }
 }
@@ -151,7 +151,7 @@ impl Shared {
         let Ok(far) = TcpStream::connect(&*lock(&self.leads_to)) else { return };
         let (near, far) = (Arc::new(near), Arc::new(far));
         let mut sockets = lock(&self.sockets);
-        // Only those that nobody copies any more.
+        // Sockets without a copying thread are dropped.
         sockets.retain(|socket| Arc::strong_count(socket) > 1);
         for (from, to) in [(&near, &far), (&far, &near)] {
             from.set_nodelay(true).ok();

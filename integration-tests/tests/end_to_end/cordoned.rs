@@ -158,13 +158,13 @@ fn worker_with_last_replica_is_not_removed() {
     suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
     assert_eq!(suite.succeed(&["retire", "one"]), "worker one: removed\n");
     assert_eq!(suite.succeed(&["retire", "one"]), "worker one: removed\n");
-    suite.wait_until_it_says("one", "this worker was retired");
+    suite.wait_for_log("one", "this worker was retired");
     suite.succeed(&["run", "--quiet", "--tag", "two", "-i", &input, "--", "cat", "in/file"]);
     // The restarted gateway is still retired until it is uncordoned.
     suite.terminate("one");
     suite.spawn("one");
     wait_for("a gateway that is not let in", || {
-        (suite.said("one").matches("this worker was retired").count() > 1).then_some(())
+        (suite.log("one").matches("this worker was retired").count() > 1).then_some(())
     });
     assert_eq!(suite.succeed(&["uncordon", "one"]), "worker one: may register again\n");
     suite.attended("one", "one");

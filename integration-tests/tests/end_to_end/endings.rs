@@ -176,7 +176,7 @@ fn second_interrupt_ends_command_at_once() {
     stderr.read_to_string(&mut rest).expect("text");
     assert!(rest.contains(" is cancelled"), "{rest:?}");
     let workload = || cluster.list("workloads").pop().expect("the workload");
-    assert_ne!(workload()["state"], "finished", "nobody waited for its end");
+    assert_ne!(workload()["state"], "finished", "gantry did not wait for the end");
     let ended = wait_for("the end of the workload", || {
         let workload = workload();
         (workload["state"] == "finished").then_some(workload)
@@ -222,7 +222,7 @@ fn ended_workload_is_not_reported_as_running() {
     }
     let show = cluster.succeed(["show", "workload", &running, "--json"]);
     let show: serde_json::Value = serde_json::from_slice(&show).expect("JSON");
-    assert_eq!(show["state"], "running", "nobody asked it to end: {show}");
+    assert_eq!(show["state"], "running", "no signal stopped it: {show}");
 }
 
 #[test]

@@ -112,7 +112,7 @@ fn exported_metrics_are_documented(suite: &Suite) {
     let (_, page) = suite.page("scheduler-0", "/metrics");
     let (_, other) = suite.page("scheduler-1", "/metrics");
     let counted = |page: &str| page.contains("gantry_rpc_calls_total{");
-    assert!(counted(&page) || counted(&other), "somebody was called: {page}");
+    assert!(counted(&page) || counted(&other), "a store was called: {page}");
     assert!(page.contains("gantry_scheduler_workers{state=\"running\"} 1"), "{page}");
     for nothing_drifts in [
         "counters_drift{counter=\"tasks\"} 0",

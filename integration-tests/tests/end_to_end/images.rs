@@ -60,7 +60,7 @@ fn process_runs_in_image_of_artifact() {
     assert_eq!(said, "of the image, of the image, /home/ann\n4242\n4243\nof the image\nchanged\n");
     let said =
         run(&["--env", "B=mine", "--user", "root"], r#"echo "$A, $B"; id -u; cat /marker; echo x > /new"#);
-    assert_eq!(said, "of the image, mine\n0\nof the image\n", "what was written reached nobody else");
+    assert_eq!(said, "of the image, mine\n0\nof the image\n", "the writes stayed in the container");
 
     // The process sees nothing of the worker except the directories that every container has.
     let said = run(
@@ -108,9 +108,13 @@ fn cluster_wide_type_is_image_on_all_workers() {
             script,
         ])
     };
-    let nobody = run("true");
-    assert_eq!(code(&nobody), 125, "{}", describe(&nobody));
-    assert!(String::from_utf8_lossy(&nobody.stderr).contains("resource type tool"), "{}", describe(&nobody));
+    let missing = run("true");
+    assert_eq!(code(&missing), 125, "{}", describe(&missing));
+    assert!(
+        String::from_utf8_lossy(&missing.stderr).contains("resource type tool"),
+        "{}",
+        describe(&missing)
+    );
     let no_image = cluster.output(["upload", "--resource-type", "tool", "image/rootfs"]);
     assert!(
         String::from_utf8_lossy(&no_image.stderr).contains("the directory has no rootfs/"),

@@ -132,7 +132,7 @@ fn workloads_wait_when_few_files_can_be_opened() {
         let output = run.wait_with_output().expect("gantry ends");
         assert_eq!((code(&output), &*output.stdout), (0, &b"hello\n"[..]), "{}", describe(&output));
     }
-    assert!(cluster.said_by_up().contains("hard limit of open files is low"), "{}", cluster.said_by_up());
+    assert!(cluster.up_log().contains("hard limit of open files is low"), "{}", cluster.up_log());
     cluster.succeed(["down", "--force"]);
     up.wait().expect("the cluster ends");
 }
@@ -235,7 +235,7 @@ fn stale_socket_is_replaced() {
     let before = cluster.pid().expect("a cluster");
     cluster.kill();
     assert!(find_socket(&cluster.path("run")).is_some(), "what was killed left its socket");
-    assert!(cluster.pid().is_none(), "nobody listens there");
+    assert!(cluster.pid().is_none(), "no cluster listens there");
     let output = cluster.output(["run", "--", "echo", "hello"]);
     assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
     assert_ne!(cluster.pid(), Some(before));
@@ -262,12 +262,12 @@ impl Stranger {
     }
 
     /// Returns the received bytes. A connection alone sends none.
-    fn told(&self) -> Vec<u8> {
-        let mut told = Vec::new();
+    fn received(&self) -> Vec<u8> {
+        let mut received = Vec::new();
         while let Ok((mut caller, _)) = self.0.accept() {
-            caller.read_to_end(&mut told).expect("whoever called has gone");
+            caller.read_to_end(&mut received).expect("the caller has closed");
         }
-        told
+        received
     }
 }
 
@@ -284,7 +284,7 @@ fn open_runtime_directory_is_made_private() {
     let output = cluster.output(["run", "--", "echo", "hello"]);
     assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
     assert_eq!(fs::metadata(&directory).expect("metadata").permissions().mode() & 0o777, 0o700);
-    assert_eq!(stranger.told(), b"");
+    assert_eq!(stranger.received(), b"");
 }
 
 #[test]
@@ -305,7 +305,7 @@ fn runtime_directory_of_other_user_is_rejected() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(said.contains("belongs to another user; set XDG_STATE_HOME or XDG_RUNTIME_DIR"), "{said}");
     }
-    assert_eq!(stranger.told(), b"");
+    assert_eq!(stranger.received(), b"");
 
     // Environment after `su`: everything belongs to another user, and the state directory is used.
     chown(cluster.path("run"), Some(Stranger::USER), None).expect("given away");

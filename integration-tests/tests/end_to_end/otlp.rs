@@ -55,7 +55,7 @@ impl Collector {
     }
 
     fn received(&self) -> Vec<Received> {
-        self.0.lock().expect("nobody panics with it").clone()
+        self.0.lock().expect("not poisoned").clone()
     }
 }
 
@@ -65,7 +65,7 @@ impl TraceService for Collector {
         &self,
         request: Request<ExportTraceServiceRequest>,
     ) -> Result<Response<ExportTraceServiceResponse>, Status> {
-        let mut kept = self.0.lock().expect("nobody panics with it");
+        let mut kept = self.0.lock().expect("not poisoned");
         for resource in request.into_inner().resource_spans {
             let attributes = resource.resource.map(|resource| resource.attributes).unwrap_or_default();
             let sender = text(&attributes, "service.name").unwrap_or_default();

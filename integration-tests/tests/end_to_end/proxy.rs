@@ -9,7 +9,7 @@ use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, id, may_run_containers, started, write};
 use rpc::client::{Outgoing, peer};
 use rpc::pb::runtime::attach_request::Message as Say;
-use rpc::pb::runtime::attach_response::Message as Heard;
+use rpc::pb::runtime::attach_response::Message as ResponseMessage;
 use rpc::pb::runtime::containers_client::ContainersClient;
 use rpc::pb::runtime::{AttachRequest, AttachResponse, CloseStdin, Resume, Signal, StdinData, exited};
 use tokio::sync::mpsc;
@@ -135,13 +135,13 @@ impl Attached {
             observes: false,
         };
         let (say, said) = mpsc::channel(8);
-        say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("it is heard");
+        say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("sent");
         let call = ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(said)).await;
         Self { say, hear: call.expect("attached").into_inner(), output: Vec::new(), taken: 0 }
     }
 
     async fn say(&self, message: Say) {
-        self.say.send(AttachRequest { message: Some(message) }).await.expect("it is heard");
+        self.say.send(AttachRequest { message: Some(message) }).await.expect("sent");
     }
 
     /// Receives until all of this output has arrived. Otherwise returns how the process ended.
@@ -151,13 +151,13 @@ impl Attached {
             if self.output == text.as_bytes() {
                 return None;
             }
-            let heard = self.hear.message().await.expect("it goes on").expect("it is not cut");
-            match heard.message.expect("a message") {
-                Heard::Output(output) => self.output.extend(output.data),
-                Heard::StdinAck(ack) => self.taken = ack.offset,
-                Heard::Exited(exited) => ended = exited.how,
-                Heard::Done(_) => return ended,
-                Heard::Started(_) | Heard::Truncated(_) => {}
+            let response = self.hear.message().await.expect("it goes on").expect("it is not cut");
+            match response.message.expect("a message") {
+                ResponseMessage::Output(output) => self.output.extend(output.data),
+                ResponseMessage::StdinAck(ack) => self.taken = ack.offset,
+                ResponseMessage::Exited(exited) => ended = exited.how,
+                ResponseMessage::Done(_) => return ended,
+                ResponseMessage::Started(_) | ResponseMessage::Truncated(_) => {}
             }
         }
     }

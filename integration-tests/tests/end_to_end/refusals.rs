@@ -10,14 +10,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use integration_tests::{Cluster, code, describe, may_run_containers};
 use serde_json::Value;
 
-fn said(output: &Output) -> String {
+fn stderr_text(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
 /// Fails unless the command failed with `text`, and printed no answer.
 fn refused(output: &Output, text: &str) {
     assert_eq!(code(output), 125, "{}", describe(output));
-    assert!(said(output).contains(text), "{text:?} is not said: {}", describe(output));
+    assert!(stderr_text(output).contains(text), "{text:?} is missing: {}", describe(output));
     assert!(output.stdout.is_empty(), "{}", describe(output));
 }
 
@@ -92,7 +92,7 @@ fn local_commands_reject_server_option() {
     let cluster = cluster.with("GANTRY_SERVER", server);
     let output = cluster.output(["down"]);
     assert_eq!(code(&output), 0, "{}", describe(&output));
-    assert!(said(&output).contains("not on that of GANTRY_SERVER"), "{}", describe(&output));
+    assert!(stderr_text(&output).contains("not on that of GANTRY_SERVER"), "{}", describe(&output));
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn misspelt_setting_is_reported() {
     let cluster = Cluster::new();
     let output = cluster.gantry(["down"]).env("GANTRY_SERVRE", "http://there").output().expect("gantry");
     assert!(
-        said(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
+        stderr_text(&output).contains("GANTRY_SERVRE is no setting of Gantry; did you mean GANTRY_SERVER?"),
         "{}",
         describe(&output)
     );
@@ -221,7 +221,7 @@ fn path_missing_in_container_is_explained() {
     for output in [&by_path, &by_shell] {
         assert_eq!(code(output), 127, "{}", describe(output));
         assert_eq!(
-            said(output).contains("/tmp of the container is separate"),
+            stderr_text(output).contains("/tmp of the container is separate"),
             below_tmp,
             "{}",
             describe(output)
@@ -229,17 +229,21 @@ fn path_missing_in_container_is_explained() {
     }
     let relative = cluster.output(["run", "--", "./hello.sh"]);
     assert_eq!(code(&relative), 127, "{}", describe(&relative));
-    assert!(said(&relative).contains("upload it with -i"), "{}", describe(&relative));
+    assert!(stderr_text(&relative).contains("upload it with -i"), "{}", describe(&relative));
     let nowhere = cluster.output(["run", "--", "/tmp/no-such-program"]);
     assert_eq!(code(&nowhere), 127, "{}", describe(&nowhere));
-    assert!(!said(&nowhere).contains("is separate"), "it does not exist here either: {}", describe(&nowhere));
+    assert!(
+        !stderr_text(&nowhere).contains("is separate"),
+        "it does not exist here either: {}",
+        describe(&nowhere)
+    );
     // The hint of the error works. The state of the cluster is in that directory, and is not uploaded.
     let brought = ["run", "-i", "here=.", "--", "sh", "-c", "here/hello.sh; ls -A here here/state"];
     let brought = cluster.output(brought);
     assert_eq!(code(&brought), 0, "{}", describe(&brought));
     let listed = String::from_utf8_lossy(&brought.stdout).into_owned();
     assert_eq!(listed, "hello from /workspace\nhere:\nhello.sh\nrun\nstate\n\nhere/state:\n");
-    assert!(said(&brought).contains("state/gantry is left out"), "{}", describe(&brought));
+    assert!(stderr_text(&brought).contains("state/gantry is left out"), "{}", describe(&brought));
 }
 
 #[test]
@@ -314,7 +318,7 @@ fn changed_and_unreadable_files_need_permission() {
     refused(&upload(&[]), "\"secret\" cannot be read: Permission denied");
     let allowed = upload(&["--allow-changed"]);
     assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
-    assert!(said(&allowed).contains("\"secret\" cannot be read"), "{}", describe(&allowed));
+    assert!(stderr_text(&allowed).contains("\"secret\" cannot be read"), "{}", describe(&allowed));
     assert_eq!(files(&allowed), ["fine"], "what cannot be read is left out");
 
     fs::remove_file(cluster.path("d/secret")).expect("removed");
@@ -334,7 +338,7 @@ fn changed_and_unreadable_files_need_permission() {
         enough.store(true, Ordering::Relaxed);
         refused(&stopped, "\"growing\" changed");
         assert_eq!(code(&allowed), 0, "{}", describe(&allowed));
-        assert!(said(&allowed).contains("\"growing\" changed"), "{}", describe(&allowed));
+        assert!(stderr_text(&allowed).contains("\"growing\" changed"), "{}", describe(&allowed));
         assert_eq!(files(&allowed), ["fine", "growing"]);
     });
 }

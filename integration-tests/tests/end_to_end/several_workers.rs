@@ -35,12 +35,12 @@ async fn refused_signal(suite: &Suite, workload: &Value, number: u32) -> Option<
     let says = [Say::Resume(resume), Say::Signal(Signal { number })];
     let says = says.map(|message| AttachRequest { message: Some(message) });
     let call = ContainersClient::new(connect(suite, "proxy-0")).attach(tokio_stream::iter(says)).await;
-    let mut heard = match call {
-        Ok(heard) => heard.into_inner(),
+    let mut responses = match call {
+        Ok(responses) => responses.into_inner(),
         Err(status) => return Some(status.into()),
     };
     loop {
-        match heard.message().await {
+        match responses.message().await {
             Ok(Some(_)) => {}
             Ok(None) => return None,
             Err(status) => return Some(status.into()),

@@ -40,7 +40,7 @@ impl Scene {
         let mut stdout = BufReader::new(run.stdout.take().expect("stdout"));
         let mut line = String::new();
         stdout.read_line(&mut line).expect("a line");
-        assert_eq!(line, "ready\n", "{}", suite.said("first"));
+        assert_eq!(line, "ready\n", "{}", suite.log("first"));
         Some(Self { suite, run, stdout, artifact })
     }
 
@@ -69,7 +69,7 @@ impl Scene {
 /// Adds a gateway that does not attend the worker.
 fn stands_by(suite: &mut Suite, name: &str) {
     suite.attend(name, WORKER, &[]);
-    suite.wait_until_it_says(name, "this one stands by");
+    suite.wait_for_log(name, "this one stands by");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn standby_replaces_frozen_gateway() {
     let before = scene.suite.attended(WORKER, "first");
     scene.suite.signal("first", libc::SIGSTOP);
     let mut suite = scene.goes_on(&before);
-    suite.wait_until_it_says("second", "it is taken over");
+    suite.wait_for_log("second", "it is taken over");
 
     // A workload runs while the old gateway wakes up.
     let script = "echo ready; read word; echo \"$word\"";
@@ -98,14 +98,14 @@ fn standby_replaces_frozen_gateway() {
     let mut run = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry");
     let mut line = String::new();
     BufReader::new(run.stdout.as_mut().expect("stdout")).read_line(&mut line).expect("a line");
-    assert_eq!(line, "ready\n", "{}", suite.said("second"));
+    assert_eq!(line, "ready\n", "{}", suite.log("second"));
     let held = suite.path(&format!("state-{WORKER}"));
     let containers = || std::fs::read_dir(held.join("containers")).expect("containers").count();
     let before = containers();
 
     suite.signal("first", libc::SIGCONT);
     let status = suite.wait("first");
-    let said = suite.said("first");
+    let said = suite.log("first");
     assert!(!status.success() && said.contains("starts and destroys nothing more"), "{said}");
     assert_eq!(containers(), before, "{said}");
     let now = suite.attended(WORKER, "second");
@@ -117,5 +117,5 @@ fn standby_replaces_frozen_gateway() {
     // The restarted gateway is the standby, although it held the lock before.
     stands_by(&mut suite, "third");
     assert_eq!(suite.succeed(&["run", "--", "echo", "again"]), "again\n");
-    assert_eq!(suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
+    assert_eq!(suite.attended(WORKER, "second")["session"], now["session"], "the session is unchanged");
 }

@@ -166,7 +166,7 @@ fn transfer_in_progress_is_shown() {
     assert_eq!(code(&read), 0, "{}", describe(&read));
     assert_eq!(read.stdout, made.stdout, "the same bytes");
     wait_for("the end of the copy, as it is watched", || {
-        let told = fs::read_to_string(&watched).expect("what was told");
+        let told = fs::read_to_string(&watched).expect("the watched status");
         let told: Vec<Value> = told.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let copies = |seen: &Value| seen["transfers"].as_array().map_or(0, Vec::len);
         let began = told.iter().position(|seen| copies(seen) == 1)?;

@@ -81,7 +81,7 @@ fn kept_and_deleted_objects_are_explained() {
     assert_eq!(json(&cluster, ["explain", &id(&worker, "id")])["thing"], "worker");
 
     // An object that nothing keeps is announced as garbage, deleted, and explained afterwards.
-    let (gone, held, dry) = wait_for("something that the collector has not come across by itself", || {
+    let (gone, held, dry) = wait_for("garbage that the collector has not marked", || {
         let gone = make(&cluster, "0s");
         let held = held(&cluster);
         let dry = text(&cluster, ["gc", "--dry-run"]);

@@ -150,7 +150,7 @@ fn result_is_merged_or_replaces_directory() {
     assert_eq!(names().into_keys().collect::<Vec<_>>(), ["link", "shared"]);
 }
 
-fn said(output: &std::process::Output) -> String {
+fn stderr_text(output: &std::process::Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
@@ -163,14 +163,14 @@ fn known_bytes_keep_their_label() {
     fs::create_dir(cluster.path("d")).expect("directory");
     fs::write(cluster.path("d/file"), "content").expect("write");
     let first = cluster.output(["upload", "--label", "first", "d"]);
-    assert!(!said(&first).contains("which stays"), "{}", describe(&first));
+    assert!(!stderr_text(&first).contains("which stays"), "{}", describe(&first));
     let artifact = String::from_utf8(first.stdout).expect("an id");
     let second = cluster.output(["upload", "--label", "second", "d"]);
     assert_eq!(code(&second), 0, "{}", describe(&second));
     assert_eq!(String::from_utf8_lossy(&second.stdout), artifact);
     let known = format!("already in the cluster as artifact {artifact}");
-    assert!(said(&second).contains(&known), "{}", describe(&second));
-    assert!(said(&second).contains("with the label \"first\", which stays"), "{}", describe(&second));
+    assert!(stderr_text(&second).contains(&known), "{}", describe(&second));
+    assert!(stderr_text(&second).contains("with the label \"first\", which stays"), "{}", describe(&second));
 }
 
 #[test]
@@ -189,9 +189,9 @@ fn collected_output_is_reported_with_outcome() {
     });
     assert_eq!(code(&output), 125, "{}", describe(&output));
     let gone = format!("gantry: the output of workload {id} is deleted: output is kept for 5 minutes");
-    assert!(said(&output).contains(&gone), "{}", describe(&output));
+    assert!(stderr_text(&output).contains(&gone), "{}", describe(&output));
     let ended = format!("the workload failed (exit 3); see `gantry show workload {id}`");
-    assert!(said(&output).contains(&ended), "{}", describe(&output));
+    assert!(stderr_text(&output).contains(&ended), "{}", describe(&output));
 }
 
 #[test]
@@ -204,7 +204,7 @@ fn directory_in_way_of_result_stays() {
     fs::write(cluster.path("m/x/mine"), "mine").expect("write");
     let output = cluster.output(["run", "-o", "o=m", "--", "sh", "-c", "echo theirs > o/x"]);
     assert_eq!(code(&output), 125, "{}", describe(&output));
-    let text = said(&output);
+    let text = stderr_text(&output);
     let kept = text.lines().find_map(|line| line.strip_prefix("gantry: o: kept as artifact ")).expect(&text);
     let (artifact, how) = kept.split_once("; ").expect(&text);
     assert_eq!(how, format!("download it with `gantry download {artifact} m`"));
@@ -227,7 +227,7 @@ fn foreground_cluster_reports_its_end() {
     let mut up = cluster.up("");
     send(&up, libc::SIGINT);
     assert_eq!(up.wait().expect("it ends").code(), Some(0));
-    let said = cluster.said_by_up();
+    let said = cluster.up_log();
     assert!(said.contains("gantry: no workload runs; the cluster ends\n"), "{said}");
     assert!(said.ends_with("gantry: the cluster has ended\n"), "{said}");
     assert!(!said.contains("stopping the workloads"), "{said}");

@@ -230,7 +230,7 @@ fn reboot_reaps_processes_and_keeps_bytes() {
     assert_eq!(code(&attached), 125, "{}", describe(&attached));
     assert!(String::from_utf8_lossy(&attached.stderr).contains(reason), "{}", describe(&attached));
     wait_for("what is said of it", || {
-        let said = cluster.said_by_up();
+        let said = cluster.up_log();
         (said.contains("did not end normally; this one takes over")
             && said.contains("1 workload unfinished: "))
         .then_some(())

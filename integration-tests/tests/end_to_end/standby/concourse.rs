@@ -41,7 +41,7 @@ impl Scene {
         attend(&mut suite, &pair, "first");
         suite.attended(WORKER, "first");
         attend(&mut suite, &pair, "second");
-        suite.wait_until_it_says("second", "this one stands by");
+        suite.wait_for_log("second", "this one stands by");
         make_image(&suite.path("image"));
         let image = format!("artifact:{}", suite.upload(&suite.path("image")));
         let out = format!("out={}", suite.path("result").display());
@@ -80,7 +80,7 @@ impl Scene {
         assert_eq!(status.code(), Some(7), "{said:?} {log}");
         assert_eq!(said, "over\n", "{log}");
         assert!(log.contains("some of stdout may be missing here"), "{log}");
-        assert!(!log.contains("bytes of"), "nobody knows how much is missing: {log}");
+        assert!(!log.contains("bytes of"), "the number of missing bytes is unknown: {log}");
         let result = self.suite.path("result/file");
         assert_eq!(std::fs::read_to_string(result).expect("the output"), "made\n");
         assert_eq!(self.pair.runs(), 1, "it ran twice");
@@ -107,7 +107,7 @@ fn standby_replaces_killed_gateway() {
         scene.ends_well();
         // A third gateway with the state directory of the first one is the standby, and takes over the recorded state.
         attend(&mut scene.suite, &scene.pair, "third");
-        scene.suite.wait_until_it_says("third", "this one stands by");
+        scene.suite.wait_for_log("third", "this one stands by");
         scene.runs_another();
     }
 }
@@ -125,11 +125,11 @@ fn thawed_gateway_does_nothing() {
     let held = || (scene.pair.garden.handles(), scene.pair.volumes.handles());
     let there = held();
     scene.suite.signal("first", libc::SIGCONT);
-    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
-    assert_eq!(held(), there, "{}", scene.suite.said("first"));
+    scene.suite.wait_for_log("first", "another gateway has taken over this worker");
+    assert_eq!(held(), there, "{}", scene.suite.log("first"));
     scene.ends_well();
     scene.runs_another();
-    assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "nobody disturbed it");
+    assert_eq!(scene.suite.attended(WORKER, "second")["session"], now["session"], "the session is unchanged");
     assert_eq!(scene.pair.runs(), 2, "each once");
 }
 
@@ -143,7 +143,7 @@ fn returning_gateway_does_not_reuse_output_offsets() {
     scene.suite.signal("first", libc::SIGSTOP);
     let between = scene.goes_on(&before);
     scene.suite.signal("first", libc::SIGCONT);
-    scene.suite.wait_until_it_says("first", "another gateway has taken over this worker");
+    scene.suite.wait_for_log("first", "another gateway has taken over this worker");
     let attached = scene.attachments();
     scene.suite.kill("second");
 

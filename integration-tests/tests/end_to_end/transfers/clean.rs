@@ -12,7 +12,7 @@ pub(crate) async fn clean(state: PathBuf, run: PathBuf) {
         supervisor: gantry_binary().with_file_name("runtime-gateway"),
         ..HostConfig::new(state, run).expect("a path")
     };
-    let machine = HostRuntime::open(config).expect("nobody holds it");
+    let machine = HostRuntime::open(config).expect("not in use");
     let held = machine.list().await.expect("list");
     for container in held.containers {
         machine.destroy_container(container).await.expect("destroy a container");

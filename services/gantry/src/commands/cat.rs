@@ -58,38 +58,38 @@ async fn print(
     connection: &Connection,
     as_json: bool,
 ) -> anyhow::Result<()> {
-    let mut reading =
-        Reading { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
+    let mut transfer =
+        FileTransfer { artifact, path, connection, as_json, avoid: Vec::new(), out: None, received: 0 };
     let mut pause = Pause::default();
-    let mut read = reading.attempt().await;
+    let mut read = transfer.attempt().await;
     for _ in 1..TRANSFER_TRIES {
         if !read.as_ref().is_err_and(is_transient) {
             break;
         }
         pause.wait().await;
-        read = reading.attempt().await;
+        read = transfer.attempt().await;
     }
     // Standard output may be closed, whether or not the file was read to its end.
-    if let Some(out) = reading.out {
+    if let Some(out) = transfer.out {
         out.finish().await?;
     }
     read
 }
 
 /// Transfer of a file from any gateway that can read it.
-struct Reading<'a> {
+struct FileTransfer<'a> {
     artifact: domain::ArtifactId,
     path: &'a [u8],
     connection: &'a Connection,
     as_json: bool,
     /// Gateways that were tried.
     avoid: Vec<String>,
-    out: Option<Out>,
+    out: Option<StdoutWriter>,
     /// Number of received bytes.
     received: u64,
 }
 
-impl Reading<'_> {
+impl FileTransfer<'_> {
     /// Continues the transfer, from another gateway if there is one.
     async fn attempt(&mut self) -> anyhow::Result<()> {
         let DownloadResponse { go_to, .. } = locate(self.connection, self.artifact, &self.avoid).await?;
@@ -102,7 +102,7 @@ impl Reading<'_> {
         let size = first.size_bytes;
         let out = match &mut self.out {
             Some(out) => out,
-            none => none.insert(Out::start(self.artifact, self.path, size, self.as_json)?),
+            none => none.insert(StdoutWriter::start(self.artifact, self.path, size, self.as_json)?),
         };
         if out.size != size {
             bail!("the file on this worker differs from the one on the worker before");
@@ -130,13 +130,13 @@ impl Reading<'_> {
 }
 
 /// Writer of the file to standard output.
-struct Out {
+struct StdoutWriter {
     size: u64,
     pieces: mpsc::Sender<bytes::Bytes>,
     writing: JoinHandle<io::Result<()>>,
 }
 
-impl Out {
+impl StdoutWriter {
     fn start(artifact: domain::ArtifactId, path: &[u8], size: u64, as_json: bool) -> anyhow::Result<Self> {
         let (pieces, queue) = mpsc::channel::<bytes::Bytes>(8);
         let file = File::from(io::stdout().as_fd().try_clone_to_owned()?);
@@ -174,7 +174,7 @@ fn write_bytes(mut file: File, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::
 fn write_document(mut file: File, about: &str, mut pieces: mpsc::Receiver<bytes::Bytes>) -> io::Result<()> {
     let about = about.strip_suffix('}').unwrap_or(about);
     write_all(&mut file, format!("{about},\"data\":\"").as_bytes())?;
-    let mut encoded = EncoderWriter::new(Patient(&mut file), &STANDARD);
+    let mut encoded = EncoderWriter::new(BlockingWriter(&mut file), &STANDARD);
     while let Some(data) = pieces.blocking_recv() {
         io::Write::write_all(&mut encoded, &data)?;
     }
@@ -184,9 +184,9 @@ fn write_document(mut file: File, about: &str, mut pieces: mpsc::Receiver<bytes:
 }
 
 /// Writer that waits as [`write_all`] does.
-struct Patient<'a>(&'a mut File);
+struct BlockingWriter<'a>(&'a mut File);
 
-impl io::Write for Patient<'_> {
+impl io::Write for BlockingWriter<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         write_all(self.0, bytes).map(|()| bytes.len())
     }

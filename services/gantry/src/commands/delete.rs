@@ -79,7 +79,7 @@ pub(crate) async fn delete(
     }
     artifacts.sort_unstable();
     artifacts.dedup();
-    let collected = let_go(connection, &artifacts).await?;
+    let collected = delete_and_collect(connection, &artifacts).await?;
     let mut kept = Vec::new();
     for id in &artifacts {
         let explained = match why::explain(connection, id).await {
@@ -107,7 +107,10 @@ fn is_for(error: &anyhow::Error, reason: Reason) -> bool {
 }
 
 /// Removes the owners of artifacts, and collects garbage.
-async fn let_go(connection: &Connection, artifacts: &[String]) -> anyhow::Result<CollectResponse> {
+async fn delete_and_collect(
+    connection: &Connection,
+    artifacts: &[String],
+) -> anyhow::Result<CollectResponse> {
     for ids in artifacts.chunks(CALL_LIMIT) {
         let request = DeleteArtifactsRequest { team: connection.team.clone(), artifact_ids: ids.to_vec() };
         let client = connection.artifacts();
@@ -159,18 +162,21 @@ pub(crate) async fn free_full_disks(
     for artifact in all {
         let on =
             |worker: &Worker| artifact.replicas.iter().find(|replica| replica.worker_id == worker.worker_id);
-        if full.iter().any(|(worker, missing)| *missing > 0 && on(worker).is_some())
+        if full.iter().any(|(worker, to_free)| *to_free > 0 && on(worker).is_some())
             && is_kept_for_a_time(connection, &artifact.artifact_id).await?
         {
-            for (worker, missing) in &mut full {
-                *missing = missing.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
+            for (worker, to_free) in &mut full {
+                *to_free = to_free.saturating_sub(on(worker).map_or(0, |replica| replica.size_bytes));
             }
             artifacts.push(artifact);
         }
     }
     let ids: Vec<_> = artifacts.iter().map(|artifact| artifact.artifact_id.clone()).collect();
-    let collected =
-        if changes && !ids.is_empty() { let_go(connection, &ids).await? } else { CollectResponse::default() };
+    let collected = if changes && !ids.is_empty() {
+        delete_and_collect(connection, &ids).await?
+    } else {
+        CollectResponse::default()
+    };
     let workers = full.into_iter().map(|(worker, _)| worker.name).collect();
     Ok(Some(FreedArtifacts { workers, artifacts, collected }))
 }
@@ -180,19 +186,19 @@ async fn full_workers(connection: &Connection) -> anyhow::Result<Vec<(Worker, u6
     let mut full = Vec::new();
     let mut workers = Box::pin(queries::workers(connection));
     while let Some(worker) = workers.try_next().await? {
-        if let Some(missing) = missing(&worker) {
-            full.push((worker, missing));
+        if let Some(to_free) = to_free(&worker) {
+            full.push((worker, to_free));
         }
     }
     Ok(full)
 }
 
 /// Returns the number of bytes to free on a worker. `None`: its disk is not full, or its size is unknown.
-fn missing(worker: &Worker) -> Option<u64> {
-    of_disk(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
+fn to_free(worker: &Worker) -> Option<u64> {
+    bytes_to_free(worker.capacity.as_ref().map_or(0, |capacity| capacity.disk_bytes), worker.disk_free_bytes)
 }
 
-fn of_disk(capacity: u64, free: u64) -> Option<u64> {
+fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
     let is_full = capacity > 0 && free < (capacity / FULL).min(NEVER_FULL);
     is_full.then(|| (capacity / WANTED).min(MOST_WANTED).saturating_sub(free))
 }
@@ -286,7 +292,7 @@ mod tests {
     #[test]
     fn large_disk_is_full_below_one_gib() {
         let gib = 1 << 30;
-        for (capacity, free, missing) in [
+        for (capacity, free, to_free) in [
             // A Concourse worker does not report its disk.
             (0, 0, None),
             (60 << 20, 4 << 20, None),
@@ -295,7 +301,7 @@ mod tests {
             (250 * gib, gib, None),
             (250 * gib, gib / 2, Some(5 * gib - gib / 2)),
         ] {
-            assert_eq!(of_disk(capacity, free), missing, "{free} of {capacity}");
+            assert_eq!(bytes_to_free(capacity, free), to_free, "{free} of {capacity}");
         }
     }
 

@@ -14,7 +14,7 @@ pub(crate) async fn download(
     as_json: bool,
 ) -> anyhow::Result<()> {
     let progress = ui.progress("downloading");
-    let downloader = Downloader { connection, ui, replace: args.replace, take: args.take, progress };
+    let downloader = Downloader { connection, ui, replace: args.replace, allow: args.allow, progress };
     let name = args.artifact.to_string();
     let downloaded = downloader.download(args.artifact, &name, &args.directory, None).await?;
     if as_json { print_json(&downloaded.details) } else { Ok(()) }

@@ -13,7 +13,7 @@ use crate::ending::error::Interrupted;
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::end::{Delivery, end};
-use crate::follow::narrate::{Waiting, said};
+use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::stdin;
 use crate::follow::watch::Watch;
 use crate::follow::{self, Follow, OnSignal};
@@ -88,7 +88,7 @@ pub(crate) async fn watch(
 ) -> anyhow::Result<u8> {
     let mut signals = Signals::catch()?;
     let id = args.workload.to_string();
-    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), Waiting::default());
+    let (mut watch, mut waiting) = (Watch::new(connection, ui, id.clone()), WaitReasons::default());
     loop {
         let (at, event) = tokio::select! {
             event = watch.next_at() => event?,
@@ -99,10 +99,10 @@ pub(crate) async fn watch(
             code = signals.next() => return Err(Interrupted(code).into()),
         };
         waiting.over();
-        let said = said(&event);
-        happened(&at, said.name, said.details.clone(), &said.text, as_json)?;
+        let description = describe_event(&event);
+        happened(&at, description.name, description.details.clone(), &description.text, as_json)?;
         match event {
-            Event::Queued(_) => waiting.changed(connection, &id, said),
+            Event::Queued(_) => waiting.changed(connection, &id, description),
             Event::Finished(finished) => return Ok(exit_code::end(&finished, None).code),
             _ => {}
         }

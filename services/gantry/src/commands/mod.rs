@@ -55,7 +55,7 @@ pub(crate) async fn execute(command: &Command, global: &Global, ui: &Ui) -> anyh
         Command::Upload(args) => {
             validate::upload(args).with_context(|| format!("cannot upload {:?}", args.directory))?;
         }
-        Command::Download(args) => validate::target(&args.directory, args.replace, args.take.follow_links)
+        Command::Download(args) => validate::target(&args.directory, args.replace, args.allow.follow_links)
             .with_context(|| format!("cannot download into {:?}", args.directory))?,
         _ => {}
     }

@@ -96,7 +96,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
             );
         }
         let replaces = args.replace && !args.inputs.iter().any(|input| is_in_place(input, output));
-        target(directory, replaces, args.take.follow_links)
+        target(directory, replaces, args.allow.follow_links)
             .with_context(|| format!("cannot download output {name:?} into {directory:?}"))?;
         let resolved = resolve(directory).unwrap_or_else(|| directory.to_owned());
         for (other, other_directory, other_resolved) in &targets {
@@ -124,7 +124,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
         }
     }
     if let Some(trace) = &args.trace {
-        let links = if args.take.follow_links { Ok(()) } else { refuse_links_here(trace) };
+        let links = if args.allow.follow_links { Ok(()) } else { refuse_links_here(trace) };
         links.and_then(|()| file(trace)).with_context(|| format!("cannot write the trace into {trace:?}"))?;
         let resolved = resolve(trace);
         if let Some((name, ..)) = targets.iter().find(|(.., target)| Some(target) == resolved.as_ref()) {
@@ -137,7 +137,7 @@ pub(crate) fn run(args: &RunArgs) -> anyhow::Result<()> {
 /// Checks one input. `:ro` at the end always means read-only. If a directory with that name exists, the error says how to write it.
 fn check_input(input: &InputArg, args: &RunArgs) -> anyhow::Result<()> {
     let Source::Directory(path) = &input.source else { return Ok(()) };
-    if !args.take.follow_links {
+    if !args.allow.follow_links {
         refuse_links_here(path).with_context(|| format!("cannot upload {path:?}"))?;
     }
     let mut literal = OsString::from(path);

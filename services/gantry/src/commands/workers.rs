@@ -41,8 +41,8 @@ pub(crate) async fn cordon(
     let cordoned = repeat(&doing, async || client.clone().cordon_worker(request.clone()).await).await?.worker;
     let drained = match cordoned {
         Some(cordoned) if !args.wait.no_wait => {
-            Waiting { connection, ui, seen: None }
-                .until(cordoned, |worker| worker.drained_at.is_some())
+            DrainWait { connection, ui, seen: None }
+                .wait_until(cordoned, |worker| worker.drained_at.is_some())
                 .await?
         }
         cordoned => cordoned,
@@ -81,8 +81,8 @@ pub(crate) async fn retire(
     let retiring = repeat(&doing, async || client.clone().retire_worker(request.clone()).await).await?.worker;
     let left = match retiring {
         Some(retiring) if !args.wait.no_wait => {
-            let left = Waiting { connection, ui, seen: None }
-                .until(retiring, |worker| !worker.held_up_by.is_empty());
+            let left = DrainWait { connection, ui, seen: None }
+                .wait_until(retiring, |worker| !worker.held_up_by.is_empty());
             left.await?
         }
         retiring => retiring,
@@ -159,23 +159,23 @@ fn answer(name: &str, worker: Option<&Worker>, gone: &str, as_json: bool) -> any
 }
 
 /// Wait for a worker to be drained or removed.
-struct Waiting<'a> {
+struct DrainWait<'a> {
     connection: &'a Connection,
     ui: &'a Ui,
     /// Last message about the worker.
     seen: Option<String>,
 }
 
-impl Waiting<'_> {
+impl DrainWait<'_> {
     /// Waits until no lease is left on the worker and it meets `wanted`. `None`: the worker was removed.
-    async fn until(
+    async fn wait_until(
         mut self,
         mut seen: Worker,
         wanted: impl Fn(&Worker) -> bool,
     ) -> anyhow::Result<Option<Worker>> {
         let id = seen.worker_id.clone();
         while seen.leases > 0 || !wanted(&seen) {
-            self.say(&seen).await?;
+            self.report(&seen).await?;
             tokio::time::sleep(POLL_INTERVAL).await;
             seen = match worker(self.connection, "show", &id).await {
                 Ok(seen) => seen,
@@ -189,7 +189,7 @@ impl Waiting<'_> {
     }
 
     /// Prints what the drain waits for, if that has changed.
-    async fn say(&mut self, worker: &Worker) -> anyhow::Result<()> {
+    async fn report(&mut self, worker: &Worker) -> anyhow::Result<()> {
         let workloads = self.running_on(&worker.worker_id).await?;
         let waits = waits_for(worker, &workloads);
         if self.seen.as_ref() != Some(&waits) {

@@ -29,18 +29,18 @@ pub(crate) struct End {
     pub(crate) message: Option<String>,
 }
 
-/// Returns the end of the command for a finished workload. `asked` is the exit code of the event because of which `gantry` cancelled the
+/// Returns the end of the command for a finished workload. `cancel_code` is the exit code of the event because of which `gantry` cancelled the
 /// workload.
-pub(crate) fn end(finished: &Finished, asked: Option<u8>) -> End {
-    let mut end = end_without_notes(finished, asked);
+pub(crate) fn end(finished: &Finished, cancel_code: Option<u8>) -> End {
+    let mut end = end_without_notes(finished, cancel_code);
     let lines = end.message.into_iter().chain(finished.notes.iter().cloned()).collect::<Vec<_>>();
     end.message = (!lines.is_empty()).then(|| lines.join("\n"));
     end
 }
 
-fn end_without_notes(finished: &Finished, asked: Option<u8>) -> End {
+fn end_without_notes(finished: &Finished, cancel_code: Option<u8>) -> End {
     let failure = finished.failure.as_ref();
-    match (asked, finished.outcome()) {
+    match (cancel_code, finished.outcome()) {
         (Some(code), Outcome::Aborted) => End { code, message: None },
         (None, Outcome::Aborted) => {
             End { code: TERMINATED, message: Some("the workload was cancelled".to_owned()) }
@@ -148,8 +148,8 @@ mod tests {
         }
     }
 
-    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, asked: Option<u8>) -> u8 {
-        end(&finished(outcome, how, reason), asked).code
+    fn code(outcome: Outcome, how: Option<How>, reason: Option<&str>, cancel_code: Option<u8>) -> u8 {
+        end(&finished(outcome, how, reason), cancel_code).code
     }
 
     #[test]
@@ -216,8 +216,8 @@ mod tests {
 
     #[test]
     fn unwritten_output_is_not_success() {
-        for asked in [PIPE, OURS] {
-            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(asked)), asked);
+        for cancel_code in [PIPE, OURS] {
+            assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(cancel_code)), cancel_code);
         }
     }
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rpc::pb::runtime::{
     Ack, AttachRequest, AttachResponse, CloseStdin, Detach, Output, Resume, Signal, StdinData, Stream,
-    attach_request::Message as Ask, attach_response::Message as Say,
+    attach_request::Message as RequestMessage, attach_response::Message as ResponseMessage,
 };
 use rpc::pb::scheduler::{
     GetRequest, GetWorkerRequest, Whereabouts, Worker, WorkerState, Workload, WorkloadState,
@@ -27,7 +27,7 @@ use crate::ending::error::Refused;
 use crate::follow::outage::{Outage, PATIENCE};
 use crate::follow::stdin::Stdin;
 use crate::render::labels;
-use crate::render::output::{CLOSED, Closed, Sink, Which};
+use crate::render::output::{CLOSED, Closed, OutputStream, Sink};
 use crate::render::table::duration;
 use crate::render::ui::Ui;
 
@@ -73,14 +73,14 @@ pub(crate) enum AttachEnd {
     /// The rest of the output cannot be read.
     Lost(Refused),
     /// The rest of the output cannot be read, because the workload has ended and its worker is missing.
-    Away(MissingWorker),
+    WorkerMissing(MissingWorker),
 }
 
 /// Worker that does not answer and is not waited for.
 #[derive(Debug)]
 pub(crate) enum MissingWorker {
     /// The worker with this name was removed from the cluster.
-    Gone(String),
+    Removed(String),
     /// The worker is lost, and may come back.
     Lost(Box<Worker>),
 }
@@ -88,7 +88,7 @@ pub(crate) enum MissingWorker {
 impl fmt::Display for MissingWorker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Gone(name) => write!(f, "its worker {name} was removed from the cluster"),
+            Self::Removed(name) => write!(f, "its worker {name} was removed from the cluster"),
             Self::Lost(worker) => {
                 let (name, how) = (&worker.name, labels::silent(worker));
                 write!(f, "its worker {name} is {how}; try again when the worker is back")
@@ -110,7 +110,7 @@ impl MissingWorker {
             }
             Err(status) => {
                 let is_gone = Refused::from(status).is(Reason::WorkerNotFound);
-                is_gone.then(|| Self::Gone(there.worker_name.clone()))
+                is_gone.then(|| Self::Removed(there.worker_name.clone()))
             }
         }
     }
@@ -138,7 +138,7 @@ pub(crate) async fn attach(
             streams.process = Some(whereabouts.attempt_id.clone());
         }
         let before = progress(streams);
-        let refused = match once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
+        let refused = match attach_once(connection, ui, workload, &whereabouts, streams, &interrupted).await {
             Ok(end) => return end,
             Err(refused) => refused,
         };
@@ -167,8 +167,8 @@ pub(crate) async fn attach(
         // The next attempt shows whether the cluster runs again.
         _ = connection.revive(ui).await;
         let Some(now) = current(connection, workload).await else { continue };
-        if let Some(away) = MissingWorker::of(connection, &now).await {
-            return AttachEnd::Away(away);
+        if let Some(missing) = MissingWorker::of(connection, &now).await {
+            return AttachEnd::WorkerMissing(missing);
         }
         whereabouts = now.whereabouts.unwrap_or(whereabouts);
     }
@@ -190,7 +190,7 @@ fn progress(streams: &Streams) -> (u64, u64) {
 }
 
 /// Makes one call. An error means that the call broke.
-async fn once(
+async fn attach_once(
     connection: &Connection,
     ui: &Ui,
     workload: &str,
@@ -212,14 +212,14 @@ async fn once(
                     tokio::time::sleep(LOST_AFTER).await;
                     Some(lost)
                 }
-                away => away,
+                missing => missing,
             },
             None => None,
         }
     };
-    let (asks, responses) = tokio::select! {
+    let (requests, responses) = tokio::select! {
         opened = open(containers, &connection.team, whereabouts, streams) => opened?,
-        Some(away) = doubt => return Ok(AttachEnd::Away(away)),
+        Some(missing) = doubt => return Ok(AttachEnd::WorkerMissing(missing)),
     };
 
     let Streams { stdout, stderr, stdin, acknowledge, interrupt, opened, .. } = streams;
@@ -228,13 +228,13 @@ async fn once(
         written: acknowledge.then(|| [stdout.written(), stderr.written()]),
         closed: stdout.written(),
         taken: taken_by_process,
-        asks: asks.clone(),
+        requests: requests.clone(),
     };
     let interrupting = async {
         loop {
             interrupt.notified().await;
             interrupted.store(true, Ordering::Relaxed);
-            if asks.send(ask(Ask::Signal(Signal { number: SIGINT }))).await.is_err() {
+            if requests.send(request(RequestMessage::Signal(Signal { number: SIGINT }))).await.is_err() {
                 // The next call sends the signal.
                 interrupt.notify_one();
                 return std::future::pending::<Infallible>().await;
@@ -254,7 +254,7 @@ async fn open(
     whereabouts: &Whereabouts,
     streams: &Streams,
 ) -> Result<(mpsc::Sender<AttachRequest>, Streaming<AttachResponse>), Refused> {
-    let (asks, queue) = mpsc::channel(4);
+    let (requests, queue) = mpsc::channel(4);
     let resume = Resume {
         team: team.to_owned(),
         process_id: whereabouts.attempt_id.clone(),
@@ -264,23 +264,23 @@ async fn open(
         observes: !streams.acknowledge,
     };
     // This cannot fail: the queue is empty and its receiver exists.
-    _ = asks.send(ask(Ask::Resume(resume))).await;
+    _ = requests.send(request(RequestMessage::Resume(resume))).await;
     let responses = containers.attach(ReceiverStream::new(queue)).await?.into_inner();
-    Ok((asks, responses))
+    Ok((requests, responses))
 }
 
-/// Tells the gateway that the caller detaches on purpose, so that the process is not held back for long.
+/// Sends the gateway a Detach message, so that the process is not slowed down for long.
 pub(crate) async fn detach(connection: &Connection, whereabouts: &Whereabouts, streams: &Streams) {
     let Ok(containers) = connection.containers_at(&whereabouts.gateway_endpoint).await else { return };
-    let said = async {
-        let (asks, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
-        _ = asks.send(ask(Ask::Detach(Detach {}))).await;
-        drop(asks);
+    let sending = async {
+        let (requests, mut responses) = open(containers, &connection.team, whereabouts, streams).await?;
+        _ = requests.send(request(RequestMessage::Detach(Detach {}))).await;
+        drop(requests);
         while responses.message().await?.is_some() {}
         Ok::<_, Refused>(())
     };
     // Nothing confirms the message. It gets a moment before the command ends.
-    _ = tokio::time::timeout(Duration::from_millis(300), said).await;
+    _ = tokio::time::timeout(Duration::from_millis(300), sending).await;
 }
 
 async fn receive(
@@ -292,28 +292,28 @@ async fn receive(
 ) -> Result<AttachEnd, Refused> {
     while let Some(AttachResponse { message }) = responses.message().await? {
         let written = match message {
-            Some(Say::Started(started)) => {
+            Some(ResponseMessage::Started(started)) => {
                 *opened = Some(Instant::now());
                 taken.send_replace(Some(InputPosition { offset: started.stdin_offset, ended: false }));
                 Ok(())
             }
-            Some(Say::StdinAck(ack)) => {
+            Some(ResponseMessage::StdinAck(ack)) => {
                 taken.send_replace(Some(InputPosition { offset: ack.offset, ended: false }));
                 Ok(())
             }
-            Some(Say::Exited(_)) => {
+            Some(ResponseMessage::Exited(_)) => {
                 taken.send_modify(|taken| taken.get_or_insert_default().ended = true);
                 Ok(())
             }
-            Some(Say::Output(output)) => match Stream::try_from(output.stream) {
-                Ok(Stream::Stderr) => write(ui, stderr, Which::Stderr, output).await,
-                _ => write(ui, stdout, Which::Stdout, output).await,
+            Some(ResponseMessage::Output(output)) => match Stream::try_from(output.stream) {
+                Ok(Stream::Stderr) => write(ui, stderr, OutputStream::Stderr, output).await,
+                _ => write(ui, stdout, OutputStream::Stdout, output).await,
             },
             // The connection between the gateway and the worker was down for a while.
-            Some(Say::Truncated(truncated)) if truncated.from == truncated.to => {
+            Some(ResponseMessage::Truncated(truncated)) if truncated.from == truncated.to => {
                 let (which, sink) = match Stream::try_from(truncated.stream) {
-                    Ok(Stream::Stderr) => (Which::Stderr, &mut *stderr),
-                    _ => (Which::Stdout, &mut *stdout),
+                    Ok(Stream::Stderr) => (OutputStream::Stderr, &mut *stderr),
+                    _ => (OutputStream::Stdout, &mut *stdout),
                 };
                 let name = which.name();
                 ui.warn(&format!(
@@ -323,11 +323,11 @@ async fn receive(
                 // Another gateway reads the output now, and counts from another offset.
                 sink.skip(truncated.from).await.map(|_| ())
             }
-            Some(Say::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
-                Ok(Stream::Stderr) => skip(ui, stderr, Which::Stderr, truncated.to).await,
-                _ => skip(ui, stdout, Which::Stdout, truncated.to).await,
+            Some(ResponseMessage::Truncated(truncated)) => match Stream::try_from(truncated.stream) {
+                Ok(Stream::Stderr) => skip(ui, stderr, OutputStream::Stderr, truncated.to).await,
+                _ => skip(ui, stdout, OutputStream::Stdout, truncated.to).await,
             },
-            Some(Say::Done(_)) => {
+            Some(ResponseMessage::Done(_)) => {
                 let flushed = match stdout.flush().await {
                     Ok(()) => stderr.flush().await,
                     closed => closed,
@@ -343,19 +343,19 @@ async fn receive(
     Err(Refused::cut())
 }
 
-async fn write(ui: &Ui, sink: &mut Sink, which: Which, output: Output) -> Result<(), Closed> {
+async fn write(ui: &Ui, sink: &mut Sink, which: OutputStream, output: Output) -> Result<(), Closed> {
     let missed = sink.push(output.offset, output.data).await?;
-    missing(ui, sink, which, missed);
+    report_missing(ui, sink, which, missed);
     Ok(())
 }
 
-async fn skip(ui: &Ui, sink: &mut Sink, which: Which, to: u64) -> Result<(), Closed> {
+async fn skip(ui: &Ui, sink: &mut Sink, which: OutputStream, to: u64) -> Result<(), Closed> {
     let missed = sink.skip(to).await?;
-    missing(ui, sink, which, missed);
+    report_missing(ui, sink, which, missed);
     Ok(())
 }
 
-fn missing(ui: &Ui, sink: &mut Sink, which: Which, bytes: u64) {
+fn report_missing(ui: &Ui, sink: &mut Sink, which: OutputStream, bytes: u64) {
     if bytes > 0 {
         sink.miss(bytes);
         ui.warn(&format!(
@@ -380,22 +380,22 @@ struct Sender {
     written: Option<[watch::Receiver<u64>; 2]>,
     closed: watch::Receiver<u64>,
     taken: watch::Receiver<Option<InputPosition>>,
-    asks: mpsc::Sender<AttachRequest>,
+    requests: mpsc::Sender<AttachRequest>,
 }
 
 impl Sender {
     /// Sends until the call ends. Resolves only when standard output is closed.
     async fn run(self, stdin: Option<&mut Stdin>) -> Closed {
-        let Self { written, mut closed, taken, asks } = self;
+        let Self { written, mut closed, taken, requests } = self;
         let input = async {
             if let Some(stdin) = stdin {
-                send_input(stdin, taken, &asks).await;
+                send_input(stdin, taken, &requests).await;
             }
             std::future::pending::<()>().await
         };
         let acks = async {
             if let Some([stdout, stderr]) = written {
-                send_acks(stdout, stderr, &asks).await;
+                send_acks(stdout, stderr, &requests).await;
             }
             std::future::pending::<()>().await
         };
@@ -411,20 +411,20 @@ impl Sender {
 async fn send_input(
     stdin: &mut Stdin,
     mut taken: watch::Receiver<Option<InputPosition>>,
-    asks: &mpsc::Sender<AttachRequest>,
+    requests: &mpsc::Sender<AttachRequest>,
 ) {
     let Ok(first) = taken.wait_for(Option::is_some).await.map(|taken| taken.unwrap_or_default()) else {
         return;
     };
-    stdin.taken(first.offset);
+    stdin.drop_taken(first.offset);
     for (offset, data) in stdin.kept().collect::<Vec<_>>() {
-        if asks.send(input(offset, data)).await.is_err() {
+        if requests.send(input(offset, data)).await.is_err() {
             return;
         }
     }
     while !stdin.ended() {
         let now = taken.borrow_and_update().unwrap_or_default();
-        stdin.taken(now.offset);
+        stdin.drop_taken(now.offset);
         if now.ended {
             return;
         }
@@ -432,16 +432,16 @@ async fn send_input(
         tokio::select! {
             changed = taken.changed() => if changed.is_err() { return },
             piece = stdin.next(), if room => if let Some((offset, data)) = piece
-                && asks.send(input(offset, data)).await.is_err()
+                && requests.send(input(offset, data)).await.is_err()
             {
                 return;
             },
         }
     }
     // An error here means that the call broke. The next call sends the message again.
-    _ = asks.send(ask(Ask::CloseStdin(CloseStdin {}))).await;
+    _ = requests.send(request(RequestMessage::CloseStdin(CloseStdin {}))).await;
     while taken.changed().await.is_ok() {
-        stdin.taken(taken.borrow_and_update().unwrap_or_default().offset);
+        stdin.drop_taken(taken.borrow_and_update().unwrap_or_default().offset);
     }
 }
 
@@ -449,43 +449,43 @@ async fn send_input(
 async fn send_acks(
     mut stdout: watch::Receiver<u64>,
     mut stderr: watch::Receiver<u64>,
-    asks: &mpsc::Sender<AttachRequest>,
+    requests: &mpsc::Sender<AttachRequest>,
 ) {
-    let mut said = (0, 0);
+    let mut acknowledged = (0, 0);
     loop {
         let now = (*stdout.borrow_and_update(), *stderr.borrow_and_update());
         if now.0 == CLOSED || now.1 == CLOSED {
             return;
         }
-        if now.0 >= said.0 + ACK_EVERY || now.1 >= said.1 + ACK_EVERY {
+        if now.0 >= acknowledged.0 + ACK_EVERY || now.1 >= acknowledged.1 + ACK_EVERY {
             let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-            if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+            if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
                 return;
             }
-            said = now;
+            acknowledged = now;
         }
         // Small amounts of output are acknowledged with a delay, together with the output that follows.
-        let pause = if now == said { Duration::MAX } else { Duration::from_millis(20) };
+        let pause = if now == acknowledged { Duration::MAX } else { Duration::from_millis(20) };
         tokio::select! {
             changed = stdout.changed() => if changed.is_err() { return },
             changed = stderr.changed() => if changed.is_err() { return },
             () = tokio::time::sleep(pause) => {
                 let ack = Ack { stdout_offset: now.0, stderr_offset: now.1 };
-                if asks.send(ask(Ask::Ack(ack))).await.is_err() {
+                if requests.send(request(RequestMessage::Ack(ack))).await.is_err() {
                     return;
                 }
-                said = now;
+                acknowledged = now;
             }
         }
     }
 }
 
-fn ask(message: Ask) -> AttachRequest {
+fn request(message: RequestMessage) -> AttachRequest {
     AttachRequest { message: Some(message) }
 }
 
 fn input(offset: u64, data: bytes::Bytes) -> AttachRequest {
-    ask(Ask::Stdin(StdinData { offset, data }))
+    request(RequestMessage::Stdin(StdinData { offset, data }))
 }
 
 #[cfg(test)]

@@ -15,10 +15,10 @@ pub(crate) enum Delivery {
 
 /// Prints how the workload ended, and returns the exit code. A failure of the command itself wins over a problem with its outputs.
 pub(crate) fn end(ui: &Ui, followed: &FollowResult, downloaded: &anyhow::Result<Delivery>) -> u8 {
-    let mut end = exit_code::end(&followed.finished, followed.asked);
+    let mut end = exit_code::end(&followed.finished, followed.cancel_code);
     // An interrupted command may exit with 0 although its work is not complete.
-    if let (0, Some(asked)) = (end.code, followed.asked.or(followed.unread)) {
-        end.code = asked;
+    if let (0, Some(code)) = (end.code, followed.cancel_code.or(followed.closed_code)) {
+        end.code = code;
     }
     if let Some(message) = &end.message {
         ui.warn(message);

@@ -26,10 +26,10 @@ use crate::ending::error::{Interrupted, Refused, refused};
 use crate::ending::exit_code;
 use crate::ending::signals::Signals;
 use crate::follow::attach::{AttachEnd, Streams, attach, detach};
-use crate::follow::narrate::{Waiting, said};
+use crate::follow::narrate::{WaitReasons, describe_event};
 use crate::follow::stdin::Stdin;
 use crate::follow::watch::Watch;
-use crate::render::output::{Sink, Which};
+use crate::render::output::{OutputStream, Sink};
 use crate::render::ui::Ui;
 
 /// Time between SIGTERM and SIGKILL for a cancelled workload.
@@ -68,9 +68,9 @@ pub(crate) struct Follow<'a> {
 pub(crate) struct FollowResult {
     pub(crate) finished: Finished,
     /// Exit code of the event because of which the workload was cancelled.
-    pub(crate) asked: Option<u8>,
+    pub(crate) cancel_code: Option<u8>,
     /// Exit code if standard output was closed before all output was written, even if the workload had ended.
-    pub(crate) unread: Option<u8>,
+    pub(crate) closed_code: Option<u8>,
     /// Some of the output is missing.
     pub(crate) output_lost: bool,
 }
@@ -81,15 +81,15 @@ struct State {
     running: Option<Whereabouts>,
     finished: Option<Finished>,
     /// Exit code of the event because of which the workload was cancelled.
-    asked: Option<u8>,
-    unread: Option<u8>,
+    cancel_code: Option<u8>,
+    closed_code: Option<u8>,
     cancelling: JoinSet<anyhow::Result<()>>,
     /// Interrupts the attached process.
     interrupt: Arc<Notify>,
     /// The process was interrupted, and the workload will be cancelled if the process goes on.
     interrupted: bool,
     /// Reason why the workload waits.
-    waiting: Waiting,
+    waiting: WaitReasons,
 }
 
 impl Follow<'_> {
@@ -111,15 +111,20 @@ impl Follow<'_> {
                 break finished;
             }
             tokio::select! {
-                event = watch.next() => self.take(event?, &mut state),
+                event = watch.next() => self.handle_event(event?, &mut state),
                 Some(why) = state.waiting.next() => {
                     self.ui.event("waiting", why.details);
                     self.ui.note(&why.text);
                 }
-                code = signals.next() => self.signalled(code, &mut state).await?,
+                code = signals.next() => self.handle_signal(code, &mut state).await?,
             }
         };
-        Ok(FollowResult { finished, asked: state.asked, unread: state.unread, output_lost })
+        Ok(FollowResult {
+            finished,
+            cancel_code: state.cancel_code,
+            closed_code: state.closed_code,
+            output_lost,
+        })
     }
 
     /// Copies output and input to their end. Returns whether some output is lost.
@@ -140,9 +145,9 @@ impl Follow<'_> {
             let attached = loop {
                 tokio::select! {
                     end = &mut copying => break Ok(end),
-                    event = watch.next(), if state.finished.is_none() => self.take(event?, state),
+                    event = watch.next(), if state.finished.is_none() => self.handle_event(event?, state),
                     code = signals.next() => match self.on_signal {
-                        OnSignal::Cancel if code == exit_code::INTERRUPTED && state.asked.is_none() => {
+                        OnSignal::Cancel if code == exit_code::INTERRUPTED && state.cancel_code.is_none() => {
                             self.interrupt(state);
                         }
                         OnSignal::Cancel => self.cancel_or_leave(code, state).await?,
@@ -159,10 +164,10 @@ impl Follow<'_> {
             ui.error(&format!(
                 "cannot send standard input to the command: {refused}; the command is stopped"
             ));
-            if state.asked.is_none() && state.finished.is_none() {
+            if state.cancel_code.is_none() && state.finished.is_none() {
                 self.cancel(state);
             }
-            state.asked.get_or_insert(exit_code::OURS);
+            state.cancel_code.get_or_insert(exit_code::OURS);
         };
         let failure = match (&attached, streams.stdout.failure()) {
             (Ok(AttachEnd::StdoutClosed), Some(error)) => {
@@ -181,11 +186,14 @@ impl Follow<'_> {
                 Ok(streams.stdout.missing() > 0 || streams.stderr.missing() > 0)
             }
             (Ok(AttachEnd::Lost(refused) | AttachEnd::InputRefused(refused)), _) => {
-                ui.warn(&lost(&self.workload, had(&streams), &refused));
+                ui.warn(&describe_lost_output(&self.workload, received_bytes(&streams), &refused));
                 Ok(true)
             }
-            (Ok(AttachEnd::Away(away)), _) => {
-                ui.warn(&format!("cannot read {}: {away}", output_of(&self.workload, had(&streams))));
+            (Ok(AttachEnd::WorkerMissing(missing)), _) => {
+                ui.warn(&format!(
+                    "cannot read {}: {missing}",
+                    output_of(&self.workload, received_bytes(&streams))
+                ));
                 Ok(true)
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Leave) => {
@@ -198,22 +206,22 @@ impl Follow<'_> {
             }
             (Ok(AttachEnd::StdoutClosed), OnSignal::Cancel) => {
                 if state.finished.is_none() {
-                    if state.asked.is_none() {
+                    if state.cancel_code.is_none() {
                         self.cancel(state);
                     }
-                    state.asked.get_or_insert(code);
+                    state.cancel_code.get_or_insert(code);
                 }
-                state.unread = Some(code);
+                state.closed_code = Some(code);
                 Ok(failure.is_some())
             }
         }
     }
 
     /// Prints an event, and updates the state.
-    fn take(&self, event: Event, state: &mut State) {
+    fn handle_event(&self, event: Event, state: &mut State) {
         state.waiting.over();
         if self.narrate {
-            self.say(&event, state);
+            self.print_event(&event, state);
         }
         match event {
             Event::Running(event) => state.running = event.whereabouts,
@@ -228,28 +236,28 @@ impl Follow<'_> {
         }
     }
 
-    fn say(&self, event: &Event, state: &mut State) {
+    fn print_event(&self, event: &Event, state: &mut State) {
         // The caller prints this event last, with the exit code.
         if matches!(event, Event::Finished(_)) {
             return;
         }
-        let said = said(event);
-        self.ui.event(said.name, said.details.clone());
-        if !said.is_news {
+        let description = describe_event(event);
+        self.ui.event(description.name, description.details.clone());
+        if !description.is_news {
             return;
         }
         match event {
-            Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, said),
-            _ => said.text.lines().for_each(|line| self.ui.note(line)),
+            Event::Queued(_) => state.waiting.changed(self.connection, &self.workload, description),
+            _ => description.text.lines().for_each(|line| self.ui.note(line)),
         }
     }
 
     /// Handles a signal while no process is attached.
-    async fn signalled(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
+    async fn handle_signal(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
         match self.on_signal {
             OnSignal::Cancel => self.cancel_or_leave(code, state).await,
             OnSignal::Leave => {
-                self.say_left(state).await;
+                self.print_if_running(state).await;
                 Err(Interrupted(code).into())
             }
         }
@@ -257,13 +265,13 @@ impl Follow<'_> {
 
     /// Cancels the workload at the first signal. At the second signal, ends the command once the scheduler has the cancellation.
     async fn cancel_or_leave(&self, code: u8, state: &mut State) -> anyhow::Result<()> {
-        if state.asked.is_some() {
+        if state.cancel_code.is_some() {
             // The first signal may have interrupted the process only.
             self.cancel(state);
             // The caller wants to leave, so the scheduler has two seconds to answer.
-            let heard = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
+            let cancelled = tokio::time::timeout(Duration::from_secs(2), state.cancelling.join_next()).await;
             let workload = &self.workload;
-            if matches!(heard, Ok(Some(Ok(Ok(()))))) {
+            if matches!(cancelled, Ok(Some(Ok(Ok(()))))) {
                 self.ui.note(&format!("leaving; workload {workload} is cancelled"));
             } else {
                 self.ui.warn(&format!(
@@ -272,7 +280,7 @@ impl Follow<'_> {
             }
             return Err(Interrupted(code).into());
         }
-        state.asked = Some(code);
+        state.cancel_code = Some(code);
         self.ui.note("stopping the command; it is killed after 10 s; repeat the signal to leave at once");
         self.cancel(state);
         Ok(())
@@ -280,7 +288,7 @@ impl Follow<'_> {
 
     /// Interrupts the process, and cancels the workload if the process goes on.
     fn interrupt(&self, state: &mut State) {
-        state.asked = Some(exit_code::INTERRUPTED);
+        state.cancel_code = Some(exit_code::INTERRUPTED);
         state.interrupted = true;
         self.ui
             .note("interrupting the command; it is killed after 10 s; press Ctrl-C again to leave at once");
@@ -303,11 +311,11 @@ impl Follow<'_> {
         if self.acknowledge {
             detach(self.connection, whereabouts, streams).await;
         }
-        self.say_left(state).await;
+        self.print_if_running(state).await;
     }
 
     /// Prints that the workload runs on, if it does. `gantry logs` never stops a workload, so it prints nothing.
-    async fn say_left(&self, state: &State) {
+    async fn print_if_running(&self, state: &State) {
         if !self.acknowledge || state.finished.is_some() {
             return;
         }
@@ -323,19 +331,19 @@ impl Follow<'_> {
 }
 
 /// Returns the number of received bytes.
-fn had(streams: &Streams) -> u64 {
+fn received_bytes(streams: &Streams) -> u64 {
     streams.stdout.received() + streams.stderr.received()
 }
 
-/// Names the missing part of the output if `had` bytes were received.
-fn output_of(workload: &str, had: u64) -> String {
-    let what = if had == 0 { "the output" } else { "the rest of the output" };
+/// Names the missing part of the output if `received` bytes were received.
+fn output_of(workload: &str, received: u64) -> String {
+    let what = if received == 0 { "the output" } else { "the rest of the output" };
     format!("{what} of workload {workload}")
 }
 
-/// Describes output that cannot be read after `had` bytes.
-fn lost(workload: &str, had: u64, refused: &Refused) -> String {
-    let what = output_of(workload, had);
+/// Describes output that cannot be read after `received` bytes.
+fn describe_lost_output(workload: &str, received: u64, refused: &Refused) -> String {
+    let what = output_of(workload, received);
     if refused.is(Reason::ProcessNotFound) {
         return format!(
             "{what} is deleted: output is kept for 5 minutes after the end of a workload, or for the --gc-grace of the \
@@ -351,14 +359,14 @@ fn lost(workload: &str, had: u64, refused: &Refused) -> String {
 
 /// Opens the local ends of the output and input of a process.
 fn streams(ui: &Ui, stdin: bool, acknowledge: bool) -> anyhow::Result<Streams> {
-    let sink = |which: Which| match ui.events() {
+    let sink = |which: OutputStream| match ui.events() {
         Some(events) => Ok(Sink::events(which, events)),
         None => Sink::raw(which, ui.unfinished())
             .with_context(|| format!("cannot use {}: it is closed", which.name())),
     };
     Ok(Streams {
-        stdout: sink(Which::Stdout)?,
-        stderr: sink(Which::Stderr)?,
+        stdout: sink(OutputStream::Stdout)?,
+        stderr: sink(OutputStream::Stderr)?,
         stdin: stdin.then(Stdin::read),
         acknowledge,
         process: None,

@@ -18,7 +18,7 @@ use crate::render::table::{bytes, plain};
 const WIDTH: usize = 1000;
 
 /// Description of an event.
-pub(crate) struct Said {
+pub(crate) struct EventDescription {
     /// Name of the event, for programs.
     pub(crate) name: &'static str,
     /// Details for programs: an object.
@@ -30,7 +30,7 @@ pub(crate) struct Said {
 }
 
 /// Describes `event`.
-pub(crate) fn said(event: &Event) -> Said {
+pub(crate) fn describe_event(event: &Event) -> EventDescription {
     let (name, details, text, is_news) = match event {
         Event::Queued(queued) => {
             let text = match queued.reasons.as_slice() {
@@ -73,7 +73,7 @@ pub(crate) fn said(event: &Event) -> Said {
             ("finished", shown::finished(finished, end.code), text, false)
         }
     };
-    Said { name, details, text, is_news }
+    EventDescription { name, details, text, is_news }
 }
 
 fn worker(at: Option<&Whereabouts>) -> String {
@@ -100,24 +100,24 @@ fn describe_inputs(inputs: &[InputProgress]) -> String {
 
 /// Query for the reason why a workload waits, repeated each time that the reason changes.
 #[derive(Default)]
-pub(crate) struct Waiting {
-    asked: JoinSet<Option<Why>>,
-    told: Option<String>,
+pub(crate) struct WaitReasons {
+    queries: JoinSet<Option<WaitReason>>,
+    last: Option<String>,
 }
 
 /// Reason why a workload waits, with the expected wait.
-pub(crate) struct Why {
+pub(crate) struct WaitReason {
     /// Details for programs.
     pub(crate) details: Value,
     /// Text for people.
     pub(crate) text: String,
     /// Part of the text that must change before the text is printed again.
-    why: String,
+    key: String,
 }
 
-impl Waiting {
+impl WaitReasons {
     /// Starts a query, because the reasons have changed. `otherwise` is used if the scheduler does not explain the workload.
-    pub(crate) fn changed(&mut self, connection: &Connection, workload: &str, otherwise: Said) {
+    pub(crate) fn changed(&mut self, connection: &Connection, workload: &str, otherwise: EventDescription) {
         self.over();
         let subject = Subject::Workload(WaitingWorkload {
             team: connection.team.clone(),
@@ -125,7 +125,7 @@ impl Waiting {
         });
         let request = ExplainRequest { subject: Some(subject), max_workers: 1, workers: Vec::new() };
         let mut placements = connection.placements();
-        self.asked.spawn(async move {
+        self.queries.spawn(async move {
             match placements.explain(request).await {
                 Ok(response) => {
                     let response = response.into_inner();
@@ -134,13 +134,13 @@ impl Waiting {
                         "why": response.summary,
                         "expected_wait_seconds": labels::expected_wait(&response).map(|wait| wait.as_secs_f64()),
                     });
-                    Some(Why { details, text: explanation::short(&response), why: response.summary })
+                    Some(WaitReason { details, text: explanation::short(&response), key: response.summary })
                 }
                 // The workload no longer waits.
                 Err(status) if status.code() == tonic::Code::FailedPrecondition => None,
-                Err(_) => Some(Why {
+                Err(_) => Some(WaitReason {
                     details: otherwise.details,
-                    why: otherwise.text.clone(),
+                    key: otherwise.text.clone(),
                     text: otherwise.text,
                 }),
             }
@@ -149,16 +149,16 @@ impl Waiting {
 
     /// Ends the query, because the workload no longer waits.
     pub(crate) fn over(&mut self) {
-        self.asked = JoinSet::new();
+        self.queries = JoinSet::new();
     }
 
     /// Returns the reason once it is known, if it has changed. `None`: no query runs. Cancel safe.
-    pub(crate) async fn next(&mut self) -> Option<Why> {
-        while let Some(answered) = self.asked.join_next().await {
-            let Ok(Some(why)) = answered else { continue };
-            if self.told.as_ref() != Some(&why.why) {
-                self.told = Some(why.why.clone());
-                return Some(why);
+    pub(crate) async fn next(&mut self) -> Option<WaitReason> {
+        while let Some(answered) = self.queries.join_next().await {
+            let Ok(Some(reason)) = answered else { continue };
+            if self.last.as_ref() != Some(&reason.key) {
+                self.last = Some(reason.key.clone());
+                return Some(reason);
             }
         }
         None

@@ -70,7 +70,7 @@ impl Stdin {
     }
 
     /// Drops the pieces that the process has taken, which are those before `offset`.
-    pub(crate) fn taken(&mut self, offset: u64) {
+    pub(crate) fn drop_taken(&mut self, offset: u64) {
         while self.kept.front().is_some_and(|(at, piece)| at + piece.len() as u64 <= offset) {
             self.kept.pop_front();
         }

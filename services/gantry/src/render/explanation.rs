@@ -152,8 +152,8 @@ mod tests {
         let line = "waiting, 3rd in the queue: all 12 workers that could take it are full";
         assert_eq!(short(&response), format!("{line}; about 40 s"));
         response.workers_gone = 3;
-        let told = text(&response, false);
-        assert!(told.contains("\nSummary of all 12 workers and 3 recently removed ones\n"), "{told}");
+        let gone = text(&response, false);
+        assert!(gone.contains("\nSummary of all 12 workers and 3 recently removed ones\n"), "{gone}");
         response.expected_wait = None;
         response.expected_wait_basis = "unknown: none came free".to_owned();
         assert_eq!(short(&response), line);

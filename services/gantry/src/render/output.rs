@@ -29,12 +29,12 @@ const LOOK_AGAIN: Duration = Duration::from_millis(1);
 
 /// Output stream of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Which {
+pub(crate) enum OutputStream {
     Stdout,
     Stderr,
 }
 
-impl Which {
+impl OutputStream {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Stdout => "stdout",
@@ -48,7 +48,7 @@ impl Which {
 pub(crate) struct Closed;
 
 enum Item {
-    Output { which: Which, offset: u64, data: Bytes, written: watch::Sender<u64> },
+    Output { which: OutputStream, offset: u64, data: Bytes, written: watch::Sender<u64> },
     Event(String),
 }
 
@@ -87,7 +87,7 @@ impl Events {
 
 /// Sink for one output stream of a process.
 pub(crate) struct Sink {
-    which: Which,
+    which: OutputStream,
     items: mpsc::SyncSender<Item>,
     /// Offset of the next byte in the output.
     received: u64,
@@ -101,22 +101,22 @@ pub(crate) struct Sink {
 impl Sink {
     /// Makes a sink that copies to standard output or standard error. `unfinished` is set while the last line that goes to the same place as
     /// standard error has no end.
-    pub(crate) fn raw(which: Which, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
+    pub(crate) fn raw(which: OutputStream, unfinished: &Arc<AtomicBool>) -> io::Result<Self> {
         let file = match which {
-            Which::Stdout => io::stdout().as_fd().try_clone_to_owned(),
-            Which::Stderr => io::stderr().as_fd().try_clone_to_owned(),
+            OutputStream::Stdout => io::stdout().as_fd().try_clone_to_owned(),
+            OutputStream::Stderr => io::stderr().as_fd().try_clone_to_owned(),
         }?;
-        let unfinished = (which == Which::Stderr || is_one_file()).then(|| unfinished.clone());
+        let unfinished = (which == OutputStream::Stderr || is_one_file()).then(|| unfinished.clone());
         Ok(Self::to_file(file, which, unfinished))
     }
 
     /// Makes a sink that writes events.
-    pub(crate) fn events(which: Which, events: &Events) -> Self {
+    pub(crate) fn events(which: OutputStream, events: &Events) -> Self {
         Self::new(which, events.items.clone(), events.failure.clone())
     }
 
     /// Makes a sink that copies to a file.
-    pub(crate) fn to_file(file: OwnedFd, which: Which, unfinished: Option<Arc<AtomicBool>>) -> Self {
+    pub(crate) fn to_file(file: OwnedFd, which: OutputStream, unfinished: Option<Arc<AtomicBool>>) -> Self {
         let (items, queue) = mpsc::sync_channel(QUEUE);
         let failure = Failure::default();
         std::thread::spawn({
@@ -126,7 +126,7 @@ impl Sink {
         Self::new(which, items, failure)
     }
 
-    fn new(which: Which, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
+    fn new(which: OutputStream, items: mpsc::SyncSender<Item>, failure: Failure) -> Self {
         let (writing, written) = watch::channel(0);
         Self { which, items, received: 0, missing: 0, written, writing, failure }
     }
@@ -227,7 +227,7 @@ fn note_failure(failure: &Failure, error: io::Error) {
 
 fn write_raw(
     file: OwnedFd,
-    which: Which,
+    which: OutputStream,
     queue: mpsc::Receiver<Item>,
     unfinished: Option<&AtomicBool>,
     failure: &Failure,
@@ -240,7 +240,7 @@ fn write_raw(
             unfinished.store(*last != b'\n', Ordering::Relaxed);
         }
         if !lost && let Err(error) = write_all(&mut file, &data) {
-            if which == Which::Stdout {
+            if which == OutputStream::Stdout {
                 note_failure(failure, error);
                 written.send_replace(CLOSED);
                 return;
@@ -294,14 +294,14 @@ mod tests {
     #[tokio::test]
     async fn full_disk_differs_from_missing_reader() {
         let full = File::options().write(true).open("/dev/full").expect("there");
-        let mut sink = Sink::to_file(full.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(full.into(), OutputStream::Stdout, None);
         let pushed = sink.push(0, Bytes::from_static(b"x")).await;
         assert!(pushed.is_err() || sink.flush().await.is_err());
         assert_eq!(sink.failure().map(io::Error::kind), Some(io::ErrorKind::StorageFull));
 
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         let pushed = sink.push(0, Bytes::from_static(b"x")).await;
         assert!(pushed.is_err() || sink.flush().await.is_err());
         assert!(sink.failure().is_none());
@@ -311,7 +311,7 @@ mod tests {
     async fn unfinished_line_is_detected() {
         let null = || File::create("/dev/null").expect("there").into();
         let unfinished = Arc::new(AtomicBool::new(false));
-        let mut sink = Sink::to_file(null(), Which::Stdout, Some(unfinished.clone()));
+        let mut sink = Sink::to_file(null(), OutputStream::Stdout, Some(unfinished.clone()));
         for (offset, data, expected) in [(0, "a", true), (1, "b\n", false), (3, "c", true)] {
             sink.push(offset, Bytes::from_static(data.as_bytes())).await.expect("open");
             sink.flush().await.expect("open");
@@ -322,7 +322,7 @@ mod tests {
     #[tokio::test]
     async fn repeated_bytes_are_dropped_and_gaps_counted() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         assert_eq!(sink.push(0, Bytes::from_static(b"hello ")).await, Ok(0));
         assert_eq!(sink.push(3, Bytes::from_static(b"lo wor")).await, Ok(0));
         assert_eq!(sink.push(2, Bytes::from_static(b"llo")).await, Ok(0));
@@ -338,7 +338,7 @@ mod tests {
     #[tokio::test]
     async fn stalled_reader_stops_sink() {
         let (mut reader, writer) = io::pipe().expect("a pipe");
-        let mut sink = Sink::to_file(writer.into(), Which::Stdout, None);
+        let mut sink = Sink::to_file(writer.into(), OutputStream::Stdout, None);
         let piece = Bytes::from(vec![7; 1 << 20]);
         let mut pushed = 0_u64;
         while tokio::time::timeout(Duration::from_millis(200), sink.push(pushed, piece.clone())).await.is_ok()
@@ -360,8 +360,9 @@ mod tests {
     async fn closed_stdout_fails_and_closed_stderr_does_not() {
         let (reader, writer) = io::pipe().expect("a pipe");
         drop(reader);
-        let mut stdout = Sink::to_file(writer.try_clone().expect("another").into(), Which::Stdout, None);
-        let mut stderr = Sink::to_file(writer.into(), Which::Stderr, None);
+        let mut stdout =
+            Sink::to_file(writer.try_clone().expect("another").into(), OutputStream::Stdout, None);
+        let mut stderr = Sink::to_file(writer.into(), OutputStream::Stderr, None);
         assert_eq!(
             match stdout.push(0, Bytes::from_static(b"x")).await {
                 Ok(_) => stdout.flush().await,

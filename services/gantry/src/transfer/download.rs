@@ -13,7 +13,8 @@ use std::time::Instant;
 use anyhow::{Context, bail};
 use domain::ArtifactId;
 use rpc::pb::runtime::{
-    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as Ask, read_response::Message as Answer,
+    ExtentRunsEnd, ReadOpen, ReadResponse, read_request::Message as RequestMessage,
+    read_response::Message as ResponseMessage,
 };
 use rpc::pb::streamer::{DownloadRequest, DownloadResponse, GoTo};
 use serde_json::{Value, json};
@@ -26,7 +27,7 @@ use transfer::{
     ScanOptions, Standing, Subtree, TreeWriter, Trust, WriteOptions, WrittenOwnership,
 };
 
-use crate::cli::args::TakeArgs;
+use crate::cli::args::AllowArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
 use crate::client::why;
 use crate::ending::error::{Refused, is_transient};
@@ -35,7 +36,7 @@ use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
-use crate::transfer::receive::{LISTED, MergeReport, Mode, StagedTree, ask, next, receive_manifest};
+use crate::transfer::receive::{LISTED, MergeReport, Mode, StagedTree, next, receive_manifest, request};
 use crate::transfer::staging::{Staging, Target, TargetLock};
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
@@ -50,7 +51,7 @@ pub(crate) struct Downloader<'a> {
     pub(crate) ui: &'a Ui,
     /// Whether the artifact replaces the target instead of being merged into it.
     pub(crate) replace: bool,
-    pub(crate) take: TakeArgs,
+    pub(crate) allow: AllowArgs,
     pub(crate) progress: Progress,
 }
 
@@ -95,7 +96,7 @@ impl Downloader<'_> {
         avoid: &mut Vec<String>,
     ) -> anyhow::Result<DownloadResult> {
         let started = Instant::now();
-        if !self.take.follow_links {
+        if !self.allow.follow_links {
             refuse_links(directory)?;
         }
         let replaces = self.replace && base.is_none();
@@ -117,12 +118,13 @@ impl Downloader<'_> {
         // This runs in parallel, because it takes about as long as the calls.
         let remembered = tokio::task::spawn_blocking(move || DirectoryCache::load("download", &path));
 
-        let (asks, queue) = mpsc::channel(4);
+        let (requests, queue) = mpsc::channel(4);
         // This cannot fail: the queue is empty and its receiver exists.
-        _ = asks.send(ask(Ask::Open(ReadOpen { ticket }))).await;
+        _ = requests.send(request(RequestMessage::Open(ReadOpen { ticket }))).await;
         let mut volumes = self.connection.volumes_at(&gateway_endpoint).await?;
-        let mut answers = volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
-        let manifest = receive_manifest(&mut answers).await?;
+        let mut responses =
+            volumes.read(ReceiverStream::new(queue)).await.map_err(Refused::from)?.into_inner();
+        let manifest = receive_manifest(&mut responses).await?;
         if tree::digest(&digest)? != manifest.tree_digest() {
             bail!("the worker sent another tree than that of the artifact");
         }
@@ -138,11 +140,11 @@ impl Downloader<'_> {
         self.progress.expect(wanted_bytes);
         for runs in rpc::tree::runs(&tree.origins(&wanted)) {
             // A send fails only if the call has ended. Its response has the cause.
-            _ = asks.send(ask(Ask::Want(runs))).await;
+            _ = requests.send(request(RequestMessage::Want(runs))).await;
         }
-        _ = asks.send(ask(Ask::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
-        let staged = self.receive_content(answers, staged, tree).await?;
-        drop(asks);
+        _ = requests.send(request(RequestMessage::WantEnd(ExtentRunsEnd { bytes: wanted_bytes }))).await;
+        let staged = self.receive_content(responses, staged, tree).await?;
+        drop(requests);
 
         let mode = match base {
             None if self.replace => Mode::Replace,
@@ -182,7 +184,7 @@ impl Downloader<'_> {
         base: Option<&Arc<Manifest>>,
     ) -> anyhow::Result<Comparison> {
         let allowed =
-            Allowed { git_programs: self.take.allow_git_hooks, special: self.take.preserve_special };
+            Allowed { git_programs: self.allow.allow_git_hooks, special: self.allow.preserve_special };
         let (path, manifest, base) = (target.path.clone(), manifest.clone(), base.cloned());
         let compared = tokio::task::spawn_blocking(move || {
             let Some(base) = base else {
@@ -307,7 +309,7 @@ impl Downloader<'_> {
 
     async fn receive_content(
         &self,
-        mut answers: Streaming<ReadResponse>,
+        mut responses: Streaming<ReadResponse>,
         staged: StagedTree,
         tree: Arc<Subtree>,
     ) -> anyhow::Result<StagedTree> {
@@ -327,16 +329,16 @@ impl Downloader<'_> {
             Ok::<_, anyhow::Error>(staged)
         });
         let received = async {
-            while let Some(ReadResponse { message }) = next(&mut answers).await? {
+            while let Some(ReadResponse { message }) = next(&mut responses).await? {
                 match message {
-                    Some(Answer::Chunk(chunk)) => {
+                    Some(ResponseMessage::Chunk(chunk)) => {
                         if chunks.send(chunk).await.is_err() {
                             // The writer has failed, and its result has the cause.
                             return Ok(());
                         }
                     }
-                    Some(Answer::Done(_)) => return Ok(()),
-                    Some(Answer::Manifest(_) | Answer::ManifestEnd(_)) | None => {}
+                    Some(ResponseMessage::Done(_)) => return Ok(()),
+                    Some(ResponseMessage::Manifest(_) | ResponseMessage::ManifestEnd(_)) | None => {}
                 }
             }
             Err(anyhow::Error::from(Refused::cut()))

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow, bail};
 use rpc::pb::runtime::{
-    ReadRequest, ReadResponse, read_request::Message as Ask, read_response::Message as Answer,
+    ReadRequest, ReadResponse, read_request::Message as RequestMessage,
+    read_response::Message as ResponseMessage,
 };
 use serde_json::{Value, json};
 use tonic::Streaming;
@@ -57,26 +58,26 @@ impl MergeReport {
 }
 
 /// Receives the next message of the worker. After an hour without a message, the connection counts as broken.
-pub(super) async fn next(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
-    let message = tokio::time::timeout(SILENCE, answers.message()).await;
+pub(super) async fn next(responses: &mut Streaming<ReadResponse>) -> anyhow::Result<Option<ReadResponse>> {
+    let message = tokio::time::timeout(SILENCE, responses.message()).await;
     Ok(message.map_err(|_| Refused::cut())?.map_err(Refused::from)?)
 }
 
-pub(super) async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
+pub(super) async fn receive_manifest(responses: &mut Streaming<ReadResponse>) -> anyhow::Result<Manifest> {
     let mut builder = ManifestBuilder::new(Limits::default());
-    while let Some(ReadResponse { message }) = next(answers).await? {
+    while let Some(ReadResponse { message }) = next(responses).await? {
         match message {
-            Some(Answer::Manifest(part)) => {
+            Some(ResponseMessage::Manifest(part)) => {
                 rpc::tree::push_part(&mut builder, &part)?;
             }
-            Some(Answer::ManifestEnd(end)) => {
+            Some(ResponseMessage::ManifestEnd(end)) => {
                 let manifest = builder.finish()?;
                 if tree::digest(&end.digest)? != manifest.tree_digest() {
                     bail!("the list of entries of the artifact arrived damaged");
                 }
                 return Ok(manifest);
             }
-            Some(Answer::Chunk(_) | Answer::Done(_)) => {
+            Some(ResponseMessage::Chunk(_) | ResponseMessage::Done(_)) => {
                 bail!("the worker sent content before it was asked for any")
             }
             None => {}
@@ -85,7 +86,7 @@ pub(super) async fn receive_manifest(answers: &mut Streaming<ReadResponse>) -> a
     Err(Refused::cut().into())
 }
 
-pub(super) fn ask(message: Ask) -> ReadRequest {
+pub(super) fn request(message: RequestMessage) -> ReadRequest {
     ReadRequest { message: Some(message) }
 }
 

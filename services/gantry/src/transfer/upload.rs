@@ -17,7 +17,7 @@ use domain::{ArtifactId, BuildId};
 use rpc::Reason;
 use rpc::pb::artifacts::{CreateArtifactRequest, SmallTree};
 use rpc::pb::runtime::volumes_client::VolumesClient;
-use rpc::pb::runtime::{WriteResponse, write_response::Message as Answer};
+use rpc::pb::runtime::{WriteResponse, write_response::Message as ResponseMessage};
 use rpc::pb::streamer::{
     GoTo, UploadCommit, UploadOpen, UploadRequest, UploadResponse, upload_request, upload_response,
 };
@@ -323,11 +323,11 @@ impl Uploader<'_> {
             let (mut wanted, mut done) = (0, 0);
             while let Some(WriteResponse { message }) = answers.message().await.map_err(Refused::from)? {
                 match message {
-                    Some(Answer::Missing(runs)) => {
+                    Some(ResponseMessage::Missing(runs)) => {
                         let pushed = rpc::tree::push_runs(&mut missing, &runs);
                         pushed.context("the worker requested content that does not exist")?;
                     }
-                    Some(Answer::MissingEnd(_)) => {
+                    Some(ResponseMessage::MissingEnd(_)) => {
                         wanted = manifest.bytes_of(&missing);
                         self.progress.expect(wanted);
                         if let Some(known) = missing_known.take() {
@@ -335,11 +335,11 @@ impl Uploader<'_> {
                             _ = known.send(std::mem::take(&mut missing));
                         }
                     }
-                    Some(Answer::Progress(progress)) => {
+                    Some(ResponseMessage::Progress(progress)) => {
                         self.progress.advance(progress.bytes.saturating_sub(done));
                         done = done.max(progress.bytes);
                     }
-                    Some(Answer::Committed(committed)) => {
+                    Some(ResponseMessage::Committed(committed)) => {
                         self.progress.advance(wanted.saturating_sub(done));
                         if tree::digest(&committed.digest)? != manifest.tree_digest() {
                             return Err(anyhow::anyhow!(

@@ -107,7 +107,7 @@ pub(crate) struct DeleteArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 `gantry list artifacts --state deleting` lists deleted artifacts. `gantry explain ARTIFACT` says whether an artifact can be restored: that is \
-possible until the gateway of its worker is told to destroy the bytes, which happens soon. Artifacts of `gantry upload --inline` can be \
+possible until the store requests the destruction of the bytes, which happens soon. Artifacts of `gantry upload --inline` can be \
 restored for a day.")]
 pub(crate) struct UndeleteArgs {
     /// Id of the artifact

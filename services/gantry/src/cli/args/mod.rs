@@ -18,7 +18,7 @@ pub(crate) use self::inventory::{
     AdoptArgs, ClearCacheArgs, DeleteArgs, GcArgs, Kind, ListArgs, PurgeArgs, ShowArgs, UndeleteArgs,
 };
 pub(crate) use self::run::{NetworkArg, RunArgs};
-pub(crate) use self::transfers::{CatArgs, DownloadArgs, ScanArgs, TakeArgs, UploadArgs};
+pub(crate) use self::transfers::{AllowArgs, CatArgs, DownloadArgs, ScanArgs, UploadArgs};
 pub(crate) use self::workers::{CordonArgs, PruneArgs, RetireArgs, UncordonArgs};
 pub(crate) use self::workloads::{AttachArgs, CancelArgs, ExplainArgs, WatchArgs, WorkloadArgs};
 use crate::cli::addresses;

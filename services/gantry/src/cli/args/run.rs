@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use crate::cli::args::transfers::{ScanArgs, TakeArgs};
+use crate::cli::args::transfers::{AllowArgs, ScanArgs};
 use crate::cli::values::{self, CacheArg, EnvironmentArg, InputArg, OutputArg};
 
 /// Arguments of `gantry run`.
@@ -60,7 +60,7 @@ pub(crate) struct RunArgs {
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) replace: bool,
     #[command(flatten)]
-    pub(crate) take: TakeArgs,
+    pub(crate) allow: AllowArgs,
     /// Time for which inputs and outputs are kept in the cluster after the run
     #[arg(
         long,
@@ -208,7 +208,7 @@ your machine. It may write everywhere except into read-only inputs; only outputs
 and caches are kept.
 
 Outputs:
-  Outputs are kept and downloaded when the command ends, whatever its exit code. \
+  Outputs are kept and downloaded when the command ends, with any exit code. \
 A command that is stopped by --timeout or `gantry cancel` has no outputs. After \
 Ctrl-C nothing is downloaded. In place, your own changes stay: if both you and \
 the command changed an entry, the version of the command is written beside yours \

@@ -21,7 +21,7 @@ pub(crate) struct ScanArgs {
 
 /// Rules for writing a result into a directory of the caller.
 #[derive(Debug, Clone, Copy, Default, Args)]
-pub(crate) struct TakeArgs {
+pub(crate) struct AllowArgs {
     /// Also write files that make git run programs, such as .git/hooks and .git/config
     ///
     /// Without this option, such files are left out and named in a warning.
@@ -95,7 +95,7 @@ pub(crate) struct DownloadArgs {
     #[arg(long)]
     pub(crate) replace: bool,
     #[command(flatten)]
-    pub(crate) take: TakeArgs,
+    pub(crate) allow: AllowArgs,
 }
 
 /// Arguments of `gantry cat`.

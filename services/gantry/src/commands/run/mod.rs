@@ -21,7 +21,7 @@ use server::telemetry::{self, RecentSpans, Telemetry};
 use tracing::{Instrument, info_span};
 use transfer::Manifest;
 
-use self::spec::{forwards_stdin, spec, spec_input, spec_inputs, taken};
+use self::spec::{artifact_of, forwards_stdin, spec, spec_input, spec_inputs};
 use crate::cli::args::{Global, RunArgs};
 use crate::cli::environment::exports_spans;
 use crate::cli::values::Source;
@@ -57,7 +57,7 @@ pub(crate) async fn run(args: &RunArgs, global: &Global, ui: &Ui) -> anyhow::Res
 
     if let (Some(file), Some(spans), Some(trace_id)) = (&args.trace, &spans, trace_id)
         && let Err(error) =
-            trace::write((file, args.take.follow_links), &trace_id, spans, &connection, ui).await
+            trace::write((file, args.allow.follow_links), &trace_id, spans, &connection, ui).await
     {
         ui.warn(&error::describe(&error));
     }
@@ -76,7 +76,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
         let known = caches::known(connection, &args.caches).await?;
         let spec = WorkloadSpec { caches: known, ..spec };
         // Directories are not uploaded yet, and do not affect which workers can run the command.
-        let there = args.inputs.iter().filter_map(|input| Some((input, taken(&input.source)?)));
+        let there = args.inputs.iter().filter_map(|input| Some((input, artifact_of(&input.source)?)));
         let spec = WorkloadSpec { inputs: there.map(spec_input).collect(), ..spec };
         let response = placement::explain(connection, Subject::Spec(spec), &WorkerChoice::default()).await?;
         if as_json {
@@ -180,8 +180,8 @@ async fn prepare_inputs(
 ) -> anyhow::Result<(Vec<ArtifactId>, HashMap<String, Arc<Manifest>>, Option<BuildId>)> {
     let uploads = args.inputs.iter().any(|input| matches!(input.source, Source::Directory(_)));
     if !uploads && args.outputs.is_empty() {
-        let taken = args.inputs.iter().filter_map(|input| taken(&input.source)).collect();
-        return Ok((taken, HashMap::new(), None));
+        let artifacts = args.inputs.iter().filter_map(|input| artifact_of(&input.source)).collect();
+        return Ok((artifacts, HashMap::new(), None));
     }
     let build = BuildId::new();
     let put = PutBuildRequest {
@@ -266,20 +266,20 @@ async fn download(
     followed: &FollowResult,
     sent: &HashMap<String, Arc<Manifest>>,
 ) -> anyhow::Result<Delivery> {
-    let FollowResult { finished, asked, .. } = followed;
-    let mut brought = Delivery::Whole;
+    let FollowResult { finished, cancel_code, .. } = followed;
+    let mut delivery = Delivery::Whole;
     let wanted = args.outputs.iter().filter(|output| output.directory.is_some());
     if finished.outputs.is_empty() {
         if wanted.count() > 0 && finished.failure.is_none() && finished.exit.is_none() {
             ui.warn("nothing is downloaded, because the command was stopped and its outputs are not kept");
         }
-        return Ok(brought);
+        return Ok(delivery);
     }
     let downloader = Downloader {
         connection,
         ui,
         replace: args.replace,
-        take: args.take,
+        allow: args.allow,
         progress: ui.progress("downloading"),
     };
     for output in &args.outputs {
@@ -295,7 +295,7 @@ async fn download(
             continue;
         };
         // The process may have ended before its work was complete.
-        if asked.is_some() {
+        if cancel_code.is_some() {
             let how = download_hint(name, artifact_id, directory, sent);
             ui.note(&format!("{name}: not downloaded, because the command was interrupted; {how}"));
             continue;
@@ -323,10 +323,10 @@ async fn download(
                 ));
             })?;
         if downloaded.has_conflicts {
-            brought = Delivery::WithConflicts;
+            delivery = Delivery::WithConflicts;
         }
     }
-    Ok(brought)
+    Ok(delivery)
 }
 
 /// Describes how to download an output later. An output in place goes into another directory, because a later download would overwrite changes.

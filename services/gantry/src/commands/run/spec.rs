@@ -120,7 +120,7 @@ pub(super) fn environment(
         .collect())
 }
 
-pub(super) fn taken(source: &Source) -> Option<ArtifactId> {
+pub(super) fn artifact_of(source: &Source) -> Option<ArtifactId> {
     match source {
         Source::Artifact(artifact) => Some(*artifact),
         Source::Directory(_) => None,

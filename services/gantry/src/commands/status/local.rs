@@ -15,7 +15,7 @@ use serde_json::json;
 use tokio::time::Instant;
 use tonic::Status;
 
-use super::{ClusterView, Glance};
+use super::{ClusterView, Overview};
 use crate::cli::addresses::Addresses;
 use crate::client::token::read_token;
 use crate::cluster::{Paths, lock, start};
@@ -74,17 +74,17 @@ pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     let outgoing = Outgoing::internal().with_token(token.as_deref());
     let age = local.started_at.as_ref().map_or(Duration::MAX, labels::since);
     let give_up = Instant::now() + PATIENCE;
-    let glance = loop {
-        let glance = Glance::of(&Addresses::one(&endpoint), &outgoing).await?;
+    let overview = loop {
+        let overview = Overview::of(&Addresses::one(&endpoint), &outgoing).await?;
         // The first report of a new worker arrives about a second after its registration.
-        if age > YOUNG || !glance.awaits_report() || Instant::now() >= give_up {
-            break glance;
+        if age > YOUNG || !overview.awaits_report() || Instant::now() >= give_up {
+            break overview;
         }
         tokio::time::sleep(POLL_INTERVAL).await;
     };
     let mut document = as_document(&local, &used);
-    glance.fill(&mut document);
-    let text = format!("{}\n{}", glance.text(), fields(&as_fields(&local, &used)));
+    overview.fill(&mut document);
+    let text = format!("{}\n{}", overview.text(), fields(&as_fields(&local, &used)));
     Ok(ClusterView { text, document, code: 0 })
 }
 

@@ -132,14 +132,14 @@ async fn look(global: &Global) -> anyhow::Result<ClusterView> {
         None => default_token(&addresses)?.map(|(_, token)| token),
     };
     let outgoing = Outgoing::internal().with_token(token.as_deref());
-    let glance = Glance::of(&addresses, &outgoing).await?;
+    let overview = Overview::of(&addresses, &outgoing).await?;
     let mut document = json!({});
-    glance.fill(&mut document);
-    Ok(ClusterView { text: glance.text(), document, code: glance.code() })
+    overview.fill(&mut document);
+    Ok(ClusterView { text: overview.text(), document, code: overview.code() })
 }
 
 /// State of the services, workers, workloads and transfers of a cluster.
-pub(crate) struct Glance {
+pub(crate) struct Overview {
     services: Vec<Service>,
     workers: Vec<Worker>,
     unfinished: Vec<Workload>,
@@ -149,7 +149,7 @@ pub(crate) struct Glance {
     unseen: Vec<(&'static str, String)>,
 }
 
-impl Glance {
+impl Overview {
     pub(crate) async fn of(addresses: &Addresses, outgoing: &Outgoing) -> anyhow::Result<Self> {
         let scheduler = peer(&addresses.scheduler, outgoing.clone())?;
         let late = || Status::deadline_exceeded("no answer in time");

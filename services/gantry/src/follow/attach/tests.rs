@@ -34,7 +34,7 @@ struct Gateway {
 
 type Answers = Pin<Box<dyn futures::Stream<Item = Result<AttachResponse, Status>> + Send>>;
 
-fn say(message: Say) -> Result<AttachResponse, Status> {
+fn say(message: ResponseMessage) -> Result<AttachResponse, Status> {
     Ok(AttachResponse { message: Some(message) })
 }
 
@@ -46,24 +46,26 @@ impl Containers for Gateway {
         &self,
         _: Request<GetAttendanceRequest>,
     ) -> Result<Response<GetAttendanceResponse>, Status> {
-        Err(Status::unimplemented("no test asks"))
+        Err(Status::unimplemented("no test requests"))
     }
 
     async fn attach(&self, request: Request<Streaming<AttachRequest>>) -> Result<Response<Answers>, Status> {
         let (answers, queue) = mpsc::channel(4);
         let gateway = self.clone();
-        let mut asks = request.into_inner();
+        let mut requests = request.into_inner();
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
-            let Ok(Some(AttachRequest { message: Some(Ask::Resume(resume)) })) = asks.message().await else {
+            let Ok(Some(AttachRequest { message: Some(RequestMessage::Resume(resume)) })) =
+                requests.message().await
+            else {
                 return;
             };
             let breaks_after = gateway.breaks.lock().expect("held").pop();
             let taken = gateway.input.lock().expect("held").len() as u64;
-            _ = answers.send(say(Say::Started(Started { stdin_offset: taken }))).await;
+            _ = answers.send(say(ResponseMessage::Started(Started { stdin_offset: taken }))).await;
             tokio::join!(
                 gateway.speak(resume, breaks_after, &answers),
-                gateway.listen(&mut asks, breaks_after, &answers)
+                gateway.listen(&mut requests, breaks_after, &answers)
             );
         });
         let answers = futures::stream::unfold((queue, tasks), async |(mut queue, tasks)| {
@@ -84,7 +86,7 @@ impl Gateway {
         if at < self.kept_from {
             let truncated =
                 Truncated { stream: Stream::Stdout.into(), from: at as u64, to: self.kept_from as u64 };
-            _ = answers.send(say(Say::Truncated(truncated))).await;
+            _ = answers.send(say(ResponseMessage::Truncated(truncated))).await;
             at = self.kept_from;
         }
         for _ in 0..breaks_after.unwrap_or(usize::MAX) {
@@ -94,26 +96,26 @@ impl Gateway {
             let end = self.output.len().min(at + PIECE);
             let data = self.output.slice(at..end);
             let output = Output { stream: Stream::Stdout.into(), offset: at as u64, data };
-            _ = answers.send(say(Say::Output(output))).await;
+            _ = answers.send(say(ResponseMessage::Output(output))).await;
             at = end;
         }
         if breaks_after.is_none() {
             self.input_closed.cancelled().await;
             let done = Done { stdout_offset: at as u64, stderr_offset: 0 };
-            _ = answers.send(say(Say::Done(done))).await;
+            _ = answers.send(say(ResponseMessage::Done(done))).await;
         }
     }
 
     async fn listen(
         &self,
-        asks: &mut Streaming<AttachRequest>,
+        requests: &mut Streaming<AttachRequest>,
         breaks_after: Option<usize>,
         answers: &mpsc::Sender<Result<AttachResponse, Status>>,
     ) {
         let mut pieces = 0;
         while breaks_after.is_none_or(|breaks_after| pieces < breaks_after) {
-            match asks.message().await {
-                Ok(Some(AttachRequest { message: Some(Ask::Stdin(stdin)) })) => {
+            match requests.message().await {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Stdin(stdin)) })) => {
                     pieces += 1;
                     let taken = {
                         let mut input = self.input.lock().expect("held");
@@ -121,15 +123,15 @@ impl Gateway {
                         input.extend_from_slice(stdin.data.get(known..).unwrap_or_default());
                         input.len() as u64
                     };
-                    _ = answers.send(say(Say::StdinAck(StdinAck { offset: taken }))).await;
+                    _ = answers.send(say(ResponseMessage::StdinAck(StdinAck { offset: taken }))).await;
                 }
-                Ok(Some(AttachRequest { message: Some(Ask::CloseStdin(_)) })) => {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::CloseStdin(_)) })) => {
                     self.input_closed.cancel();
                     if breaks_after.is_some() {
                         return;
                     }
                 }
-                Ok(Some(AttachRequest { message: Some(Ask::Ack(ack)) })) => {
+                Ok(Some(AttachRequest { message: Some(RequestMessage::Ack(ack)) })) => {
                     *self.acknowledged.lock().expect("held") = ack.stdout_offset;
                 }
                 Ok(Some(_)) => {}
@@ -153,8 +155,12 @@ async fn copy(gateway: &Gateway, stdin: Option<Stdin>, stdout: OwnedFd) -> (Atta
     let connection = Connection::to(&address);
     let ui = Ui::new(true);
     let mut streams = Streams {
-        stdout: Sink::to_file(stdout, Which::Stdout, None),
-        stderr: Sink::to_file(std::fs::File::create("/dev/null").expect("there").into(), Which::Stderr, None),
+        stdout: Sink::to_file(stdout, OutputStream::Stdout, None),
+        stderr: Sink::to_file(
+            std::fs::File::create("/dev/null").expect("there").into(),
+            OutputStream::Stderr,
+            None,
+        ),
         stdin,
         acknowledge: true,
         process: None,
