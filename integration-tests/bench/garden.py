@@ -39,9 +39,9 @@ def measured(base, image, server, grace):
 
 
 def measure_garden(base, rounds, runs, server=None):
-    """Milliseconds of bare calls, of those until the end of the process is known, of ours, and of ours while it destroys what it made before:
-    `rounds` times `runs` of each, in turns, so that all meet the same load. Each run is a process of its own. Containers are made by `server`:
-    the one of the tests, if there is none."""
+    """Measures, in milliseconds, direct calls, direct calls until the exit of the process, runs of Gantry, and runs while it destroys containers:
+    `rounds` times `runs` of each, in turns, so that all meet the same load. Each run is a separate process. Containers are made by `server`,
+    or by the fake server of the tests."""
     bare, ended, later, at_once = [], [], [], []
     work = pathlib.Path(tempfile.mkdtemp(prefix="gantry-bench-image-", dir=base))
     make_image(work / "image")

@@ -75,7 +75,7 @@ pub fn assert_same(left: &Path, right: &Path) {
     compare(&read(left), &read(right));
 }
 
-/// The same, where `right` was made by a process from what the tar of a Concourse worker made of `left`: whole seconds, and no holes.
+/// Compares two trees. `right` is a copy of `left` through tar on a Concourse worker, so it has whole seconds and no holes.
 pub fn assert_same_through_tar(left: &Path, right: &Path) {
     let mut left = read(left);
     let mut right = read(right);

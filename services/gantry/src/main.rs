@@ -55,7 +55,7 @@ fn main() -> ExitCode {
         Err(error) => {
             // An error here means that the output is closed.
             _ = error.print();
-            return ExitCode::from(if error.use_stderr() { exit_code::OURS } else { 0 });
+            return ExitCode::from(if error.use_stderr() { exit_code::GANTRY_FAILED } else { 0 });
         }
     };
     let not_set = match &cli.command {
@@ -110,7 +110,10 @@ fn fail(ui: &Ui, global: &Global, error: &anyhow::Error) -> u8 {
                 error::describe_with(error, |reason| ClusterOptions { server, token_file }.advice(reason));
             ui.error(&message);
             let failure = json!({ "reason": error::reason(error), "message": message });
-            (exit_code::OURS, json!({ "outcome": "errored", "failure": failure, "status": exit_code::OURS }))
+            (
+                exit_code::GANTRY_FAILED,
+                json!({ "outcome": "errored", "failure": failure, "status": exit_code::GANTRY_FAILED }),
+            )
         }
     };
     if global.json && ui.events().is_none() && code != exit_code::PIPE {

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_of_ports_stands_for_its_addresses() {
+    fn port_range_expands_to_addresses() {
         assert_eq!(
             parsed("http://a:1,scheduler=http://s:9-11,http://t:1"),
             ["http://s:9,http://s:10,http://s:11,http://t:1", "http://a:1", "http://a:1", ""]
@@ -197,7 +197,7 @@ mod tests {
             [Range { text: "http://[::1]:7-7".to_owned(), addresses: vec!["http://[::1]:7".to_owned()] }]
         );
         for refused in ["http://a:2-1", "http://a:1-101", "http://a:65535-65534"] {
-            assert!(Addresses::parse(refused).expect_err(refused).ends_with("no range of 1 to 100 ports"));
+            assert!(Addresses::parse(refused).expect_err(refused).ends_with("a range has 1 to 100 ports"));
         }
         assert!(Addresses::parse("a:1-2").expect_err("no scheme").contains("no address"));
     }

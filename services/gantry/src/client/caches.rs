@@ -44,7 +44,10 @@ fn mount(task_cache_id: String, wanted: &CacheArg) -> CacheMount {
 }
 
 /// Finds the existing caches of a run.
-pub(crate) async fn known(connection: &Connection, wanted: &[CacheArg]) -> anyhow::Result<Vec<CacheMount>> {
+pub(crate) async fn existing_mounts(
+    connection: &Connection,
+    wanted: &[CacheArg],
+) -> anyhow::Result<Vec<CacheMount>> {
     if wanted.is_empty() {
         return Ok(Vec::new());
     }

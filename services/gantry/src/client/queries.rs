@@ -18,7 +18,7 @@ use crate::ending::error::refusal;
 use crate::render::labels;
 
 /// Returns the object, or an error that names the list of its kind.
-pub(crate) fn known<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
+pub(crate) fn found_or_error<T>(item: Option<T>, kind: &str, id: &str) -> anyhow::Result<T> {
     match item {
         Some(item) => Ok(item),
         None => bail!("there is no {kind} {id}; see `gantry list {kind}s`"),
@@ -127,7 +127,7 @@ pub(crate) async fn worker(connection: &Connection, doing: &str, worker: &str) -
     let client = connection.workers();
     let doing = format!("cannot {doing} worker {worker}");
     let response = repeat(&doing, async || client.clone().get_worker(request.clone()).await).await?;
-    known(response.worker, "worker", worker)
+    found_or_error(response.worker, "worker", worker)
 }
 
 /// Reads one workload. `doing` is the verb for the error text.
@@ -136,7 +136,7 @@ pub(crate) async fn workload(connection: &Connection, doing: &str, id: &str) -> 
     let client = connection.workloads();
     let doing = format!("cannot {doing} workload {id}");
     let response = repeat(&doing, async || client.clone().get(request.clone()).await).await?;
-    known(response.workload, "workload", id)
+    found_or_error(response.workload, "workload", id)
 }
 
 pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Result<Artifact> {
@@ -144,7 +144,7 @@ pub(crate) async fn artifact(connection: &Connection, id: &str) -> anyhow::Resul
     let client = connection.artifacts();
     let doing = format!("cannot show artifact {id}");
     let response = repeat(&doing, async || client.clone().get_artifact(request.clone()).await).await?;
-    known(response.artifact, "artifact", id)
+    found_or_error(response.artifact, "artifact", id)
 }
 
 /// Describes the worker of a workload. Empty: the worker runs normally, or the workload has none.
@@ -172,7 +172,7 @@ pub(crate) async fn volume(connection: &Connection, handle: &str) -> anyhow::Res
     let client = connection.inventory();
     let doing = format!("cannot show volume {handle}");
     let response = repeat(&doing, async || client.clone().get_volume(request.clone()).await).await?;
-    known(response.volume, "volume", handle)
+    found_or_error(response.volume, "volume", handle)
 }
 
 pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::Result<Container> {
@@ -180,7 +180,7 @@ pub(crate) async fn container(connection: &Connection, handle: &str) -> anyhow::
     let client = connection.inventory();
     let doing = format!("cannot show container {handle}");
     let response = repeat(&doing, async || client.clone().get_container(request.clone()).await).await?;
-    known(response.container, "container", handle)
+    found_or_error(response.container, "container", handle)
 }
 
 /// Returns the number of bytes that collected volumes free. Artifacts have no bytes besides those of their volumes.

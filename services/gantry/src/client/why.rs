@@ -6,7 +6,7 @@ use rpc::Reason;
 use rpc::pb::artifacts::{ExplainRequest, ExplainResponse, ExplainedState, Thing};
 
 use crate::client::connect::{Connection, repeat};
-use crate::ending::error::{advised, refusal};
+use crate::ending::error::{refusal, with_advice};
 
 /// Asks the store to explain an object.
 pub(crate) async fn explain(connection: &Connection, id: &str) -> anyhow::Result<ExplainResponse> {
@@ -21,7 +21,7 @@ pub(crate) async fn or_why<T>(
     id: &str,
     answered: anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    const KNOWS: [Reason; 6] = [
+    const EXPLAINED_REASONS: [Reason; 6] = [
         Reason::ArtifactNotFound,
         Reason::VolumeNotFound,
         Reason::ContainerNotFound,
@@ -31,10 +31,11 @@ pub(crate) async fn or_why<T>(
     ];
     match answered {
         Err(error)
-            if refusal(&error).is_some_and(|refused| KNOWS.iter().any(|reason| refused.is(*reason))) =>
+            if refusal(&error)
+                .is_some_and(|refused| EXPLAINED_REASONS.iter().any(|reason| refused.is(*reason))) =>
         {
             match explain(connection, id).await {
-                Ok(explained) => Err(advised(error, advice(&explained))),
+                Ok(explained) => Err(with_advice(error, advice(&explained))),
                 Err(_) => Err(error),
             }
         }
@@ -59,7 +60,7 @@ pub(crate) fn advice(explained: &ExplainResponse) -> String {
         (Thing::Artifact, ExplainedState::Deleting) => {
             format!("the artifact was deleted; `gantry explain {id}` says why; produce it again")
         }
-        _ if explained.bytes_lost => format!("its bytes are lost; {AGAIN}"),
+        _ if explained.bytes_lost => format!("its bytes are lost; {LOST_BYTES_REMEDY}"),
         (Thing::Artifact, ExplainedState::Sealed) => format!(
             "its bytes may have been lost, or may be on a worker that is not in contact; see `gantry explain {id}`"
         ),
@@ -87,4 +88,5 @@ pub(crate) fn decide(explained: &ExplainResponse) -> String {
 }
 
 /// Remedy for lost bytes.
-pub(crate) const AGAIN: &str = "neither a worker nor the artifact store has them; produce the artifact again";
+pub(crate) const LOST_BYTES_REMEDY: &str =
+    "neither a worker nor the artifact store has them; produce the artifact again";

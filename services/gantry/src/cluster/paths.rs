@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, bail};
 
 /// Maximum length of the path of a socket in bytes, as in `sockaddr_un`.
-const LONGEST_SOCKET: usize = 107;
+const MAX_SOCKET_PATH: usize = 107;
 
 /// Paths of the cluster on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,9 +103,9 @@ impl Paths {
             make_private(path)?;
         }
         let socket = self.socket();
-        if socket.as_os_str().len() > LONGEST_SOCKET {
+        if socket.as_os_str().len() > MAX_SOCKET_PATH {
             bail!(
-                "cannot use socket {}: its path is longer than {LONGEST_SOCKET} bytes; set XDG_RUNTIME_DIR to \
+                "cannot use socket {}: its path is longer than {MAX_SOCKET_PATH} bytes; set XDG_RUNTIME_DIR to \
                  a shorter path",
                 socket.display()
             );

@@ -28,7 +28,7 @@ const WORKER_PATIENCE: Duration = Duration::from_secs(2);
 /// Interval between two polls of a new cluster.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Size in bytes above which the log is rotated before a start.
-const LONGEST_LOG: u64 = 8 << 20;
+const MAX_LOG_BYTES: u64 = 8 << 20;
 /// Number of log lines that are shown when a start fails.
 const SHOWN_LINES: usize = 15;
 
@@ -150,7 +150,7 @@ struct Starting {
 impl Starting {
     fn spawn(paths: &Paths) -> anyhow::Result<Self> {
         let path = paths.log();
-        if path.metadata().is_ok_and(|metadata| metadata.len() > LONGEST_LOG) {
+        if path.metadata().is_ok_and(|metadata| metadata.len() > MAX_LOG_BYTES) {
             // If the rename fails, the log keeps growing.
             _ = std::fs::rename(&path, path.with_extension("log.1"));
         }

@@ -29,7 +29,7 @@ use crate::render::ui::Ui;
 /// Default time without use after which a detached cluster ends.
 const IDLE_END: Duration = Duration::from_secs(10 * 60);
 /// Default of `GANTRY_LOG`. The database layer would otherwise warn about each SQLite transaction.
-const LOGGED: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
+const DEFAULT_LOG_FILTER: &str = "info,sea_orm=error,sea_orm_migration=warn,sqlx=error";
 /// Time limit for the last cluster to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 /// Interval between two checks that the state directory exists.
@@ -78,7 +78,7 @@ async fn serve(
     lock: &Lock,
 ) -> anyhow::Result<()> {
     let spans = RecentSpans::default();
-    let _telemetry = telemetry::init("gantry", LOGGED, Some(spans.clone()))?;
+    let _telemetry = telemetry::init("gantry", DEFAULT_LOG_FILTER, Some(spans.clone()))?;
     server::inherited::warn_of_few_open_files();
     let mut listeners = vec![bind(paths)?];
     let socket = Identity::of(&paths.socket()).context("cannot read the metadata of the socket")?;
@@ -144,7 +144,7 @@ async fn serve(
             }
         };
         tokio::select! {
-            () = asked_to_end(&mut signals, &peer, ui) => {}
+            () = stop_on_signal(&mut signals, &peer, ui) => {}
             () = shutdown.cancelled() => {}
             () = idle => tracing::info!("cluster ends: it was idle"),
             () = state_is_lost(paths, lock) => {
@@ -263,7 +263,7 @@ fn announce(endpoints: &[String], paths: &Paths, as_json: bool) -> anyhow::Resul
 }
 
 /// Resolves after Ctrl-C or SIGTERM, once all workloads have ended. A second signal kills them.
-async fn asked_to_end(signals: &mut Signals, peer: &rpc::Peer, ui: &Ui) {
+async fn stop_on_signal(signals: &mut Signals, peer: &rpc::Peer, ui: &Ui) {
     signals.next().await;
     // Workloads are also stopped if the list cannot be read.
     if let Ok([]) = idle::unfinished(peer).await.as_deref() {

@@ -26,15 +26,15 @@ use crate::render::ui::Ui;
 /// Maximum number of artifacts in one call.
 const CALL_LIMIT: usize = 1000;
 /// Divisor of the disk size. A disk with less free than size / 20 may be full.
-const FULL: u64 = 20;
+const FULL_DIVISOR: u64 = 20;
 /// Free bytes with which no disk is full, even a large one.
-const NEVER_FULL: u64 = 1 << 30;
+const NEVER_FULL_BYTES: u64 = 1 << 30;
 /// Time for a new worker to report the free space of its disk.
-const FIRST_REPORT: Duration = Duration::from_secs(2);
+const FIRST_REPORT_LIMIT: Duration = Duration::from_secs(2);
 /// Divisor of the disk size. Artifacts with a time limit are deleted until size / 5 is free.
-const WANTED: u64 = 5;
+const TARGET_DIVISOR: u64 = 5;
 /// Maximum of free bytes that are made on a full disk.
-const MOST_WANTED: u64 = 5 << 30;
+const MAX_TARGET_BYTES: u64 = 5 << 30;
 
 /// Executes `gantry delete`.
 pub(crate) async fn delete(
@@ -122,7 +122,7 @@ async fn delete_and_collect(
     repeat("cannot collect garbage", async || collector.clone().collect(request).await).await
 }
 
-/// What was let go of because a disk is full.
+/// Artifacts that were deleted because disks are full.
 pub(crate) struct FreedArtifacts {
     /// The workers whose disks are full.
     pub(crate) workers: Vec<String>,
@@ -149,7 +149,7 @@ pub(crate) async fn free_full_disks(
         return Ok(None);
     }
     // A newly registered worker has not reported its disk yet.
-    tokio::time::sleep(FIRST_REPORT).await;
+    tokio::time::sleep(FIRST_REPORT_LIMIT).await;
     let still: Vec<_> = full_workers(connection).await?;
     full.retain(|(worker, _)| still.iter().any(|(other, _)| other.worker_id == worker.worker_id));
     if full.is_empty() {
@@ -199,8 +199,8 @@ fn to_free(worker: &Worker) -> Option<u64> {
 }
 
 fn bytes_to_free(capacity: u64, free: u64) -> Option<u64> {
-    let is_full = capacity > 0 && free < (capacity / FULL).min(NEVER_FULL);
-    is_full.then(|| (capacity / WANTED).min(MOST_WANTED).saturating_sub(free))
+    let is_full = capacity > 0 && free < (capacity / FULL_DIVISOR).min(NEVER_FULL_BYTES);
+    is_full.then(|| (capacity / TARGET_DIVISOR).min(MAX_TARGET_BYTES).saturating_sub(free))
 }
 
 /// Returns whether an artifact is only kept by ended builds and rules, all with a time limit.

@@ -93,14 +93,14 @@ pub(crate) async fn watch(
         let (at, event) = tokio::select! {
             event = watch.next_at() => event?,
             Some(why) = waiting.next() => {
-                happened(&now(), "waiting", why.details, &why.text, as_json)?;
+                print_event(&now(), "waiting", why.details, &why.text, as_json)?;
                 continue;
             }
             code = signals.next() => return Err(Interrupted(code).into()),
         };
         waiting.over();
         let description = describe_event(&event);
-        happened(&at, description.name, description.details.clone(), &description.text, as_json)?;
+        print_event(&at, description.name, description.details.clone(), &description.text, as_json)?;
         match event {
             Event::Queued(_) => waiting.changed(connection, &id, description),
             Event::Finished(finished) => return Ok(exit_code::end(&finished, None).code),
@@ -110,7 +110,7 @@ pub(crate) async fn watch(
 }
 
 /// Prints an event of a workload. `details` is an object.
-fn happened(at: &Timestamp, name: &str, details: Value, text: &str, as_json: bool) -> anyhow::Result<()> {
+fn print_event(at: &Timestamp, name: &str, details: Value, text: &str, as_json: bool) -> anyhow::Result<()> {
     let at = labels::instant(at);
     if !as_json {
         return print(&format!("{at}  {}\n", text.replace('\n', "\n    ")));

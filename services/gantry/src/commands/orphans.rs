@@ -9,7 +9,7 @@ use crate::cli::args::{AdoptArgs, PurgeArgs};
 use crate::client::connect::{Connection, repeat};
 use crate::client::queries::{orphan_handle, orphans, worker};
 use crate::client::why;
-use crate::ending::error::{advised, refusal};
+use crate::ending::error::{refusal, with_advice};
 use crate::render::json;
 use crate::render::stdout::{print, print_json};
 use crate::render::table::{bytes, count, duration};
@@ -60,7 +60,7 @@ async fn listed<T>(
         Err(error) if refusal(&error).is_some_and(|refused| refused.is(unknown)) => {
             let list = "see `gantry list volumes --orphans` and `gantry list containers --orphans`";
             let known = why::orphan_advice(connection, id).await;
-            Err(advised(error, known.unwrap_or_else(|| list.to_owned())))
+            Err(with_advice(error, known.unwrap_or_else(|| list.to_owned())))
         }
         answered => answered,
     }

@@ -240,7 +240,7 @@ mod tests {
 
     /// Checks a command line, and returns the error, or an empty text. `@` stands for a directory with the directories `d`, `e` and `e:ro`,
     /// the directory `bad` with a malformed ignore file, the file `f` and the links `nowhere` and `link`.
-    fn said(arguments: &[&str]) -> String {
+    fn check_run(arguments: &[&str]) -> String {
         let root = tempfile::tempdir().expect("a directory");
         for name in ["d", "e", "e:ro", "bad"] {
             fs::create_dir(root.path().join(name)).expect("made");
@@ -267,32 +267,32 @@ mod tests {
 
     #[test]
     fn list_options_are_limited_to_their_kind() {
-        let said = |line: &str| {
+        let check_list = |line: &str| {
             let line = ["gantry", "list"].into_iter().chain(line.split(' '));
             let Command::List(args) = Cli::try_parse_from(line).expect("parses").command else {
                 panic!("it is a list")
             };
             list(&args).map_or_else(|error| error.to_string(), |()| String::new())
         };
-        assert_eq!(said("artifacts --at-risk"), "");
+        assert_eq!(check_list("artifacts --at-risk"), "");
         let refused = "--at-risk is only for artifacts; see `gantry list artifacts --at-risk`";
-        assert_eq!(said("workers --at-risk"), refused);
-        assert_eq!(said("volumes --at-risk"), refused);
-        assert_eq!(said("leases --worker w"), "");
+        assert_eq!(check_list("workers --at-risk"), refused);
+        assert_eq!(check_list("volumes --at-risk"), refused);
+        assert_eq!(check_list("leases --worker w"), "");
         let refused = "--worker is only for leases; see `gantry list leases --worker NAME`";
-        assert_eq!(said("containers --worker w"), refused);
+        assert_eq!(check_list("containers --worker w"), refused);
     }
 
     #[test]
     fn inputs_need_directories_and_unique_names() {
-        assert_eq!(said(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
-        assert_eq!(said(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
+        assert_eq!(check_run(&["-i", "a=@/d", "-i", "b=@/d", "-i", "c=@/link:ro"]), "");
+        assert_eq!(check_run(&["-i", "a=@/x"]), "cannot upload \"@/x\": No such file or directory");
         assert_eq!(
-            said(&["-i", "a=@/f"]),
+            check_run(&["-i", "a=@/f"]),
             "cannot upload \"@/f\": not a directory; only directories can be uploaded"
         );
         assert_eq!(
-            said(&["-i", "a=@/d", "-i", "a=@/e"]),
+            check_run(&["-i", "a=@/d", "-i", "a=@/e"]),
             "two inputs have the name \"a\"; give each its own name"
         );
     }
@@ -300,7 +300,7 @@ mod tests {
     #[test]
     fn malformed_ignore_file_is_named() {
         assert_eq!(
-            said(&["-i", "a=@/bad"]),
+            check_run(&["-i", "a=@/bad"]),
             "cannot upload \"@/bad\": cannot parse \"@/bad/.gantryignore:2\": the bracket `[` is not closed; write `\\[` for a \
              bracket in a name"
         );
@@ -309,54 +309,60 @@ mod tests {
     #[test]
     fn directory_name_with_ro_suffix_is_ambiguous() {
         assert_eq!(
-            said(&["-i", "a=@/e:ro"]),
+            check_run(&["-i", "a=@/e:ro"]),
             "-i a=@/e:ro is ambiguous; write a=@/e:ro/ for the directory @/e:ro, or a=@/e/:ro for @/e read-only"
         );
-        assert_eq!(said(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
+        assert_eq!(check_run(&["-i", "a=@/e:ro/", "-i", "b=@/e/:ro", "-i", "c=@/e:ro:ro"]), "");
     }
 
     #[test]
     fn outputs_need_separate_directories() {
-        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
-        assert_eq!(said(&["-o", "a", "-o", "a"]), "two outputs have the name \"a\"; give each its own name");
+        assert_eq!(check_run(&["-o", "a=@/d", "-o", "b=@/new/deep", "-o", "c", "--replace"]), "");
         assert_eq!(
-            said(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
+            check_run(&["-o", "a", "-o", "a"]),
+            "two outputs have the name \"a\"; give each its own name"
+        );
+        assert_eq!(
+            check_run(&["-o", "a=@/d", "-o", "b=@/link", "--follow-links"]),
             "outputs \"a\" and \"b\" have the same directory; give each its own directory"
         );
         let nested = "the directory \"@/d/x/y\" of output \"b\" is inside \"@/d\", the directory of output \"a\"; give each its own directory";
-        assert_eq!(said(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
-        assert_eq!(said(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
-        assert_eq!(said(&["-o", "a=@/f"]), "cannot download output \"a\" into \"@/f\": not a directory");
+        assert_eq!(check_run(&["-o", "a=@/d", "-o", "b=@/d/x/y"]), nested);
+        assert_eq!(check_run(&["-o", "b=@/d/x/y", "-o", "a=@/d"]), nested);
+        assert_eq!(check_run(&["-o", "a=@/f"]), "cannot download output \"a\" into \"@/f\": not a directory");
         assert_eq!(
-            said(&["-o", "a=@/f/x/y"]),
+            check_run(&["-o", "a=@/f/x/y"]),
             "cannot download output \"a\" into \"@/f/x/y\": \"@/f\" is not a directory"
         );
         for path in ["@/link", "@/link/x", "@/link/x/y", "@/d/../link"] {
-            let refused = said(&["-o", &format!("a={path}")]);
+            let refused = check_run(&["-o", &format!("a={path}")]);
             let expected = "link\" is a symbolic link to \"d\", which an earlier result may have made; use the target of the \
                             link, or allow it with --follow-links";
             assert!(refused.ends_with(expected), "{refused}");
         }
-        assert_eq!(said(&["-o", "a=@/link/x", "--follow-links"]), "");
+        assert_eq!(check_run(&["-o", "a=@/link/x", "--follow-links"]), "");
         assert_eq!(
-            said(&["-o", "a=@/nowhere", "--follow-links"]),
+            check_run(&["-o", "a=@/nowhere", "--follow-links"]),
             "cannot download output \"a\" into \"@/nowhere\": the path is a symbolic link to a missing file"
         );
-        assert!(said(&["-o", "a=/proc/self/x"]).starts_with("cannot download output \"a\" into"));
-        assert!(said(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
-        assert!(said(&["-d", "-o", "a=@/d"]).contains("--detach"));
-        assert!(said(&["-o", "a=.", "--replace"]).contains("current directory"));
+        assert!(check_run(&["-o", "a=/proc/self/x"]).starts_with("cannot download output \"a\" into"));
+        assert!(check_run(&["-i", "a=@/d:ro", "-o", "a=@/d"]).ends_with("leave out :ro"));
+        assert!(check_run(&["-d", "-o", "a=@/d"]).contains("--detach"));
+        assert!(check_run(&["-o", "a=.", "--replace"]).contains("current directory"));
     }
 
     #[test]
     fn trace_needs_writable_file() {
-        assert_eq!(said(&["--trace", "@/f"]), "");
-        assert_eq!(said(&["--trace", "@/new", "-o", "a=@/d"]), "");
-        assert_eq!(said(&["--trace", "@/d"]), "cannot write the trace into \"@/d\": the path is a directory");
+        assert_eq!(check_run(&["--trace", "@/f"]), "");
+        assert_eq!(check_run(&["--trace", "@/new", "-o", "a=@/d"]), "");
         assert_eq!(
-            said(&["--trace", "@/x/y"]),
+            check_run(&["--trace", "@/d"]),
+            "cannot write the trace into \"@/d\": the path is a directory"
+        );
+        assert_eq!(
+            check_run(&["--trace", "@/x/y"]),
             "cannot write the trace into \"@/x/y\": the directory \"@/x\" does not exist"
         );
-        assert!(said(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("the directory of output \"a\""));
+        assert!(check_run(&["--trace", "@/new", "-o", "a=@/new"]).ends_with("the directory of output \"a\""));
     }
 }

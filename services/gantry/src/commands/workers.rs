@@ -25,7 +25,7 @@ use crate::render::ui::Ui;
 const POLL_INTERVAL: Duration = Duration::from_millis(300);
 
 /// Maximum number of workloads that a message names.
-const NAMED: usize = 5;
+const NAMED_LIMIT: usize = 5;
 
 /// Executes `gantry cordon`.
 pub(crate) async fn cordon(
@@ -111,14 +111,14 @@ pub(crate) async fn prune(connection: &Connection, args: &PruneArgs, as_json: bo
         return print_json(&gone);
     }
     answer(&args.worker, None, "removed", as_json)?;
-    print(&ended_with_it(&pruned))
+    print(&describe_ended_leases(&pruned))
 }
 
 /// Maximum number of workloads in the response to PruneWorker.
 const LISTED_LIMIT: usize = 1000;
 
 /// Describes the leases and workloads that ended because a worker was pruned. Empty: there were none.
-fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
+fn describe_ended_leases(pruned: &PruneWorkerResponse) -> String {
     let PruneWorkerResponse { leases, workloads } = pruned;
     if *leases == 0 {
         return String::new();
@@ -132,11 +132,11 @@ fn ended_with_it(pruned: &PruneWorkerResponse) -> String {
         ));
     }
     text.push('\n');
-    for PrunedWorkload { team, workload_id } in workloads.iter().take(NAMED) {
+    for PrunedWorkload { team, workload_id } in workloads.iter().take(NAMED_LIMIT) {
         text.push_str(&format!("  {workload_id} of team {}\n", plain(team, 255)));
     }
-    if workloads.len() > NAMED {
-        text.push_str(&format!("  and {} more\n", workloads.len() - NAMED));
+    if workloads.len() > NAMED_LIMIT {
+        text.push_str(&format!("  and {} more\n", workloads.len() - NAMED_LIMIT));
     }
     text
 }
@@ -242,13 +242,13 @@ fn waits_for(worker: &Worker, workloads: &[Workload]) -> String {
     if let Some(at) = &worker.interrupt_at {
         text.push_str(&format!(", interrupted at {}", labels::instant(at)));
     }
-    for workload in workloads.iter().take(NAMED) {
+    for workload in workloads.iter().take(NAMED_LIMIT) {
         let command = plain(&command(workload.spec.as_ref()), 40);
         let team = workload.spec.as_ref().map_or("", |spec| spec.team.as_str());
         text.push_str(&format!("\n  {} of team {team}: {command}", workload.workload_id));
     }
-    if workloads.len() > NAMED {
-        text.push_str(&format!("\n  and {} more", workloads.len() - NAMED));
+    if workloads.len() > NAMED_LIMIT {
+        text.push_str(&format!("\n  and {} more", workloads.len() - NAMED_LIMIT));
     }
     text
 }
@@ -262,19 +262,19 @@ mod tests {
     #[test]
     fn ended_leases_of_pruned_worker_are_listed() {
         let mut pruned = PruneWorkerResponse::default();
-        assert_eq!(ended_with_it(&pruned), "");
+        assert_eq!(describe_ended_leases(&pruned), "");
         pruned.leases = 1;
-        assert_eq!(ended_with_it(&pruned), "1 lease ended\n");
+        assert_eq!(describe_ended_leases(&pruned), "1 lease ended\n");
         pruned.leases = 8;
         let workload = |id: usize| PrunedWorkload { team: "a".to_owned(), workload_id: format!("w{id}") };
         pruned.workloads = (0..7).map(workload).collect();
         assert_eq!(
-            ended_with_it(&pruned),
+            describe_ended_leases(&pruned),
             "8 leases ended, 7 of them of workloads, which fail or start again on another worker\n  w0 of team a\n  w1 of team a\n  \
              w2 of team a\n  w3 of team a\n  w4 of team a\n  and 2 more\n"
         );
         pruned.workloads = (0..LISTED_LIMIT).map(workload).collect();
-        assert!(ended_with_it(&pruned).contains(", at least 1000 of them of workloads"));
+        assert!(describe_ended_leases(&pruned).contains(", at least 1000 of them of workloads"));
     }
 
     #[test]

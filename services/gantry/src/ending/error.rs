@@ -25,7 +25,7 @@ impl fmt::Display for Advice {
 }
 
 /// Adds a remedy to an error.
-pub(crate) fn advised(error: anyhow::Error, advice: impl Into<String>) -> anyhow::Error {
+pub(crate) fn with_advice(error: anyhow::Error, advice: impl Into<String>) -> anyhow::Error {
     error.context(Advice(advice.into()))
 }
 
@@ -334,7 +334,7 @@ mod tests {
     #[test]
     fn specific_remedy_replaces_general_one() {
         let status = Reason::VolumeNotFound.status("gantry.artifacts", "no volume 7");
-        let error = advised(refused("cannot adopt 7")(status), "look there").context("sorry");
+        let error = with_advice(refused("cannot adopt 7")(status), "look there").context("sorry");
         assert_eq!(describe(&error), "sorry: cannot adopt 7: no volume 7 (VOLUME_NOT_FOUND); look there");
         assert_eq!(reason(&error), "VOLUME_NOT_FOUND");
     }

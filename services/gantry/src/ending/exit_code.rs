@@ -7,7 +7,7 @@ use rpc::pb::scheduler::{Exit, Failure, Finished, Outcome, exit::How};
 use crate::ending::error::advice;
 
 /// Exit code for a failure of Gantry itself.
-pub(crate) const OURS: u8 = 125;
+pub(crate) const GANTRY_FAILED: u8 = 125;
 /// Exit code after Ctrl-C.
 pub(crate) const INTERRUPTED: u8 = 130;
 /// Exit code after SIGPIPE: standard output is closed.
@@ -46,7 +46,7 @@ fn end_without_notes(finished: &Finished, cancel_code: Option<u8>) -> End {
             End { code: TERMINATED, message: Some("the workload was cancelled".to_owned()) }
         }
         // The command succeeded, but its output could not be written. A pipeline must not take the output for complete.
-        (Some(code @ (PIPE | OURS)), Outcome::Succeeded) => End { code, message: None },
+        (Some(code @ (PIPE | GANTRY_FAILED)), Outcome::Succeeded) => End { code, message: None },
         (_, Outcome::Errored | Outcome::Unspecified) => errored(failure, finished.exit.as_ref()),
         (_, Outcome::Succeeded | Outcome::Failed) => {
             let mut end = exited(finished.exit.as_ref());
@@ -64,14 +64,17 @@ fn errored(failure: Option<&Failure>, exit: Option<&Exit>) -> End {
     let Some(failure) = failure else {
         return match exit {
             Some(_) => exited(exit),
-            None => End { code: OURS, message: Some("the workload failed for an unknown reason".to_owned()) },
+            None => End {
+                code: GANTRY_FAILED,
+                message: Some("the workload failed for an unknown reason".to_owned()),
+            },
         };
     };
     let code = match failure.reason.as_str() {
         "RUN_TIMEOUT" => TIMEOUT,
         "PROGRAM_NOT_EXECUTABLE" => NOT_EXECUTABLE,
         "PROGRAM_NOT_FOUND" => NOT_FOUND,
-        _ => OURS,
+        _ => GANTRY_FAILED,
     };
     End { code, message: Some(with_exit(failure, exit)) }
 }
@@ -86,7 +89,7 @@ fn with_exit(failure: &Failure, exit: Option<&Exit>) -> String {
 }
 
 fn exited(exit: Option<&Exit>) -> End {
-    let byte = |number: u32| u8::try_from(number).unwrap_or(OURS);
+    let byte = |number: u32| u8::try_from(number).unwrap_or(GANTRY_FAILED);
     match exit.and_then(|exit| exit.how.as_ref()) {
         Some(How::Code(code)) => End { code: byte(*code), message: None },
         Some(How::Signal(signal)) => End {
@@ -99,7 +102,7 @@ fn exited(exit: Option<&Exit>) -> End {
                 "the command was killed: it ran out of memory; allow more with --memory".to_owned(),
             ),
         },
-        None => End { code: OURS, message: Some("it is unknown how the command ended".to_owned()) },
+        None => End { code: GANTRY_FAILED, message: Some("it is unknown how the command ended".to_owned()) },
     }
 }
 
@@ -193,7 +196,7 @@ mod tests {
         let ended = end(&finished(Outcome::Errored, Some(How::Code(0)), Some("PUBLISH_FAILED")), None);
         let message = ended.message.expect("a message");
         assert!(message.ends_with("the command itself ended with exit code 0"), "{message}");
-        assert_eq!(ended.code, OURS);
+        assert_eq!(ended.code, GANTRY_FAILED);
     }
 
     #[test]
@@ -216,7 +219,7 @@ mod tests {
 
     #[test]
     fn unwritten_output_is_not_success() {
-        for cancel_code in [PIPE, OURS] {
+        for cancel_code in [PIPE, GANTRY_FAILED] {
             assert_eq!(code(Outcome::Succeeded, Some(How::Code(0)), None, Some(cancel_code)), cancel_code);
         }
     }

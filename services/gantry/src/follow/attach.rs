@@ -39,7 +39,7 @@ const INPUT_IN_FLIGHT: u64 = 1 << 20;
 /// Bytes of output after which an acknowledgement is sent.
 const ACK_EVERY: u64 = 512 << 10;
 /// Time without an answer of the gateway before the scheduler is asked whether the worker exists.
-const DOUBTED_AFTER: Duration = Duration::from_millis(500);
+const WORKER_CHECK_AFTER: Duration = Duration::from_millis(500);
 
 /// Extra time for a lost worker to answer about a workload that has ended.
 const LOST_AFTER: Duration = Duration::from_secs(3);
@@ -204,7 +204,7 @@ async fn attach_once(
     let containers = connection.containers_at(&whereabouts.gateway_endpoint).await.map_err(unusable)?;
     // A connection to a machine that is off fails only after some seconds.
     let doubt = async {
-        tokio::time::sleep(DOUBTED_AFTER).await;
+        tokio::time::sleep(WORKER_CHECK_AFTER).await;
         match current(connection, workload).await {
             Some(now) => match MissingWorker::of(connection, &now).await {
                 // A lost worker may still answer, but late.

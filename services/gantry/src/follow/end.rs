@@ -29,17 +29,17 @@ pub(crate) fn end(ui: &Ui, followed: &FollowResult, downloaded: &anyhow::Result<
             if followed.finished.exit.is_some() {
                 ui.warn(&format!("the command itself ended with exit code {}", end.code));
             }
-            return exit_code::OURS;
+            return exit_code::GANTRY_FAILED;
         }
         Ok(Delivery::WithConflicts) if end.code == 0 => {
             ui.warn("the command succeeded, but some of its results conflict with your changes");
-            return exit_code::OURS;
+            return exit_code::GANTRY_FAILED;
         }
         Ok(Delivery::WithConflicts | Delivery::Whole) => {}
     }
     if followed.output_lost && end.code == 0 {
         ui.warn("the command succeeded, but some of its output is missing");
-        return exit_code::OURS;
+        return exit_code::GANTRY_FAILED;
     }
     end.code
 }

@@ -167,7 +167,7 @@ impl Follow<'_> {
             if state.cancel_code.is_none() && state.finished.is_none() {
                 self.cancel(state);
             }
-            state.cancel_code.get_or_insert(exit_code::OURS);
+            state.cancel_code.get_or_insert(exit_code::GANTRY_FAILED);
         };
         let failure = match (&attached, streams.stdout.failure()) {
             (Ok(AttachEnd::StdoutClosed), Some(error)) => {
@@ -178,7 +178,7 @@ impl Follow<'_> {
         if let Some(failure) = &failure {
             ui.error(failure);
         }
-        let code = if failure.is_some() { exit_code::OURS } else { exit_code::PIPE };
+        let code = if failure.is_some() { exit_code::GANTRY_FAILED } else { exit_code::PIPE };
         match (attached, self.on_signal) {
             // An attachment that starts late may miss the first output.
             (Ok(AttachEnd::Done | AttachEnd::InterruptRefused), OnSignal::Leave) => Ok(false),

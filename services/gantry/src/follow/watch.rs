@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tonic::Streaming;
 
 use crate::client::connect::Connection;
-use crate::ending::error::{Refused, advised};
+use crate::ending::error::{Refused, with_advice};
 use crate::follow::outage::{Outage, PATIENCE};
 use crate::render::table::duration;
 use crate::render::ui::Ui;
@@ -50,7 +50,7 @@ impl<'a> Watch<'a> {
             }
             if !self.outage.goes_on(opened) {
                 let advice = format!("run `gantry attach {workload}` when the cluster answers again");
-                return Err(advised(refused.into(), advice))
+                return Err(with_advice(refused.into(), advice))
                     .with_context(|| format!("cannot watch workload {workload}, which may still run"));
             }
             if self.outage.is_news() {

@@ -25,7 +25,7 @@ const IN_FLIGHT: u64 = 4 << 20;
 /// Maximum number of pieces of output that wait.
 const QUEUE: usize = 1024;
 /// Pause before a full queue is tried again.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Output stream of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -174,7 +174,7 @@ impl Sink {
                 Err(TrySendError::Full(item)) => item,
                 Err(TrySendError::Disconnected(_)) => return Err(Closed),
             };
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(RETRY_INTERVAL).await;
         }
         self.reach(room).await?;
         Ok(missed)

@@ -16,7 +16,7 @@ const REPAINT: Duration = Duration::from_millis(100);
 /// Interval between two lines.
 const LINE: Duration = Duration::from_secs(10);
 /// Maximum length of the description, in characters.
-const LONGEST: usize = 60;
+const MAX_DESCRIPTION: usize = 60;
 
 /// Counter of transferred bytes with a progress bar. Clones share the counter. The bar is removed when the last clone is dropped.
 #[derive(Clone)]
@@ -105,7 +105,7 @@ impl Counts {
         }
         plain(
             &doing.iter().map(|(name, verb)| format!("{verb} {name}")).collect::<Vec<_>>().join(", "),
-            LONGEST,
+            MAX_DESCRIPTION,
         )
     }
 

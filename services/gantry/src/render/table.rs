@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_are_as_wide_as_their_widest_cell() {
+    fn columns_fit_widest_cell() {
         let rows = vec![
             vec!["a".to_owned(), "long name".to_owned(), "x".to_owned()],
             vec!["größer".to_owned(), String::new(), String::new()],

@@ -36,14 +36,14 @@ use crate::render::table::{bytes, count, duration, plain};
 use crate::render::ui::Ui;
 use crate::transfer::directories::refuse_links;
 use crate::transfer::ignore;
-use crate::transfer::receive::{LISTED, MergeReport, Mode, StagedTree, next, receive_manifest, request};
+use crate::transfer::receive::{LIST_LIMIT, MergeReport, Mode, StagedTree, next, receive_manifest, request};
 use crate::transfer::staging::{Staging, Target, TargetLock};
 use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 
 /// Maximum number of paths that a message names.
-const NAMED: usize = 5;
+const NAMED_LIMIT: usize = 5;
 /// Maximum number of characters of a path in a message.
-const SHOWN: usize = 200;
+const PATH_LIMIT: usize = 200;
 
 /// Downloader of artifacts.
 pub(crate) struct Downloader<'a> {
@@ -205,8 +205,8 @@ impl Downloader<'_> {
 
     /// Prints the conflicts.
     fn say_placed(&self, name: &str, directory: &Path, placed: &MergeReport) {
-        let at = |path: &Path| plain(&directory.join(path).display().to_string(), SHOWN);
-        for Conflict { path, result } in placed.merged.iter().take(NAMED) {
+        let at = |path: &Path| plain(&directory.join(path).display().to_string(), PATH_LIMIT);
+        for Conflict { path, result } in placed.merged.iter().take(NAMED_LIMIT) {
             let path = at(path);
             self.ui.warn(&match result {
                 Some(result) => format!(
@@ -216,7 +216,7 @@ impl Downloader<'_> {
                 None => format!("{name}: conflict: your changed {path} stays"),
             });
         }
-        if let Some(more) = placed.merged.len().checked_sub(NAMED).filter(|more| *more > 0) {
+        if let Some(more) = placed.merged.len().checked_sub(NAMED_LIMIT).filter(|more| *more > 0) {
             self.ui.warn(&format!(
                 "{name}: {more} more conflicts; the versions of the command have names with `.gantry-result`"
             ));
@@ -359,7 +359,7 @@ impl Downloader<'_> {
     ) -> Value {
         let (entries, size) = (manifest.entries().len() as u64 - 1, bytes(manifest.size_bytes()));
         let directory = directory.display();
-        self.ui.note(&format!("{name}: {}, {size} in {directory}, {fetched}", counted(entries)));
+        self.ui.note(&format!("{name}: {}, {size} in {directory}, {fetched}", count_entries(entries)));
         details(artifact, name, &directory.to_string(), manifest)
     }
 
@@ -374,15 +374,16 @@ impl Downloader<'_> {
         fetched: &str,
     ) -> Value {
         let removed = placed.gone.removed;
-        let removed = if removed > 0 { format!(", {} removed", counted(removed)) } else { String::new() };
-        let (written, directory) = (counted(placed.written), directory.display());
+        let removed =
+            if removed > 0 { format!(", {} removed", count_entries(removed)) } else { String::new() };
+        let (written, directory) = (count_entries(placed.written), directory.display());
         self.ui.note(&format!("{name}: {written} written{removed} in {directory}, {fetched}"));
         details(artifact, name, &directory.to_string(), manifest)
     }
 }
 
 /// Formats a number of entries.
-fn counted(entries: u64) -> String {
+fn count_entries(entries: u64) -> String {
     count(entries, "entry").replace("entrys", "entries")
 }
 
@@ -417,8 +418,8 @@ struct Comparison {
 /// Formats the first paths, and the number of further ones.
 fn named(paths: &[&Path]) -> String {
     let shown: Vec<_> =
-        paths.iter().take(NAMED).map(|path| plain(&path.display().to_string(), SHOWN)).collect();
-    let more = paths.len().saturating_sub(NAMED);
+        paths.iter().take(NAMED_LIMIT).map(|path| plain(&path.display().to_string(), PATH_LIMIT)).collect();
+    let more = paths.len().saturating_sub(NAMED_LIMIT);
     if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
 }
 
@@ -434,7 +435,7 @@ fn not_written(dropped: &[Dropped]) -> Value {
         };
         json!({ "path": dropped.path.to_string_lossy(), "what": what })
     };
-    let first: Vec<_> = dropped.iter().take(LISTED).map(entry).collect();
+    let first: Vec<_> = dropped.iter().take(LIST_LIMIT).map(entry).collect();
     json!({ "count": dropped.len(), "first": first })
 }
 

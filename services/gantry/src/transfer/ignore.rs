@@ -43,9 +43,9 @@ const GIT: &str = ".gitignore";
 /// Maximum size of an ignore file in bytes. A result may have made a huge sparse file.
 const MAX_BYTES: u64 = 1 << 20;
 /// Maximum number of problems that an error names.
-const NAMED: usize = 10;
+const NAMED_LIMIT: usize = 10;
 /// Maximum length in bytes of a path that is opened in one step. The kernel accepts 4095.
-const OPENED_BYTES: usize = 2048;
+const MAX_OPEN_BYTES: usize = 2048;
 
 /// Ignore rules of one tree.
 pub(crate) struct Rules {
@@ -161,12 +161,15 @@ impl Rules {
     /// Fails if a file could not be read or parsed.
     pub(crate) fn finish(self) -> anyhow::Result<()> {
         let problems = self.problems.into_inner();
-        let more = problems.len().saturating_sub(NAMED);
+        let more = problems.len().saturating_sub(NAMED_LIMIT);
         match &problems[..] {
             [] => Ok(()),
             [problem] => bail!("{problem}"),
             _ if more > 0 => {
-                bail!("ignore files have errors:\n  {}\n  and {more} more", problems[..NAMED].join("\n  "))
+                bail!(
+                    "ignore files have errors:\n  {}\n  and {more} more",
+                    problems[..NAMED_LIMIT].join("\n  ")
+                )
             }
             _ => bail!("ignore files have errors:\n  {}", problems.join("\n  ")),
         }
@@ -339,7 +342,7 @@ fn open(file: &Path, follow_link: bool) -> rustix::io::Result<File> {
     let mut directory = None;
     let mut path = PathBuf::new();
     for component in file {
-        if path.as_os_str().len() + component.len() > OPENED_BYTES {
+        if path.as_os_str().len() + component.len() > MAX_OPEN_BYTES {
             let through = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
             directory = Some(match &directory {
                 None => openat(CWD, &path, through, Mode::empty())?,

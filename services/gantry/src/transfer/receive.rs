@@ -22,7 +22,7 @@ use crate::transfer::staging::{Staging, Target, check_replace};
 use crate::transfer::tree::{self, DirectoryCache};
 
 /// Maximum number of paths in a list for programs.
-pub(super) const LISTED: usize = 1000;
+pub(super) const LIST_LIMIT: usize = 1000;
 
 /// Longest time without a message of the worker, which may have to scan the volume.
 const SILENCE: Duration = Duration::from_secs(60 * 60);
@@ -52,7 +52,7 @@ impl MergeReport {
         let changed = |Conflict { path, result }: &Conflict| json!({ "path": path.to_string_lossy(), "result": result.as_ref().map(|result| result.to_string_lossy()) });
         let removed = |path: &PathBuf| json!({ "path": path.to_string_lossy(), "result": null });
         let all = self.merged.iter().map(changed).chain(self.gone.changed.iter().map(removed));
-        let first: Vec<_> = all.take(LISTED).collect();
+        let first: Vec<_> = all.take(LIST_LIMIT).collect();
         json!({ "count": self.merged.len() + self.gone.changed.len(), "first": first })
     }
 }

@@ -33,7 +33,7 @@ use transfer::{
 use crate::cli::args::ScanArgs;
 use crate::client::connect::{Connection, Pause, TRANSFER_TRIES, repeat};
 use crate::cluster::Paths;
-use crate::ending::error::{Refused, advised, is_transient, refusal, refused};
+use crate::ending::error::{Refused, is_transient, refusal, refused, with_advice};
 use crate::render::labels;
 use crate::render::progress::Progress;
 use crate::render::table::{bytes, count, duration};
@@ -47,7 +47,7 @@ use crate::transfer::tree::{self, DirectoryCache, StopOnDrop};
 /// Number of attempts to send a directory whose files change.
 const TRIES: usize = 4;
 /// Maximum number of problems that a message names.
-const NAMED: usize = 10;
+const NAMED_LIMIT: usize = 10;
 
 /// Returns whether a problem is an expected omission: a socket or an extended attribute.
 fn is_left_out(problem: &Problem) -> bool {
@@ -204,15 +204,15 @@ impl Uploader<'_> {
             return Ok(());
         }
         let mut list = String::new();
-        for problem in wrong.iter().take(NAMED) {
+        for problem in wrong.iter().take(NAMED_LIMIT) {
             // Writing to a string cannot fail.
             _ = write!(list, "\n  {problem}");
             if let ProblemKind::Unreadable(error) = &problem.what {
                 _ = write!(list, ": {}", crate::ending::error::without_number(&error.to_string()));
             }
         }
-        if wrong.len() > NAMED {
-            _ = write!(list, "\n  and {} more", wrong.len() - NAMED);
+        if wrong.len() > NAMED_LIMIT {
+            _ = write!(list, "\n  and {} more", wrong.len() - NAMED_LIMIT);
         }
         if self.scan.allow_changed {
             self.ui.warn(&format!("{name}: uploaded despite these problems:{list}"));
@@ -413,7 +413,7 @@ fn amount(manifest: &Manifest) -> String {
 }
 
 /// Remedy for a directory that is too large for `--inline`.
-const WITHOUT: &str = "upload it without --inline";
+const INLINE_REMEDY: &str = "upload it without --inline";
 
 /// Reads a small directory completely.
 async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<SmallTree> {
@@ -425,11 +425,12 @@ async fn small_tree(root: PathBuf, manifest: Arc<Manifest>) -> anyhow::Result<Sm
     match read.await.context("reading ended unexpectedly")? {
         Err(error) => Err(match error.downcast_ref() {
             Some(NotSmall::Kind(..)) => {
-                advised(error.context("--inline does not support this entry"), WITHOUT)
+                with_advice(error.context("--inline does not support this entry"), INLINE_REMEDY)
             }
-            Some(NotSmall::Entries | NotSmall::Bytes) => {
-                advised(error.context(format!("the directory is too large for --inline ({amount})")), WITHOUT)
-            }
+            Some(NotSmall::Entries | NotSmall::Bytes) => with_advice(
+                error.context(format!("the directory is too large for --inline ({amount})")),
+                INLINE_REMEDY,
+            ),
             None => error,
         }),
         read => read,

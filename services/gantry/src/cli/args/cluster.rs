@@ -26,7 +26,7 @@ pub(crate) struct UpArgs {
     /// Allow --listen on an address that other machines can reach, although the traffic is not encrypted
     #[arg(long, requires = "listen")]
     pub(crate) insecure: bool,
-    /// End the cluster after this long without a client, workload or kept container. Default: never
+    /// End the cluster after this long without a client, workload or kept container, such as `1h`. Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration, env = "GANTRY_IDLE_END")]
     pub(crate) idle_end: Option<Duration>,
     /// Time for which the container and the log of a workload are kept after its end
@@ -50,23 +50,29 @@ pub(crate) struct UpArgs {
     /// artifact-store.db in the state directory is the database of the artifact store. Orphans stay until `gantry adopt` or `gantry purge`.
     #[arg(long)]
     pub(crate) restored: bool,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Worker on this machine")]
     pub(crate) amounts: runtime_gateway::Amounts,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Worker on this machine")]
     pub(crate) policy: runtime_gateway::host::Policy,
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = "Concourse workers")]
     pub(crate) concourse: runtime_gateway::garden::GardenArgs,
     /// Name of the worker given by --garden, unique in the cluster
-    #[arg(long, value_name = "NAME", requires = "garden", default_value = "garden")]
+    #[arg(
+        long,
+        value_name = "NAME",
+        requires = "garden",
+        default_value = "garden",
+        help_heading = "Concourse workers"
+    )]
     pub(crate) garden_name: String,
     /// Platform of the worker given by --garden. Default: linux
-    #[arg(long, value_name = "PLATFORM", requires = "garden")]
+    #[arg(long, value_name = "PLATFORM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_platform: Option<String>,
     /// Tag of the worker given by --garden. Repeatable. A worker with tags takes only workloads with tags
-    #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden")]
+    #[arg(long = "garden-tag", value_name = "TAG", value_parser = values::tag, requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_tags: Vec<String>,
     /// Team that alone may use the worker given by --garden. Default: all teams
-    #[arg(long, value_name = "TEAM", requires = "garden")]
+    #[arg(long, value_name = "TEAM", requires = "garden", help_heading = "Concourse workers")]
     pub(crate) garden_team: Option<String>,
     /// The cluster was started in the background by another command.
     #[arg(long, hide = true)]

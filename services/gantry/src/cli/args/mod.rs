@@ -37,7 +37,7 @@ const TOP_HELP: &str = "\
 Without --server, commands use the cluster on this machine, and start it in the background if none runs. It keeps its state in \
 $XDG_STATE_HOME/gantry (~/.local/state/gantry), and ends after 10 minutes without use. `up` and `down` always act on that cluster.
 
-A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A SIZE is written 512M or 2G; M and MiB are 1024 KiB.
+A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A SIZE is written 512M or 2G, in powers of 1024.
 
 Examples:
   gantry run -- echo hello

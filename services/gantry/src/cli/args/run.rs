@@ -168,13 +168,13 @@ pub(crate) struct RunArgs {
     #[arg(long, conflicts_with_all = ["detach", "trace"], help_heading = "Placement")]
     pub(crate) explain: bool,
 
-    /// Stop the command when it has run for this long, and exit with 124. Default: no limit
+    /// Stop the command when it has run for this long, such as `90s`, and exit with 124. Default: no limit
     #[arg(long, value_name = "DURATION", value_parser = values::positive_duration, help_heading = "Timeouts and retries")]
     pub(crate) timeout: Option<Duration>,
-    /// Give up when the workload has waited this long for a worker. Default: no limit
+    /// Give up when the workload has waited this long for a worker, such as `10m`. Default: no limit
     #[arg(long, value_name = "DURATION", value_parser = values::duration, help_heading = "Timeouts and retries")]
     pub(crate) queue_timeout: Option<Duration>,
-    /// Give up when the command has not started this long after its placement. Default: no limit
+    /// Give up when the command has not started this long after its placement, such as `5m`. Default: no limit
     ///
     /// This includes the time for copying inputs to the worker. With --retries, the workload is placed again instead.
     #[arg(long, value_name = "DURATION", value_parser = values::positive_duration, help_heading = "Timeouts and retries")]
@@ -204,8 +204,7 @@ const RUN_DETAILS: &str = "\
 What the command sees:
   The command sees the root file system of the image, its inputs and outputs \
 below the working directory, and an empty /tmp and /run. It sees nothing else of \
-your machine. It may write everywhere except into read-only inputs; only outputs \
-and caches are kept.
+your machine. Only outputs and caches are kept after the run.
 
 Outputs:
   Outputs are kept and downloaded when the command ends, with any exit code. \
@@ -218,6 +217,10 @@ Not uploaded:
   Entries that a .gantryignore names, in the syntax of git, and output \
 directories inside of an input. An ignore file that cannot be read or parsed \
 fails the upload.
+
+Values:
+  A DURATION is written 500ms, 30s, 10m, 12h or 2d; a number alone is seconds. A \
+SIZE is written 512M or 2G, in powers of 1024.
 
 Exit codes:
   N      the exit code N of the command
@@ -246,7 +249,7 @@ Examples:
 /// Network that a process sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub(crate) enum NetworkArg {
-    /// A network of its own with outgoing access
+    /// A separate network with outgoing access
     #[default]
     Private,
     /// A loopback device only

@@ -11,7 +11,7 @@ use domain::ArtifactId;
 pub(crate) struct ScanArgs {
     /// Also leave out what git ignores: .gitignore, .git/info/exclude and core.excludesFile
     ///
-    /// Files that git tracks are uploaded all the same, and so are files that a .gantryignore includes with `!`.
+    /// Files that git tracks are still uploaded, and so are files that a .gantryignore includes with `!`.
     #[arg(long, help_heading = "Inputs and outputs")]
     pub(crate) gitignore: bool,
     /// Leave out unreadable files instead of failing, and accept files that change during the upload

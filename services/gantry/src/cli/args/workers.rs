@@ -9,7 +9,7 @@ use crate::cli::values;
 /// Time limits for draining a worker.
 #[derive(Debug, Args)]
 pub(crate) struct WaitArgs {
-    /// Interrupt the workloads that still run after this long. Default: never
+    /// Interrupt the workloads that still run after this long, such as `30m`. Default: never
     #[arg(long, value_name = "DURATION", value_parser = values::duration)]
     pub(crate) deadline: Option<Duration>,
     /// Return at once instead of waiting until the worker is drained

@@ -7,7 +7,7 @@ use rpc::pb::scheduler::Worker;
 
 use crate::client::connect::Connection;
 use crate::client::queries;
-use crate::client::why::{self, AGAIN};
+use crate::client::why::{self, LOST_BYTES_REMEDY};
 use crate::ending::error::refusal;
 use crate::render::json;
 use crate::render::labels;
@@ -85,7 +85,7 @@ fn text(explained: &ExplainResponse) -> String {
         (Thing::Build, Some(at)) if labels::from_now(at).is_none() => ("released", because(past(Some(at)))),
         (Thing::Build, Some(at)) => ("releases", because(due(at))),
         (_, Some(at)) => ("expires", because(due(at))),
-        (_, None) => ("expires", endless(explained)),
+        (_, None) => ("expires", no_expiry(explained)),
     });
     shown.push(("logged", explained.remembered_until.as_ref().map(until).unwrap_or_default()));
     shown.push(("bytes", whereabouts(explained)));
@@ -112,9 +112,9 @@ fn whereabouts(explained: &ExplainResponse) -> String {
     match (explained.in_store, explained.bytes_lost, &explained.lost_at) {
         (true, ..) => labels::IN_STORE.to_owned(),
         (_, true, Some(at)) => {
-            format!("lost since {} ({} ago): {AGAIN}", labels::instant(at), labels::ago(Some(at)))
+            format!("lost since {} ({} ago): {LOST_BYTES_REMEDY}", labels::instant(at), labels::ago(Some(at)))
         }
-        (_, true, None) => format!("lost: {AGAIN}"),
+        (_, true, None) => format!("lost: {LOST_BYTES_REMEDY}"),
         _ => String::new(),
     }
 }
@@ -166,7 +166,7 @@ fn kept_by(explained: &ExplainResponse) -> String {
 }
 
 /// Describes an object without an expiry.
-fn endless(explained: &ExplainResponse) -> String {
+fn no_expiry(explained: &ExplainResponse) -> String {
     if explained.kept_by.is_empty()
         || explained.marked_at.is_some()
         || explained.state() == ExplainedState::Orphaned
@@ -303,7 +303,8 @@ mod tests {
         let lines = lines(&explained);
         assert_eq!(lines[1], "state: sealed (its bytes are lost)");
         assert!(
-            lines[2].starts_with("bytes: lost since 1970-01-01T00:00:00Z (") && lines[2].ends_with(AGAIN)
+            lines[2].starts_with("bytes: lost since 1970-01-01T00:00:00Z (")
+                && lines[2].ends_with(LOST_BYTES_REMEDY)
         );
         assert_eq!(lines.len(), 3, "{lines:?}");
     }

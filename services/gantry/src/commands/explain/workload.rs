@@ -24,7 +24,7 @@ pub(super) async fn show(connection: &Connection, id: &str, as_json: bool) -> an
     }
     let standing = queries::standing(connection, &workload).await?;
     let attendance = attendance(connection, &workload).await;
-    print(&waits_no_more(&workload, &standing, attendance.as_ref()))
+    print(&describe_workload(&workload, &standing, attendance.as_ref()))
 }
 
 /// Asks whether a caller is attached to a running workload. `None`: the gateway does not answer.
@@ -63,7 +63,11 @@ fn unattended(attendance: &GetAttendanceResponse) -> String {
 }
 
 /// Formats the explanation. `standing` describes the worker, if it is not running normally.
-fn waits_no_more(workload: &Workload, standing: &str, attendance: Option<&GetAttendanceResponse>) -> String {
+fn describe_workload(
+    workload: &Workload,
+    standing: &str,
+    attendance: Option<&GetAttendanceResponse>,
+) -> String {
     let there = workload.whereabouts.clone().unwrap_or_default();
     let on = match there.worker_name.as_str() {
         "" => String::new(),
@@ -125,10 +129,10 @@ mod tests {
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };
-        let said = waits_no_more(&workload, "", None);
+        let said = describe_workload(&workload, "", None);
         assert!(said.starts_with("the workload runs on big\n"), "{said}");
         workload.stopping = rpc::pb::scheduler::StopReason::Cancelled.into();
-        let stops = waits_no_more(&workload, "stalled, silent for 13 s", None);
+        let stops = describe_workload(&workload, "stalled, silent for 13 s", None);
         assert!(stops.starts_with("the workload runs on big, and is being stopped (CANCELLED)\n"), "{stops}");
         assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
         workload.stopping = 0;
@@ -136,7 +140,7 @@ mod tests {
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
         workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
-        let said = waits_no_more(&workload, "", None);
+        let said = describe_workload(&workload, "", None);
         assert!(said.starts_with("the workload has ended on big: errored\n"), "{said}");
         assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
     }

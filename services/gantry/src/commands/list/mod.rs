@@ -80,7 +80,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
         }
         Kind::Caches => {
             if wanted.is_some() {
-                bail!("caches are not listed by their state");
+                bail!("--state cannot be used with caches");
             }
             caches::list(connection, limit, as_json).await
         }
@@ -89,7 +89,7 @@ pub(crate) async fn list(connection: &Connection, args: &ListArgs, as_json: bool
 
 fn no_state(kind: &str, wanted: Option<&str>) -> anyhow::Result<()> {
     if wanted.is_some() {
-        bail!("{kind} are not listed by their state");
+        bail!("--state cannot be used with {kind}");
     }
     Ok(())
 }

@@ -73,7 +73,7 @@ async fn run_on(args: &RunArgs, connection: &Connection, ui: &Ui, as_json: bool)
     }
     let spec = spec(args, &connection.team, ui)?;
     if args.explain {
-        let known = caches::known(connection, &args.caches).await?;
+        let known = caches::existing_mounts(connection, &args.caches).await?;
         let spec = WorkloadSpec { caches: known, ..spec };
         // Directories are not uploaded yet, and do not affect which workers can run the command.
         let there = args.inputs.iter().filter_map(|input| Some((input, artifact_of(&input.source)?)));

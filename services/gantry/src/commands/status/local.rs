@@ -32,7 +32,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Age of a cluster up to which the first report of its worker may be missing.
-const YOUNG: Duration = Duration::from_secs(10);
+const FIRST_REPORT_AGE: Duration = Duration::from_secs(10);
 
 /// Exit code if no cluster runs.
 const NONE_RUNS: u8 = 1;
@@ -77,7 +77,7 @@ pub(crate) async fn status() -> anyhow::Result<ClusterView> {
     let overview = loop {
         let overview = Overview::of(&Addresses::one(&endpoint), &outgoing).await?;
         // The first report of a new worker arrives about a second after its registration.
-        if age > YOUNG || !overview.awaits_report() || Instant::now() >= give_up {
+        if age > FIRST_REPORT_AGE || !overview.awaits_report() || Instant::now() >= give_up {
             break overview;
         }
         tokio::time::sleep(POLL_INTERVAL).await;

@@ -112,10 +112,10 @@ fn failed(error: &anyhow::Error) -> ClusterView {
 
 /// Removes fields that change only because time passes.
 fn lasting(document: &Value) -> Value {
-    const PASSING: [&str; 3] = ["last_contact_at", "disk_free_bytes", "idle_for_seconds"];
+    const VOLATILE_FIELDS: [&str; 3] = ["last_contact_at", "disk_free_bytes", "idle_for_seconds"];
     match document {
         Value::Object(fields) => {
-            let fields = fields.iter().filter(|(name, _)| !PASSING.contains(&name.as_str()));
+            let fields = fields.iter().filter(|(name, _)| !VOLATILE_FIELDS.contains(&name.as_str()));
             Value::Object(fields.map(|(name, value)| (name.clone(), lasting(value))).collect())
         }
         Value::Array(items) => Value::Array(items.iter().map(lasting).collect()),

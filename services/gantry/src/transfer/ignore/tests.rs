@@ -144,7 +144,7 @@ fn tracked_files_are_not_ignored() {
     let below = [("deep", true), ("deep/kept.log", false), ("deep/made.log", false)];
     assert_eq!(excluded(&rules(&root.path().join("sub"), true), &below), [false, false, true]);
 
-    // What cannot be known fails the upload.
+    // An unreadable index fails the upload.
     fs::write(root.path().join(".git/index"), "damaged").expect("written");
     let damaged = rules(root.path(), true);
     assert!(damaged.exclude(Path::new("kept.log"), false));
