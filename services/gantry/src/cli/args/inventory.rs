@@ -124,7 +124,7 @@ pub(crate) struct UndeleteArgs {
 If the disk of a worker is full, results and uploads there that nothing uses are deleted before their time, the oldest first. A disk is full \
 if less than 5 % and less than 1 GiB of it is free. `gantry delete` deletes more.")]
 pub(crate) struct GcArgs {
-    /// Print what would be marked, and change nothing
+    /// Print the objects that would be marked, and change nothing
     #[arg(long)]
     pub(crate) dry_run: bool,
 }

@@ -29,7 +29,7 @@ pub(crate) struct RunArgs {
         help_heading = "Inputs and outputs"
     )]
     pub(crate) inputs: Vec<InputArg>,
-    /// Keep what the command leaves in ./NAME, and download it into DIR. Repeatable
+    /// Keep the directory ./NAME after the run, and download it into DIR. Repeatable
     ///
     /// Without DIR, the output stays in the cluster as an artifact, and its id is printed on standard error. An output with the name of an
     /// input starts with the contents of that input. If DIR is the directory of that input, too, the run is in place: only the changes
@@ -44,8 +44,8 @@ pub(crate) struct RunArgs {
     pub(crate) outputs: Vec<OutputArg>,
     /// Keep the directory PATH of the container for the next run. Repeatable
     ///
-    /// The command finds the current version of the cache NAME at PATH. The first run finds an empty directory. What the command leaves
-    /// there becomes the current version when the command ends with an exit code. A cache is deleted after 7 days without use, unless the
+    /// The command finds the current version of the cache NAME at PATH. The first run finds an empty directory. The directory that the
+    /// command leaves becomes the current version when the command ends with an exit code. A cache is deleted after 7 days without use, unless the
     /// cluster is configured otherwise.
     #[arg(
         long = "cache",

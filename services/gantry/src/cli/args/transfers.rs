@@ -9,7 +9,7 @@ use domain::ArtifactId;
 /// Rules for scanning a directory before an upload.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct ScanArgs {
-    /// Also leave out what git ignores: .gitignore, .git/info/exclude and core.excludesFile
+    /// Also leave out files that git ignores: .gitignore, .git/info/exclude and core.excludesFile
     ///
     /// Files that git tracks are still uploaded, and so are files that a .gantryignore includes with `!`.
     #[arg(long, help_heading = "Inputs and outputs")]

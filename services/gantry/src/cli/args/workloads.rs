@@ -48,18 +48,18 @@ pub(crate) struct WatchArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 What is explained:
-  workload          why each worker refuses it, and what would place it; or
-                    where it runs, or how it ended
+  workload          why each worker refuses it, and the events that would place
+                    it; or where it runs, or how it ended
   lease             its purpose, worker and expiry, or why it ended
   artifact, volume, container
-                    what keeps it and until when; or why and when it was deleted
-                    (for a day after the deletion)
+                    everything that keeps it, and until when; or why and when it
+                    was deleted (for a day after the deletion)
   build             the artifacts that it owns, and when it releases them
-  attempt           what was made for it
+  attempt           the containers and volumes that were made for it
   cache, base resource type
-                    what it owns, who uses it, and when it expires
-  transfer          what is copied where, and when its term ends
-  worker            its state, and what it holds")]
+                    its artifacts, its users, and its expiry
+  transfer          its artifact and its target worker, and when its term ends
+  worker            its state, and its containers and volumes")]
 pub(crate) struct ExplainArgs {
     /// Id of a workload, lease, artifact, volume, container, build, attempt, cache, base resource type, transfer or worker; or the name of a worker
     #[arg(value_name = "ID")]
