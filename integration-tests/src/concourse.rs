@@ -11,52 +11,53 @@ use testing::baggageclaim::{self, Driver};
 use testing::garden::{Manner, Server};
 
 /// Garden server and Baggageclaim server. Their addresses stay when they are restarted or replaced.
-pub struct Pair {
+pub struct ConcourseWorker {
     /// Server of containers.
     pub garden: Server,
     /// Server of volumes.
     pub volumes: baggageclaim::Server,
     manner: Manner,
     driver: Driver,
-    fronts: [Front; 2],
+    forwarders: [Forwarder; 2],
     tokio: tokio::runtime::Runtime,
 }
 
-impl Pair {
+impl ConcourseWorker {
     /// Starts both servers.
     #[must_use]
     pub fn start(manner: Manner, driver: Driver) -> Self {
         let tokio = tokio::runtime::Runtime::new().expect("a tokio runtime");
         let garden = Server::start(manner);
         let volumes = tokio.block_on(baggageclaim::Server::start(driver));
-        let fronts = [Front::start(garden.address()), Front::start(volumes.address().to_string())];
-        Self { garden, volumes, manner, driver, fronts, tokio }
+        let forwarders =
+            [Forwarder::start(garden.address()), Forwarder::start(volumes.address().to_string())];
+        Self { garden, volumes, manner, driver, forwarders, tokio }
     }
 
     /// Returns the address of the Garden server.
     #[must_use]
     pub fn garden_address(&self) -> String {
-        self.fronts[0].address.clone()
+        self.forwarders[0].address.clone()
     }
 
     /// Returns the address of the Baggageclaim server.
     #[must_use]
     pub fn volumes_address(&self) -> String {
-        self.fronts[1].address.clone()
+        self.forwarders[1].address.clone()
     }
 
     /// Simulates a restart of both servers with their contents: breaks all connections, and lets Baggageclaim forget unfinished operations.
     pub fn restart(&self) {
         self.volumes.restart();
-        self.fronts.iter().for_each(Front::cut);
+        self.forwarders.iter().for_each(Forwarder::cut);
     }
 
     /// Replaces the servers by empty ones.
     pub fn replace(&mut self) {
         self.volumes = self.tokio.block_on(baggageclaim::Server::start(self.driver));
         self.garden = Server::start(self.manner);
-        self.fronts[0].lead_to(self.garden.address());
-        self.fronts[1].lead_to(self.volumes.address().to_string());
+        self.forwarders[0].lead_to(self.garden.address());
+        self.forwarders[1].lead_to(self.volumes.address().to_string());
     }
 
     /// Returns the number of processes that were requested.
@@ -88,7 +89,7 @@ pub fn make_image(path: &Path) {
 }
 
 /// TCP forwarder with a fixed address and a changeable target.
-struct Front {
+struct Forwarder {
     address: String,
     shared: Arc<Shared>,
 }
@@ -103,7 +104,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Front {
+impl Forwarder {
     fn start(leads_to: String) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = listener.local_addr().expect("an address").to_string();
@@ -137,7 +138,7 @@ impl Front {
     }
 }
 
-impl Drop for Front {
+impl Drop for Forwarder {
     fn drop(&mut self) {
         self.shared.stopping.store(true, Ordering::SeqCst);
         self.cut();

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, wait_for};
 use serde_json::Value;
@@ -16,7 +16,7 @@ const SOON: &[(&str, &str)] = &[("GANTRY_GC_GRACE", "0s"), ("GANTRY_COLLECT_INTE
 /// Services and workers. Each worker has its own gateway, and its name as its tag.
 struct Scene {
     suite: Suite,
-    pairs: Vec<Pair>,
+    pairs: Vec<ConcourseWorker>,
     image: String,
 }
 
@@ -36,7 +36,7 @@ impl Scene {
     }
 
     fn concourse(&mut self, worker: &str, (manner, driver): (Manner, Driver)) {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
         self.attend(worker, &[("GANTRY_GARDEN", &garden), ("GANTRY_BAGGAGECLAIM", &volumes)]);
@@ -154,11 +154,11 @@ fn cache_moves_between_kinds_of_workers() {
 }
 
 /// Run that prints `ready`, and continues on request.
-struct Waiting {
+struct WaitingProcess {
     child: Child,
 }
 
-impl Waiting {
+impl WaitingProcess {
     fn start(scene: &Scene, worker: &str, name: &str, script: &str) -> Self {
         let script = format!("echo ready; read line; {script}");
         let mut run = scene.run(worker, name, &[], &script);
@@ -183,7 +183,7 @@ fn superseded_cache_version_survives_while_used() {
     let scene = Scene::start(&[]);
     assert_eq!(scene.ran("host", "c", "echo first > /cache/first").0, Some(0));
     let first = scene.version("c");
-    let slow = Waiting::start(&scene, "host", "c", "cat /cache/first > /cache/slow");
+    let slow = WaitingProcess::start(&scene, "host", "c", "cat /cache/first > /cache/slow");
     assert_eq!(scene.ran("host", "c", "rm /cache/first; echo second > /cache/second").0, Some(0));
     let second = scene.version("c");
     assert_ne!(first, second);

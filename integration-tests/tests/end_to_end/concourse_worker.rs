@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::{Cluster, code, describe, may_run_containers, send, started, wait_for, write};
 use testing::baggageclaim::{self, Driver};
 use testing::garden::{Fault, Manner, Server};
@@ -250,7 +250,7 @@ fn only_marker_is_left_on_concourse_worker() {
         return;
     }
     for (manner, driver) in EVERY {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
         let worker = serde_json::json!([{
             "name": "concourse", "garden": pair.garden_address(), "baggageclaim": pair.volumes_address(), "tags": ["garden"],
@@ -299,7 +299,7 @@ fn concourse_worker_is_configured_by_flags() {
     if !may_run_containers() {
         return;
     }
-    let pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let pair = ConcourseWorker::start(Manner::Containerd, Driver::Overlay);
     let cluster = Cluster::new();
     let addresses = ["--garden", &pair.garden_address(), "--baggageclaim", &pair.volumes_address()];
     let labels = [
@@ -364,7 +364,7 @@ fn worker_provided_images_become_artifacts() {
     if !may_run_containers() {
         return;
     }
-    let mut pair = Pair::start(Manner::Containerd, Driver::Overlay);
+    let mut pair = ConcourseWorker::start(Manner::Containerd, Driver::Overlay);
     let (garden, volumes) = (pair.garden_address(), format!("http://{}", pair.volumes_address()));
     let mut cluster = Cluster::new().with("GANTRY_GC_GRACE", "0s");
     make_image(&cluster.path("image"));

@@ -323,9 +323,9 @@ fn services_warn_about_reachable_addresses() {
 }
 
 /// Process that is killed on drop.
-struct Killed(std::process::Child);
+struct KillOnDrop(std::process::Child);
 
-impl Drop for Killed {
+impl Drop for KillOnDrop {
     fn drop(&mut self) {
         // The process may have ended already.
         self.0.kill().ok();
@@ -360,7 +360,7 @@ fn services_without_token_file_share_a_generated_token() {
         .map(|(name, own)| {
             let mut command = command(name, "state");
             command.args(own).args(["--log", "trace"]).stderr(fs::File::create(log(name)).expect("a log"));
-            Killed(command.spawn().expect("it starts"))
+            KillOnDrop(command.spawn().expect("it starts"))
         })
         .collect();
     let endpoint = |name: &str| {

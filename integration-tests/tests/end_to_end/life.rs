@@ -242,9 +242,9 @@ fn stale_socket_is_replaced() {
 }
 
 /// Server of another user of the machine, at the socket of the cluster.
-struct Stranger(UnixListener);
+struct ForeignServer(UnixListener);
 
-impl Stranger {
+impl ForeignServer {
     const USER: u32 = 65534;
 
     fn listen(cluster: &Cluster) -> Self {
@@ -280,7 +280,7 @@ fn open_runtime_directory_is_made_private() {
     let directory = cluster.path("run/gantry");
     fs::create_dir(&directory).expect("a directory");
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
-    let stranger = Stranger::listen(&cluster);
+    let stranger = ForeignServer::listen(&cluster);
     let output = cluster.output(["run", "--", "echo", "hello"]);
     assert_eq!(output.stdout, b"hello\n", "{}", describe(&output));
     assert_eq!(fs::metadata(&directory).expect("metadata").permissions().mode() & 0o777, 0o700);
@@ -296,9 +296,9 @@ fn runtime_directory_of_other_user_is_rejected() {
     let directory = cluster.path("run/gantry");
     fs::create_dir(&directory).expect("a directory");
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o777)).expect("opened");
-    let stranger = Stranger::listen(&cluster);
+    let stranger = ForeignServer::listen(&cluster);
     fs::set_permissions(&directory, fs::Permissions::from_mode(0o700)).expect("closed");
-    chown(&directory, Some(Stranger::USER), None).expect("given away");
+    chown(&directory, Some(ForeignServer::USER), None).expect("given away");
     for command in [&["run", "--", "true"][..], &["up"], &["list", "workloads"]] {
         let output = cluster.output(command);
         assert_eq!(code(&output), 125, "{}", describe(&output));
@@ -308,7 +308,7 @@ fn runtime_directory_of_other_user_is_rejected() {
     assert_eq!(stranger.received(), b"");
 
     // Environment after `su`: everything belongs to another user, and the state directory is used.
-    chown(cluster.path("run"), Some(Stranger::USER), None).expect("given away");
+    chown(cluster.path("run"), Some(ForeignServer::USER), None).expect("given away");
     cluster.succeed(["run", "--", "true"]);
     let socket = cluster.state().join("run/gantry.sock");
     assert!(fs::metadata(&socket).is_ok_and(|metadata| metadata.file_type().is_socket()), "{socket:?}");

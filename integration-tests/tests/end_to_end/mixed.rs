@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, tree, wait_for, write};
 use serde_json::Value;
@@ -17,7 +17,7 @@ const COPY: &str = "cp -a in/. made/";
 /// Services and workers. Each worker has its own gateway, and its name as its tag.
 struct Scene {
     suite: Suite,
-    pairs: Vec<Pair>,
+    pairs: Vec<ConcourseWorker>,
 }
 
 impl Scene {
@@ -40,7 +40,7 @@ impl Scene {
     }
 
     fn concourse_with(&mut self, worker: &str, (manner, driver): (Manner, Driver), more: &[(&str, &str)]) {
-        let pair = Pair::start(manner, driver);
+        let pair = ConcourseWorker::start(manner, driver);
         let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
         self.pairs.push(pair);
         let own =
@@ -114,7 +114,7 @@ fn output_is_input_on_other_kind_of_worker() {
     tree::assert_same_through_tar(&first, &scene.download(&by_naive, "by-naive"));
     let again = scene.run("host", "host", &by_naive, COPY);
     tree::assert_same_through_tar(&first, &scene.download(&again, "again"));
-    let runs: Vec<_> = scene.pairs.iter().map(Pair::runs).collect();
+    let runs: Vec<_> = scene.pairs.iter().map(ConcourseWorker::runs).collect();
     assert_eq!(runs, [1, 1], "each ran where it was meant to, once");
 
     // A requirement that only one kind of worker meets is explained.
@@ -183,7 +183,7 @@ fn inline_artifact_reaches_all_kinds_of_workers() {
 }
 
 /// Counts the requests to send volumes to other workers and to hand them out, without volumes of manifests.
-fn sent(pair: &Pair) -> (usize, usize) {
+fn sent(pair: &ConcourseWorker) -> (usize, usize) {
     let requests = pair.volumes.requests();
     let count = |what: &str| {
         let asked = |line: &&String| line.contains(what) && !line.contains(".manifest/");

@@ -20,12 +20,12 @@ use tonic::{Request, Response, Status};
 
 /// Span with the process that sent it, as its resource names it.
 #[derive(Debug, Clone)]
-struct Received {
+struct ReceivedSpan {
     sender: String,
     span: Span,
 }
 
-impl Received {
+impl ReceivedSpan {
     /// Service that made the span, or the command line.
     fn service(&self) -> String {
         text(&self.span.attributes, "service").unwrap_or_default()
@@ -42,7 +42,7 @@ fn text(attributes: &[KeyValue], key: &str) -> Option<String> {
 
 /// Collector that keeps all spans.
 #[derive(Clone, Default)]
-struct Collector(Arc<Mutex<Vec<Received>>>);
+struct Collector(Arc<Mutex<Vec<ReceivedSpan>>>);
 
 impl Collector {
     /// Serves on a free port until `runtime` is dropped. Returns the address.
@@ -54,7 +54,7 @@ impl Collector {
         format!("http://{address}")
     }
 
-    fn received(&self) -> Vec<Received> {
+    fn received(&self) -> Vec<ReceivedSpan> {
         self.0.lock().expect("not poisoned").clone()
     }
 }
@@ -70,16 +70,16 @@ impl TraceService for Collector {
             let attributes = resource.resource.map(|resource| resource.attributes).unwrap_or_default();
             let sender = text(&attributes, "service.name").unwrap_or_default();
             let spans = resource.scope_spans.into_iter().flat_map(|scope| scope.spans);
-            kept.extend(spans.map(|span| Received { sender: sender.clone(), span }));
+            kept.extend(spans.map(|span| ReceivedSpan { sender: sender.clone(), span }));
         }
         Ok(Response::new(ExportTraceServiceResponse::default()))
     }
 }
 
 /// Returns the spans whose parent is missing.
-fn orphans(spans: &[Received]) -> Vec<&Received> {
+fn orphans(spans: &[ReceivedSpan]) -> Vec<&ReceivedSpan> {
     let ids: BTreeSet<_> = spans.iter().map(|received| &received.span.span_id).collect();
-    let parents = |received: &&Received| {
+    let parents = |received: &&ReceivedSpan| {
         let parent = &received.span.parent_span_id;
         !parent.is_empty() && !ids.contains(parent)
     };
@@ -118,7 +118,7 @@ fn collector_receives_spans_of_all_services() {
 
     cluster.succeed(["down"]);
     let spans = of_trace();
-    let services: BTreeSet<_> = spans.iter().map(Received::service).collect();
+    let services: BTreeSet<_> = spans.iter().map(ReceivedSpan::service).collect();
     let expected = ["artifact-store", "gantry", "runtime-gateway", "scheduler", "streamer"];
     assert_eq!(services, expected.map(str::to_owned).into(), "sent before the cluster ends");
     assert!(orphans(&spans).is_empty(), "spans without their parents: {:#?}", orphans(&spans));

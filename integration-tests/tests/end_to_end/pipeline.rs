@@ -96,7 +96,7 @@ impl Gate {
 }
 
 /// Workload of the pipeline, with a watcher through the proxy.
-struct Watched {
+struct WatchedWorkload {
     name: String,
     id: String,
     watcher: Child,
@@ -125,7 +125,7 @@ impl Scene {
     }
 
     /// Submits workload `number` of the pipeline under the name `name`.
-    fn submit(&self, number: usize, name: &str, made: &[Option<String>]) -> Watched {
+    fn submit(&self, number: usize, name: &str, made: &[Option<String>]) -> WatchedWorkload {
         let (left, right) = TAKES[number];
         let input = |letter: &str, from: usize| match number {
             0..3 => format!("{letter}={}", self.suite.path(&format!("upload-{from}")).display()),
@@ -142,7 +142,7 @@ impl Scene {
     }
 
     /// Submits a workload that takes all of these artifacts.
-    fn submit_copy(&self, name: &str, artifacts: &[String]) -> Watched {
+    fn submit_copy(&self, name: &str, artifacts: &[String]) -> WatchedWorkload {
         let script = format!("{}echo end {name}", self.gate.script(name));
         let inputs = artifacts.iter().enumerate().map(|(n, id)| format!("in{n}=artifact:{id}"));
         let inputs: Vec<_> = inputs.flat_map(|input| ["-i".to_owned(), input]).collect();
@@ -153,18 +153,18 @@ impl Scene {
         self.watch(name, id.trim())
     }
 
-    fn watch(&self, name: &str, id: &str) -> Watched {
+    fn watch(&self, name: &str, id: &str) -> WatchedWorkload {
         let mut watcher = self.suite.gantry(&["attach", id]);
         let watcher = watcher.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry runs");
-        Watched { name: name.to_owned(), id: id.to_owned(), watcher }
+        WatchedWorkload { name: name.to_owned(), id: id.to_owned(), watcher }
     }
 
     /// Submits some workloads of the pipeline, and returns when their processes have started.
-    fn submit_all(&self, numbers: std::ops::Range<usize>, made: &[Option<String>]) -> Vec<Watched> {
+    fn submit_all(&self, numbers: std::ops::Range<usize>, made: &[Option<String>]) -> Vec<WatchedWorkload> {
         numbers.map(|number| self.submit(number, &number.to_string(), made)).collect()
     }
 
-    fn all_wait(&mut self, watched: &[Watched]) {
+    fn all_wait(&mut self, watched: &[WatchedWorkload]) {
         for one in watched {
             self.gate.wait_for(&one.name);
         }
@@ -174,7 +174,7 @@ impl Scene {
     }
 
     /// Waits for the end, checks the output, and returns the artifact.
-    fn end(&self, watched: Watched) -> String {
+    fn end(&self, watched: WatchedWorkload) -> String {
         let finished = wait_for(&format!("the end of {}", watched.name), || {
             let shown = self.show("workload", &watched.id);
             (shown["state"] == "finished").then_some(shown)
@@ -190,7 +190,7 @@ impl Scene {
         finished["outputs"][0]["artifact_id"].as_str().unwrap_or_else(|| panic!("{finished}")).to_owned()
     }
 
-    fn end_all(&mut self, watched: Vec<Watched>, made: &mut Vec<Option<String>>) {
+    fn end_all(&mut self, watched: Vec<WatchedWorkload>, made: &mut Vec<Option<String>>) {
         for one in &watched {
             self.gate.release(&one.name);
         }
@@ -201,7 +201,7 @@ impl Scene {
     }
 
     /// Returns the worker of a workload.
-    fn worker_of(&self, watched: &Watched) -> usize {
+    fn worker_of(&self, watched: &WatchedWorkload) -> usize {
         let name = self.show("workload", &watched.id)["whereabouts"]["worker_name"].clone();
         let number = name.as_str().and_then(|name| name.strip_prefix("worker-")?.parse().ok());
         number.unwrap_or_else(|| panic!("{name} is no worker"))
@@ -315,7 +315,7 @@ fn pipeline_survives_death_of_each_process() {
     assert_eq!(crossed, 3, "each of the first outputs is needed by two workers, at the same time");
 
     // One of them loses its machine. Its process has run, so it is not retried: it ends as lost, and is submitted again.
-    let [third, mut fourth, fifth] = <[Watched; 3]>::try_from(next).map_err(|_| ()).expect("three");
+    let [third, mut fourth, fifth] = <[WatchedWorkload; 3]>::try_from(next).map_err(|_| ()).expect("three");
     scene.suite.reboot(scene.worker_of(&fourth));
     let lost = wait_for("the end of what ran on the machine", || {
         let shown = scene.show("workload", &fourth.id);

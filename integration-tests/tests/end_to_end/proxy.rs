@@ -112,7 +112,7 @@ fn broken_call_resumes_at_next_proxy() {
 }
 
 /// Call to `Containers.Attach` at the proxy.
-struct Attached {
+struct Attachment {
     say: mpsc::Sender<AttachRequest>,
     hear: Streaming<AttachResponse>,
     /// Standard output so far.
@@ -121,7 +121,7 @@ struct Attached {
     taken: u64,
 }
 
-impl Attached {
+impl Attachment {
     /// Attaches to the process of a workload, with its output from `offset` on.
     async fn open(suite: &Suite, workload: &serde_json::Value, offset: u64) -> Self {
         let proxy = peer(suite.address(PROXY), Outgoing::internal().with_token(Some(suite.token())));
@@ -176,13 +176,13 @@ fn proxy_forwards_signals_and_end_of_input() {
 
     let tokio = tokio::runtime::Runtime::new().expect("a runtime");
     let ended = tokio.block_on(async {
-        let mut first = Attached::open(&suite, &workload, 0).await;
+        let mut first = Attachment::open(&suite, &workload, 0).await;
         first.until("ready\n").await;
         first.say(Say::Signal(Signal { number: 10 })).await;
         first.until("ready\ncaught\n").await;
         // The caller leaves the call, and resumes it.
         drop(first);
-        let mut second = Attached::open(&suite, &workload, 6).await;
+        let mut second = Attachment::open(&suite, &workload, 6).await;
         second.say(Say::Stdin(StdinData { offset: 0, data: b"word\n".as_slice().into() })).await;
         second.until("caught\nword\n").await;
         second.say(Say::CloseStdin(CloseStdin {})).await;

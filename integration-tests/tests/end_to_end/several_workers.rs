@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{describe, may_run_containers, started};
 use rpc::client::{Outgoing, peer};
@@ -71,9 +71,9 @@ fn gateways_attend_workers_of_file_and_flags() {
     }
     let mut suite = Suite::start(Shape { proxies: 1, ..Shape::NO_WORKER }, SHORT_TERMS);
     let pairs = [Manner::Containerd, Manner::Guardian, Manner::Guardian]
-        .map(|manner| Pair::start(manner, Driver::Overlay));
+        .map(|manner| ConcourseWorker::start(manner, Driver::Overlay));
     let [first, second, third] = &pairs;
-    let entry = |name: &str, pair: &Pair| {
+    let entry = |name: &str, pair: &ConcourseWorker| {
         serde_json::json!({
             "name": name, "garden": pair.garden_address(), "baggageclaim": pair.volumes_address(), "tags": [name],
         })

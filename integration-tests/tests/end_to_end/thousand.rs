@@ -31,9 +31,9 @@ const CALLERS: usize = 16;
 const TOGETHER: usize = 120;
 
 /// Random number generator.
-struct Dice(u64);
+struct RandomNumbers(u64);
 
-impl Dice {
+impl RandomNumbers {
     fn new() -> Self {
         let seed = testing::seeds::seed();
         eprintln!("GANTRY_SEED={seed}");
@@ -50,7 +50,7 @@ impl Dice {
 }
 
 /// Process that waits for the test.
-struct Waiting {
+struct WaitingProcess {
     name: usize,
     worker: usize,
     begun: u64,
@@ -59,7 +59,7 @@ struct Waiting {
 
 /// Record of a process about itself.
 #[derive(Debug, Clone, Copy)]
-struct Ran {
+struct ProcessRecord {
     name: usize,
     worker: usize,
     /// Times by the clock of the machine, in microseconds.
@@ -70,8 +70,8 @@ struct Ran {
 /// Server at which processes wait.
 struct Gate {
     listener: TcpListener,
-    waiting: Vec<Waiting>,
-    ran: Vec<Ran>,
+    waiting: Vec<WaitingProcess>,
+    ran: Vec<ProcessRecord>,
 }
 
 impl Gate {
@@ -104,7 +104,7 @@ impl Gate {
             let words: Vec<u64> = line.split_whitespace().map_while(|word| word.parse().ok()).collect();
             let &[name, worker, begun] = &words[..] else { panic!("a process says {line:?}") };
             let small = |number| usize::try_from(number).expect("small");
-            self.waiting.push(Waiting { name: small(name), worker: small(worker), begun, stream });
+            self.waiting.push(WaitingProcess { name: small(name), worker: small(worker), begun, stream });
         }
         for (worker, count) in self.load().into_iter().enumerate() {
             assert!(count <= SLOTS, "worker-{worker} runs {count} at once");
@@ -131,17 +131,17 @@ impl Gate {
         for waiting in &mut self.waiting {
             waiting.stream.get_mut().write_all(b"go\n").expect("it listens");
         }
-        for Waiting { name, worker, begun, mut stream } in std::mem::take(&mut self.waiting) {
+        for WaitingProcess { name, worker, begun, mut stream } in std::mem::take(&mut self.waiting) {
             let mut end = String::new();
             stream.read_to_string(&mut end).expect("what it says at its end");
             let ended = end.trim().parse().unwrap_or_else(|_| panic!("{name} ends with {end:?}"));
-            self.ran.push(Ran { name, worker, begun, ended });
+            self.ran.push(ProcessRecord { name, worker, begun, ended });
         }
     }
 }
 
 /// Returns the maximum number of simultaneous processes of each worker.
-fn most_at_once(ran: &[Ran]) -> Vec<usize> {
+fn most_at_once(ran: &[ProcessRecord]) -> Vec<usize> {
     let most = |worker: usize| {
         let own = ran.iter().filter(|ran| ran.worker == worker);
         // At the same instant, ends come before starts.
@@ -260,7 +260,7 @@ fn thousand_workloads_respect_limits_of_workers() {
     if !may_run_containers() {
         return;
     }
-    let mut dice = Dice::new();
+    let mut dice = RandomNumbers::new();
     let slots = SLOTS.to_string();
     let settings: Vec<_> =
         SHORT_TERMS.iter().copied().chain([("GANTRY_WORKER_MAX_TASKS", slots.as_str())]).collect();

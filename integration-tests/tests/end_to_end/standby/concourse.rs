@@ -4,7 +4,7 @@
 use std::io::{BufReader, Read};
 use std::process::{Child, ChildStdout};
 
-use integration_tests::concourse::{Pair, make_image};
+use integration_tests::concourse::{ConcourseWorker, make_image};
 use integration_tests::suite::{SHORT_TERMS, Shape, Suite};
 use integration_tests::{code, describe, may_run_containers, started, wait_for};
 use serde_json::Value;
@@ -19,14 +19,14 @@ const SCRIPT: &str =
 /// Two gateways, the first of which attends, and a process on their worker that waits for a file.
 struct Scene {
     suite: Suite,
-    pair: Pair,
+    pair: ConcourseWorker,
     image: String,
     run: Child,
     stdout: BufReader<ChildStdout>,
 }
 
 /// Starts a gateway of the worker with its own state directory.
-fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
+fn attend(suite: &mut Suite, pair: &ConcourseWorker, name: &str) {
     let directory = suite.path(&format!("state-of-{name}")).display().to_string();
     let (garden, volumes) = (pair.garden_address(), pair.volumes_address());
     let worker = [("GANTRY_GARDEN", &*garden), ("GANTRY_BAGGAGECLAIM", &*volumes)];
@@ -37,7 +37,7 @@ fn attend(suite: &mut Suite, pair: &Pair, name: &str) {
 impl Scene {
     fn start(kind: (Manner, Driver)) -> Self {
         let mut suite = Suite::start(Shape::NO_WORKER, SHORT_TERMS);
-        let pair = Pair::start(kind.0, kind.1);
+        let pair = ConcourseWorker::start(kind.0, kind.1);
         attend(&mut suite, &pair, "first");
         suite.attended(WORKER, "first");
         attend(&mut suite, &pair, "second");
