@@ -91,10 +91,10 @@ for target in scheduler artifact-store streamer runtime-gateway worker; do
     user=65532:65532
     [ $target != worker ] || user=
     expected="$user|SIGTERM|gantry $target|health"
-    said=$($docker image inspect "gantry-it/$target" --format \
+    labels=$($docker image inspect "gantry-it/$target" --format \
         '{{.Config.User}}|{{.Config.StopSignal}}|{{index .Config.Labels "org.opencontainers.image.title"}}|{{index .Config.Healthcheck.Test 2}}')
-    [ "$said" = "$expected" ] || {
-        echo "compose: image $target has the metadata $said instead of $expected" >&2
+    [ "$labels" = "$expected" ] || {
+        echo "compose: image $target has the metadata $labels instead of $expected" >&2
         exit 1
     }
 done

@@ -34,16 +34,16 @@ AIMS_OF_MORE = [
 ]
 
 
-def judged(said, workers, what, key, is_met):
+def judge(results, workers, what, key, is_met):
     """Returns the number of workers with which a goal is met."""
-    met = [is_met(statistics.median(run[f"{count}_{key}"] for run in said)) for count in workers]
+    met = [is_met(statistics.median(run[f"{count}_{key}"] for run in results)) for count in workers]
     names = lambda wanted: ", ".join(f"{count:,}" for count, is_so in zip(workers, met) if is_so == wanted)
     return f"- {what}: " + ("met" if all(met) else "missed" if not any(met) else f"met with {names(True)} workers, missed with {names(False)}") + "."
 
 
-def kept(said, workers, aims):
+def kept(results, workers, aims):
     """Returns the ratio of each rate between the largest and the smallest number of workers."""
-    median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in said)
+    median = lambda count, key: statistics.median(run[f"{count}_{key}"] for run in results)
     rates = [(what, key) for what, key, _ in aims if "p99" not in what]
     left = [f"{what}: {median(workers[-1], key) / median(workers[0], key):.0%}" for what, key in rates]
     return f"With {workers[-1]:,} workers there is left of the rates with {workers[0]:,}: " + "; ".join(left) + "."
@@ -52,10 +52,10 @@ def kept(said, workers, aims):
 def bench_placing(base, workers, seconds, aimed_seconds, runs):
     """Measures one scheduler on PostgreSQL with each of these numbers of workers. Each run has a separate database."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--aimed-seconds", aimed_seconds, "--only", PARTS)
+    results = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--aimed-seconds", aimed_seconds, "--only", PARTS)
     lines = []
     for count in workers:
-        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        of_all = lambda key: [run[f"{count}_{key}"] for run in results]
         baseline = of_all("cached_16")
         rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", of_all(key), reference, "/s")
         lines += [
@@ -84,9 +84,9 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
         "calls, two tokens and two writes of the lease. Each caller waits for its answer before it calls again: what 64 wait for is each other, for most of their time. At 1,000 and 4,000 pairs/s each call begins when it is due, and its time counts from then; 4,000 are made for more than a minute, so that what PostgreSQL does once a minute (it vacuums and analyzes, for a third of a second) is part of it. A *decision* is as the scheduler counts it (`gantry_scheduler_decision_seconds`): from when something is asked for until all that is decided with it is granted or given back, and committed. *Alone* counts the time in the calls of `PlaceMany` only, while `ReleaseMany` goes on beside it.",
         "The aims, at 10,000 workers as at 10: 20,000/s by `PlaceMany`, 4,000 pairs/s of single leases, and 5 ms at p99 for a decision. Of these medians:",
         "",
-        *[judged(said, workers, *aim) for aim in AIMS],
+        *[judge(results, workers, *aim) for aim in AIMS],
         "",
-        kept(said, workers, AIMS),
+        kept(results, workers, AIMS),
         "",
     ]
     return [*table("Placing on workers", lines), *text]
@@ -95,10 +95,10 @@ def bench_placing(base, workers, seconds, aimed_seconds, runs):
 def bench_placing_more(base, workers, seconds, runs):
     """Measures one scheduler with more callers per batch, and with leases that use artifacts."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,two,near,cached")
+    results = runs_of(base, runs, "placing", "--workers", counts, "--seconds", seconds, "--only", "batched-64,two,near,cached")
     lines = []
     for count in workers:
-        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        of_all = lambda key: [run[f"{count}_{key}"] for run in results]
         rate = lambda what, key, reference=None: row(f"{count:,} workers: {what}", of_all(key), reference, "/s")
         lines += [
             rate("from a cache, a row for each container, 16 callers", "cached_16"),
@@ -115,9 +115,9 @@ def bench_placing_more(base, workers, seconds, runs):
         "nothing of that. *Two schedulers* place in the same database on the same workers, each what it is asked for of every other lease; they share the cores, too, so",
         "this says what it costs that others place, not how much more two can do. The aims that stand above are those of one. Of these medians:",
         "",
-        *[judged(said, workers, *aim) for aim in AIMS_OF_MORE],
+        *[judge(results, workers, *aim) for aim in AIMS_OF_MORE],
         "",
-        kept(said, workers, AIMS_OF_MORE),
+        kept(results, workers, AIMS_OF_MORE),
         "",
     ]
     return [*table("Placing on workers: large batches of many callers, and what uses artifacts", lines), *text]

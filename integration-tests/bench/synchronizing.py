@@ -7,10 +7,10 @@ from store import runs_of
 def bench_synchronizing(base, workers, seconds, landings, runs):
     """Measures one scheduler on PostgreSQL with each of these numbers of workers. Each run has a separate database."""
     counts = ",".join(map(str, workers))
-    said = runs_of(base, runs, "synchronizing", "--workers", counts, "--seconds", seconds, "--landings", landings)
+    results = runs_of(base, runs, "synchronizing", "--workers", counts, "--seconds", seconds, "--landings", landings)
     lines = []
     for count in workers:
-        of_all = lambda key: [run[f"{count}_{key}"] for run in said]
+        of_all = lambda key: [run[f"{count}_{key}"] for run in results]
         one = lambda what, key, unit, scale=1: row(f"{count:,} workers: {what}", [figure * scale for figure in of_all(key)], None, unit)
         lines += [
             one("the scheduler, while nothing changes", "core", "% of a core", 100),
@@ -23,8 +23,8 @@ def bench_synchronizing(base, workers, seconds, landings, runs):
             one("`CordonWorker` until its worker hears it, p99", "land_p99_ms", "ms"),
         ]
     text = [
-        f"Each worker is a stream of `Synchronize`; {said[0]['streams']} share a connection. Each says something every {said[0]['heartbeat']} s, holds nothing, and is told",
-        f"something as often; nothing changes for {said[0]['seconds']} s. Then {said[0]['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
+        f"Each worker is a stream of `Synchronize`; {results[0]['streams']} share a connection. Each says something every {results[0]['heartbeat']} s, holds nothing, and is told",
+        f"something as often; nothing changes for {results[0]['seconds']} s. Then {results[0]['landings']} of them land and run again, one after the other, in the same load. The scheduler, those",
         "who speak for the workers, and PostgreSQL (fsync on) share the cores.",
         "",
     ]

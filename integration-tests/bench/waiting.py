@@ -23,8 +23,8 @@ def bench_waiting(base, workers, queue, freed, seconds, runs):
     counts, most = ",".join(map(str, workers)), workers[-1]
     waiting = runs_of(base, runs, "waiting", "--workers", counts, "--queue", queue, "--freed", freed, "--seconds", seconds)
     explaining = runs_of(base, runs, "explaining", "--workers", most)
-    said = [one | other for one, other in zip(waiting, explaining)]
-    of_all = lambda key: [run[key] for run in said]
+    results = [one | other for one, other in zip(waiting, explaining)]
+    of_all = lambda key: [run[key] for run in results]
     one = lambda what, key, unit="ms": row(what, of_all(key), None, unit)
     lines = [
         one("a slot is given back at one replica, and placed is heard at the other: median", "freed_p50_ms"),

@@ -280,9 +280,9 @@ pub fn started(mut command: Command) -> (Child, BufReader<ChildStdout>) {
     let mut line = String::new();
     stdout.read_line(&mut line).expect("a line");
     if line != "ready\n" {
-        let mut said = String::new();
-        child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
-        panic!("{line:?} instead of ready: {said}");
+        let mut printed = String::new();
+        child.stderr.take().expect("stderr").read_to_string(&mut printed).expect("text");
+        panic!("{line:?} instead of ready: {printed}");
     }
     (child, stdout)
 }

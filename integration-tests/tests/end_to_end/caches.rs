@@ -53,11 +53,11 @@ impl Scene {
     /// Runs a script, and returns its exit code and output.
     fn ran(&self, worker: &str, name: &str, script: &str) -> (Option<i32>, String) {
         let output = self.run(worker, name, &[], script).output().expect("gantry runs");
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.code() == Some(125) {
             panic!("{worker}: {}", describe(&output));
         }
-        (output.status.code(), said)
+        (output.status.code(), printed)
     }
 
     fn json(&self, arguments: &[&str]) -> Vec<Value> {
@@ -163,9 +163,9 @@ impl WaitingProcess {
         let script = format!("echo ready; read line; {script}");
         let mut run = scene.run(worker, name, &[], &script);
         let mut child = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("gantry runs");
-        let mut said = String::new();
-        BufReader::new(child.stdout.as_mut().expect("it is piped")).read_line(&mut said).expect("read");
-        assert_eq!(said, "ready\n");
+        let mut printed = String::new();
+        BufReader::new(child.stdout.as_mut().expect("it is piped")).read_line(&mut printed).expect("read");
+        assert_eq!(printed, "ready\n");
         Self { child }
     }
 

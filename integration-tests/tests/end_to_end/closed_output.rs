@@ -18,10 +18,10 @@ fn unread(mut command: Command) -> (Option<i32>, String) {
 
 fn ended(command: &mut Command) -> (Option<i32>, String) {
     let mut child = command.stderr(Stdio::piped()).spawn().expect("gantry");
-    let mut said = String::new();
-    child.stderr.take().expect("stderr").read_to_string(&mut said).expect("text");
-    assert!(!said.contains("panicked"), "{command:?}: {said}");
-    (child.wait().expect("it ends").code(), said)
+    let mut printed = String::new();
+    child.stderr.take().expect("stderr").read_to_string(&mut printed).expect("text");
+    assert!(!printed.contains("panicked"), "{command:?}: {printed}");
+    (child.wait().expect("it ends").code(), printed)
 }
 
 #[test]
@@ -62,29 +62,32 @@ fn commands_without_reader_end_as_by_sigpipe() {
             let words = [more, arguments].concat();
             // A command without output does not fail: `--json gc` without garbage, and events of a workload without output.
             let nothing = ["gc", "-d"].iter().any(|word| json && words.contains(word));
-            let (code, said) = unread(cluster.gantry(&words));
+            let (code, printed) = unread(cluster.gantry(&words));
             assert!(
                 code == Some(PIPE) || nothing && code == Some(0),
-                "{words:?} ended with {code:?}: {said}"
+                "{words:?} ended with {code:?}: {printed}"
             );
 
             let full = File::options().write(true).open("/dev/full").expect("a full file");
-            let (code, said) = ended(cluster.gantry(&words).stdout(full));
+            let (code, printed) = ended(cluster.gantry(&words).stdout(full));
             if nothing {
                 assert!(
                     code.is_some_and(|code| code == 0 || code == 125),
-                    "{words:?} ended with {code:?}: {said}"
+                    "{words:?} ended with {code:?}: {printed}"
                 );
             } else {
-                assert_eq!(code, Some(125), "{words:?}: {said}");
-                assert!(said.contains("cannot write to standard output: No space left"), "{words:?}: {said}");
+                assert_eq!(code, Some(125), "{words:?}: {printed}");
+                assert!(
+                    printed.contains("cannot write to standard output: No space left"),
+                    "{words:?}: {printed}"
+                );
             }
         }
     }
     // `help` succeeds even if its output is closed.
     for arguments in [["--help"].as_slice(), &["help", "run"], &["--version"]] {
-        let (code, said) = unread(cluster.gantry(arguments));
-        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+        let (code, printed) = unread(cluster.gantry(arguments));
+        assert_eq!(code, Some(0), "{arguments:?}: {printed}");
     }
 }
 
@@ -99,7 +102,7 @@ fn command_works_without_stdout() {
         let mut closed = Command::new("sh");
         closed.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(gantry.get_program()).args(gantry.get_args());
         closed.env_clear().envs(gantry.get_envs().filter_map(|(name, value)| Some((name, value?))));
-        let (code, said) = ended(closed.current_dir(cluster.path("")).stdin(Stdio::null()));
-        assert_eq!(code, Some(0), "{arguments:?}: {said}");
+        let (code, printed) = ended(closed.current_dir(cluster.path("")).stdin(Stdio::null()));
+        assert_eq!(code, Some(0), "{arguments:?}: {printed}");
     }
 }

@@ -99,8 +99,8 @@ fn concourse_worker_runs_with_input_and_output() {
             let output = cluster.output(suite.job(&["-i", "src=src", "-o", "report=./out"], script));
             assert_eq!(code(&output), 3, "{kind:?}: {}", describe(&output));
             // Houdini may lose the last output of a process.
-            let said = String::from_utf8_lossy(&output.stdout).into_owned();
-            assert!(said == "the image\n" || kind.0 == Manner::Houdini, "{kind:?}: {said:?}");
+            let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+            assert!(printed == "the image\n" || kind.0 == Manner::Houdini, "{kind:?}: {printed:?}");
             assert_eq!(suite.read("out/files").trim(), "3");
             assert_eq!(suite.read("out/a").trim(), "changed");
         }
@@ -159,13 +159,13 @@ fn run_on_concourse_worker_survives_gateway() {
                 fs::write(tmp.join("go"), "").expect("write");
             }
         }
-        let mut said = String::new();
-        stdout.read_to_string(&mut said).expect("text");
+        let mut printed = String::new();
+        stdout.read_to_string(&mut printed).expect("text");
         let status = run.wait().expect("wait");
         let mut log = String::new();
         run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
-        assert_eq!(status.code(), Some(7), "{kind:?}: {said:?} {log}");
-        assert_eq!(said, "over\n", "{kind:?}: {log}");
+        assert_eq!(status.code(), Some(7), "{kind:?}: {printed:?} {log}");
+        assert_eq!(printed, "over\n", "{kind:?}: {log}");
         let gap = "some of stdout may be missing here, because the connection to the worker was down";
         assert!(log.contains(gap), "{kind:?}: {log}");
         let runs = suite.garden.requests().iter().filter(|line| line.ends_with("/processes")).count();
@@ -197,13 +197,13 @@ fn run_on_concourse_worker_can_be_cancelled() {
         };
         let houdini = kind.0 == Manner::Houdini;
         // A process that handles the signal ends with its own exit code and output.
-        let (said, exit) =
+        let (printed, exit) =
             ended("trap 'echo stopping; exit 5' TERM; echo ready; while :; do sleep 0.05; done");
-        assert!(said == "stopping\n" || (houdini && said.is_empty()), "{kind:?}: {said:?}");
+        assert!(printed == "stopping\n" || (houdini && printed.is_empty()), "{kind:?}: {printed:?}");
         assert_eq!(exit, 5, "{kind:?}: it was asked, not killed");
         // For other processes, the worker reports the signal if it can.
-        let (said, exit) = ended("echo ready; exec sleep 1000");
-        assert_eq!((said.as_str(), exit), ("", if houdini { 255 } else { 143 }.into()), "{kind:?}");
+        let (printed, exit) = ended("echo ready; exec sleep 1000");
+        assert_eq!((printed.as_str(), exit), ("", if houdini { 255 } else { 143 }.into()), "{kind:?}");
     }
 }
 
@@ -239,8 +239,12 @@ fn image_sets_user_on_concourse_worker() {
             assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{kind:?} {more:?}");
         }
         let output = run(&image("of-nobody", "gantry-nobody"), &[]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(code(&output) == 125 && said.contains("USER_NOT_FOUND"), "{kind:?}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            code(&output) == 125 && printed.contains("USER_NOT_FOUND"),
+            "{kind:?}: {}",
+            describe(&output)
+        );
     }
 }
 
@@ -430,11 +434,14 @@ fn worker_provided_images_become_artifacts() {
     assert_eq!((&failed["resource_type"], &failed["path"]), (&"time".into(), &"/nonexistent.tgz".into()));
     assert!(failed["failed_why"].as_str().is_some_and(|why| !why.is_empty()), "{failed}");
     let refused = cluster.output([&run[..], &["resource-type:time", "--", "true"]].concat());
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(code(&refused) != 0 && said.contains("cannot be imported"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(code(&refused) != 0 && printed.contains("cannot be imported"), "{printed}");
     let refused = cluster.output([&run[..], &["resource-type:s3", "--", "true"]].concat());
-    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(said.contains("concourse") && said.contains("brings no image of the resource type s3"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(
+        printed.contains("concourse") && printed.contains("brings no image of the resource type s3"),
+        "{printed}"
+    );
 
     // The next gateway of the worker finds the import.
     cluster.kill();
@@ -485,9 +492,9 @@ fn concourse_worker_takes_only_limits_it_supports() {
         let suite = Suite::new(kind);
         let refused = |limit: &[&str], why: &str| {
             let output = suite.cluster.output(suite.job(limit, "true"));
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            let printed = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!(code(&output), 125, "{kind:?} {limit:?}: {}", describe(&output));
-            assert!(said.contains("NO_COMPATIBLE_WORKER") && said.contains(why), "{kind:?}: {said}");
+            assert!(printed.contains("NO_COMPATIBLE_WORKER") && printed.contains(why), "{kind:?}: {printed}");
         };
         refused(&["--cpu", "1"], "lacks limits-cpu");
         if kind.0 == Manner::Houdini {
@@ -503,8 +510,8 @@ fn concourse_worker_takes_only_limits_it_supports() {
         let greedy = "head -c 200000000 /dev/zero | tail -c 200000000 > /dev/null; exit $?";
         let killed = suite.cluster.output(suite.job(&["--memory", "64M"], greedy));
         assert_eq!(code(&killed), 137, "{kind:?}: {}", describe(&killed));
-        let said = String::from_utf8_lossy(&killed.stderr);
-        assert_eq!(said.contains("memory"), kind.0 == Manner::Guardian, "{kind:?}: {said}");
+        let printed = String::from_utf8_lossy(&killed.stderr);
+        assert_eq!(printed.contains("memory"), kind.0 == Manner::Guardian, "{kind:?}: {printed}");
     }
 }
 
@@ -521,11 +528,11 @@ fn unsupported_input_stops_command_on_concourse_worker() {
     // Standard input stays open, so nothing else ends the command.
     stdin.write_all(b"\xff\xfe").expect("it is read");
     let ended = run.wait_with_output().expect("gantry ends");
-    let said = String::from_utf8_lossy(&ended.stderr);
+    let printed = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(code(&ended), 125, "{}", describe(&ended));
     assert!(
-        said.contains("cannot send standard input to the command") && said.contains("UNSUPPORTED"),
-        "{said}"
+        printed.contains("cannot send standard input to the command") && printed.contains("UNSUPPORTED"),
+        "{printed}"
     );
     let workload = wait_for("the end of what ran", || {
         suite.cluster.list("workloads").into_iter().find(|one| one["state"] == "finished")
@@ -542,9 +549,9 @@ fn run_refused_by_concourse_worker_never_starts() {
     let unavailable = Fault::AnswerAs("ServiceUnavailableError", "come back later".to_owned());
     suite.garden.inject("/processes", unavailable);
     let output = suite.cluster.output(suite.job(&[], "true"));
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(code(&output), 125, "{}", describe(&output));
-    assert!(said.contains("come back later"), "{said}");
+    assert!(printed.contains("come back later"), "{printed}");
     // No other worker can take the workload.
     assert_eq!(failure(&suite.cluster), "START_FAILED");
 }

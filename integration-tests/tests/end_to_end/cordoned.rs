@@ -76,9 +76,9 @@ fn cordoned_worker_drains_and_interruptible_work_moves() {
     assert!(stayed.status.success(), "{}", describe(&stayed));
     let output = cordoning.wait_with_output().expect("gantry ends");
     assert!(output.status.success(), "{}", describe(&output));
-    let (answer, said) = text(&output);
+    let (answer, printed) = text(&output);
     assert_eq!(answer, "worker one: running, cordoned, drained\n");
-    assert!(said.contains("1 of them interruptible") && said.contains(&goes), "{said}");
+    assert!(printed.contains("1 of them interruptible") && printed.contains(&goes), "{printed}");
     let moved = wait_for("the interruptible workload on the other worker", || {
         let shown = json(&suite, &["show", "workload", &goes]);
         (shown["state"] == "running" && shown["whereabouts"]["worker_name"] == "two").then_some(shown)
@@ -146,9 +146,12 @@ fn worker_with_last_replica_is_not_removed() {
     let outputs = wait_for_state(&suite, &made, "finished");
     let artifact = outputs["outputs"][0]["artifact_id"].as_str().expect("an artifact").to_owned();
     let refused = suite.gantry(&["retire", "one"]).output().expect("gantry runs");
-    let (_, said) = text(&refused);
+    let (_, printed) = text(&refused);
     assert!(!refused.status.success());
-    assert!(said.contains("LAST_REPLICA") && said.contains(&artifact) && said.contains("--force"), "{said}");
+    assert!(
+        printed.contains("LAST_REPLICA") && printed.contains(&artifact) && printed.contains("--force"),
+        "{printed}"
+    );
     assert_eq!(json(&suite, &["show", "worker", "one"])["desired"], "run");
     let in_contact = suite.gantry(&["prune", "one", "--force"]).output().expect("gantry runs");
     assert!(text(&in_contact).1.contains("WORKER_IN_CONTACT"), "{}", describe(&in_contact));
@@ -203,9 +206,9 @@ fn output_of_lost_worker_is_not_awaited() {
         assert!(!output.status.success(), "{}", describe(&output));
         text(&output).1
     };
-    let said = logs();
-    assert!(said.contains(": its worker one is lost, silent for "), "{said}");
+    let printed = logs();
+    assert!(printed.contains(": its worker one is lost, silent for "), "{printed}");
     suite.succeed(&["prune", "one", "--force"]);
-    let said = logs();
-    assert!(said.contains(": its worker one was removed from the cluster"), "{said}");
+    let printed = logs();
+    assert!(printed.contains(": its worker one was removed from the cluster"), "{printed}");
 }

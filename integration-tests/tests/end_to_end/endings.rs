@@ -198,8 +198,8 @@ fn ended_workload_is_not_reported_as_running() {
     assert_eq!(code(&cluster.output(["attach", &ended])), 3);
     let cancelled = cluster.output(["cancel", &ended]);
     assert_eq!(code(&cancelled), 0, "{}", describe(&cancelled));
-    let said = String::from_utf8_lossy(&cancelled.stderr).into_owned();
-    assert!(said.contains("the workload has already ended: failed (exit 3)"), "{}", describe(&cancelled));
+    let printed = String::from_utf8_lossy(&cancelled.stderr).into_owned();
+    assert!(printed.contains("the workload has already ended: failed (exit 3)"), "{}", describe(&cancelled));
     let json = cluster.succeed(["--json", "cancel", &ended]);
     let json: serde_json::Value = serde_json::from_slice(&json).expect("one JSON document");
     assert_eq!((&json["asked"], &json["outcome"]), (&false.into(), &"failed".into()));
@@ -217,8 +217,8 @@ fn ended_workload_is_not_reported_as_running() {
         child.stdout.take().expect("stdout").read_exact(&mut first).expect("a byte");
         let output = child.wait_with_output().expect("gantry ends");
         assert_eq!(code(&output), 141, "{command}: {}", describe(&output));
-        let said = String::from_utf8_lossy(&output.stderr).contains("runs on; stop it with");
-        assert_eq!(said, goes_on, "{command}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr).contains("runs on; stop it with");
+        assert_eq!(printed, goes_on, "{command}: {}", describe(&output));
     }
     let show = cluster.succeed(["show", "workload", &running, "--json"]);
     let show: serde_json::Value = serde_json::from_slice(&show).expect("JSON");
@@ -266,8 +266,8 @@ fn detached_run_can_be_followed_and_cancelled() {
     assert_eq!(ended["outcome"], "aborted", "{ended}");
     let logs = cluster.output(["logs", &endless]);
     assert_eq!(code(&logs), 0, "{}", describe(&logs));
-    let said = String::from_utf8_lossy(&logs.stderr).to_lowercase();
-    assert!(said.contains("cancelled"), "{}", describe(&logs));
+    let printed = String::from_utf8_lossy(&logs.stderr).to_lowercase();
+    assert!(printed.contains("cancelled"), "{}", describe(&logs));
 }
 
 #[test]

@@ -231,8 +231,8 @@ fn settings_are_checked_first() {
 
         let refused = |more: &[&str], variable: (&str, &str), why: &str| {
             let output = run(more, variable);
-            let said = String::from_utf8_lossy(&output.stderr);
-            assert!(!output.status.success() && said.contains(why), "{why:?}: {}", describe(&output));
+            let printed = String::from_utf8_lossy(&output.stderr);
+            assert!(!output.status.success() && printed.contains(why), "{why:?}: {}", describe(&output));
         };
         let nothing = ("OTHER", "1");
         refused(&[], ("GANTRY_DRAIN_TIMEUOT", "1s"), "did you mean GANTRY_DRAIN_TIMEOUT?");
@@ -302,10 +302,10 @@ fn services_warn_about_reachable_addresses() {
         command.args(own).args(listen(host)).args(who).env_clear().stderr(Stdio::piped());
         let mut child = command.spawn().expect("it starts");
         let mut lines = BufReader::new(child.stderr.take().expect("its log")).lines();
-        for said in expected {
-            let is_it = |line: &String| said.iter().all(|part| line.contains(part));
+        for printed in expected {
+            let is_it = |line: &String| printed.iter().all(|part| line.contains(part));
             let found = lines.by_ref().map_while(Result::ok).find(is_it);
-            assert!(found.is_some(), "{name} {host} {who:?}: {said:?} is not said");
+            assert!(found.is_some(), "{name} {host} {who:?}: {printed:?} is not printed");
         }
         child.kill().expect("kill");
         child.wait().expect("it ends");
@@ -353,7 +353,7 @@ fn services_without_token_file_share_a_generated_token() {
         command
     };
     let log = |name: &str| path(&format!("{name}.log"));
-    let said = |name: &str| fs::read_to_string(log(name)).expect("its log");
+    let printed = |name: &str| fs::read_to_string(log(name)).expect("its log");
     // All services start at the same time, and one of them makes the token.
     let processes: Vec<_> = services
         .iter()
@@ -365,8 +365,8 @@ fn services_without_token_file_share_a_generated_token() {
         .collect();
     let endpoint = |name: &str| {
         wait_for(&format!("the address of {name}"), || {
-            let said = said(name);
-            let (_, endpoint) = said.split_once("listening endpoint=\"")?;
+            let printed = printed(name);
+            let (_, endpoint) = printed.split_once("listening endpoint=\"")?;
             Some(endpoint.split_once('"')?.0.to_owned())
         })
     };
@@ -414,9 +414,12 @@ fn services_without_token_file_share_a_generated_token() {
 
     drop(processes);
     for (name, _) in services {
-        let said = said(name);
-        assert!(said.contains(&file.display().to_string()), "{name} does not say where the token is: {said}");
-        assert!(!said.contains(token), "{name} logs the token");
+        let printed = printed(name);
+        assert!(
+            printed.contains(&file.display().to_string()),
+            "{name} does not say where the token is: {printed}"
+        );
+        assert!(!printed.contains(token), "{name} logs the token");
     }
 }
 
@@ -443,9 +446,9 @@ fn schema_can_be_migrated_beforehand() {
             let run = |arguments: &[&str]| command(arguments).output().expect("it runs");
             let serve = [peer, "http://127.0.0.1:1", "--insecure", "--no-migrate"];
             let refused = run(&serve);
-            let said = String::from_utf8_lossy(&refused.stderr);
+            let printed = String::from_utf8_lossy(&refused.stderr);
             assert!(
-                !refused.status.success() && said.contains("older than this program"),
+                !refused.status.success() && printed.contains("older than this program"),
                 "{}",
                 describe(&refused)
             );

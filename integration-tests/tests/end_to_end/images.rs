@@ -55,15 +55,15 @@ fn process_runs_in_image_of_artifact() {
         String::from_utf8(output.stdout).expect("text")
     };
 
-    let said =
+    let printed =
         run(&[], r#"echo "$A, $B, $HOME"; id -u; id -g; cat /marker; echo changed > /marker; cat /marker"#);
-    assert_eq!(said, "of the image, of the image, /home/ann\n4242\n4243\nof the image\nchanged\n");
-    let said =
+    assert_eq!(printed, "of the image, of the image, /home/ann\n4242\n4243\nof the image\nchanged\n");
+    let printed =
         run(&["--env", "B=mine", "--user", "root"], r#"echo "$A, $B"; id -u; cat /marker; echo x > /new"#);
-    assert_eq!(said, "of the image, mine\n0\nof the image\n", "the writes stayed in the container");
+    assert_eq!(printed, "of the image, mine\n0\nof the image\n", "the writes stayed in the container");
 
     // The process sees nothing of the worker except the directories that every container has.
-    let said = run(
+    let printed = run(
         &[],
         "ls -a /; test -d /proc/self && test -c /dev/null && test -d /sys/class && echo fresh; ls /tmp /etc",
     );
@@ -73,7 +73,7 @@ fn process_runs_in_image_of_artifact() {
         .chain([".", "..", "dev", "proc", "run", "sys", "tmp", "workspace"].map(str::to_owned))
         .collect();
     expected.sort_unstable();
-    let (root, rest) = said.split_once("fresh\n").expect("what every container has");
+    let (root, rest) = printed.split_once("fresh\n").expect("what every container has");
     let mut root: Vec<_> = root.lines().collect();
     root.sort_unstable();
     assert_eq!(root, expected);
@@ -156,8 +156,8 @@ fn invalid_image_is_rejected() {
         }
         let image = upload(&cluster, name);
         let output = cluster.output(["run", "--image", &image, "--", "true"]);
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(said.contains("INVALID_IMAGE") && said.contains(says), "{name}: {}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(printed.contains("INVALID_IMAGE") && printed.contains(says), "{name}: {}", describe(&output));
     }
     // An empty root file system is valid, but contains no program.
     fs::create_dir_all(cluster.path("empty/rootfs")).expect("directories");

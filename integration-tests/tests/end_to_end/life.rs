@@ -110,9 +110,9 @@ fn cluster_inherits_nothing_of_first_command() {
     assert!(!link("fd/7").is_ok_and(|file| file == Path::new("/")));
 
     let script = "nice; stat -c %a /; ulimit -t; ulimit -f; grep Cpus_allowed: /proc/self/status | cut -f2";
-    let said = cluster.succeed(["run", "--user", "65534", "--", "sh", "-c", script]);
-    let said = String::from_utf8(said).expect("text");
-    assert_eq!(said.lines().collect::<Vec<_>>(), ["0", "755", "unlimited", "unlimited", &processors]);
+    let printed = cluster.succeed(["run", "--user", "65534", "--", "sh", "-c", script]);
+    let printed = String::from_utf8(printed).expect("text");
+    assert_eq!(printed.lines().collect::<Vec<_>>(), ["0", "755", "unlimited", "unlimited", &processors]);
 }
 
 #[test]
@@ -175,9 +175,9 @@ fn hung_cluster_is_reported_and_killed() {
     cluster.freeze();
     let status = cluster.output(["status"]);
     assert_eq!(code(&status), 125, "{}", describe(&status));
-    let said = String::from_utf8_lossy(&status.stderr).into_owned();
-    assert!(said.contains(&format!("the cluster (process {pid}) does not answer")), "{said}");
-    assert!(said.contains("`gantry down --force` kills it"), "{said}");
+    let printed = String::from_utf8_lossy(&status.stderr).into_owned();
+    assert!(printed.contains(&format!("the cluster (process {pid}) does not answer")), "{printed}");
+    assert!(printed.contains("`gantry down --force` kills it"), "{printed}");
     let down = cluster.output(["down", "--force"]);
     assert_eq!(code(&down), 0, "{}", describe(&down));
     assert!(describe(&down).contains("killed the cluster, which did not answer"), "{}", describe(&down));
@@ -211,8 +211,8 @@ fn cluster_counts_workloads_of_all_teams() {
     assert_eq!(by_state.values().filter_map(serde_json::Value::as_u64).sum::<u64>(), 1, "{status}");
     let down = cluster.output(["down", "--force"]);
     assert_eq!(code(&down), 0, "{}", describe(&down));
-    let said = String::from_utf8_lossy(&down.stderr);
-    assert!(said.contains("cancelled 1 workload"), "{said}");
+    let printed = String::from_utf8_lossy(&down.stderr);
+    assert!(printed.contains("cancelled 1 workload"), "{printed}");
 }
 
 /// Command whose standard output is read line by line.
@@ -302,8 +302,11 @@ fn runtime_directory_of_other_user_is_rejected() {
     for command in [&["run", "--", "true"][..], &["up"], &["list", "workloads"]] {
         let output = cluster.output(command);
         assert_eq!(code(&output), 125, "{}", describe(&output));
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(said.contains("belongs to another user; set XDG_STATE_HOME or XDG_RUNTIME_DIR"), "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            printed.contains("belongs to another user; set XDG_STATE_HOME or XDG_RUNTIME_DIR"),
+            "{printed}"
+        );
     }
     assert_eq!(stranger.received(), b"");
 
@@ -366,8 +369,8 @@ fn down_stops_workloads_and_force_kills_them() {
         let (follower, mut stdout) = started(cluster.gantry(["run", "--", "sh", "-c", script]));
         let down = cluster.output(down);
         assert_eq!(code(&down), 0, "{}", describe(&down));
-        let said = String::from_utf8_lossy(&down.stderr);
-        assert!(said.contains("cancelled 1 workload") && said.contains("has ended"), "{said}");
+        let printed = String::from_utf8_lossy(&down.stderr);
+        assert!(printed.contains("cancelled 1 workload") && printed.contains("has ended"), "{printed}");
         let mut rest = String::new();
         stdout.read_to_string(&mut rest).expect("text");
         assert_eq!(rest, expected, "{}", describe(&down));

@@ -30,9 +30,9 @@ fn input_is_uploaded_and_output_downloaded() {
     let first = cluster.output(job);
     assert_eq!(code(&first), 3, "{}", describe(&first));
     assert_eq!(first.stdout, b"/workspace\n", "{}", describe(&first));
-    let said = String::from_utf8_lossy(&first.stderr);
-    assert!(said.contains("oops"), "{said}");
-    assert!(said.contains("placed"), "it says where it was placed: {said}");
+    let printed = String::from_utf8_lossy(&first.stderr);
+    assert!(printed.contains("oops"), "{printed}");
+    assert!(printed.contains("placed"), "it says where it was placed: {printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/files")).expect("the result").trim(), "3");
 
     // The second upload sends nothing, and other files in the target are kept.

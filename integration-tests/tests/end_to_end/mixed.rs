@@ -126,8 +126,8 @@ fn output_is_input_on_other_kind_of_worker() {
     assert!(on_host.status.success(), "{}", describe(&on_host));
     let refused = whole("overlay", &image);
     assert_eq!(refused.status.code(), Some(125), "{}", describe(&refused));
-    let said = String::from_utf8_lossy(&refused.stderr);
-    assert!(said.contains("overlay: its runtime lacks ends-whole"), "{said}");
+    let printed = String::from_utf8_lossy(&refused.stderr);
+    assert!(printed.contains("overlay: its runtime lacks ends-whole"), "{printed}");
 
     // A copy on a Concourse worker is exact, including nanoseconds and holes, although the original worker is gone.
     scene.kill("host");

@@ -39,10 +39,10 @@ fn state_directory_of_other_build_is_kept() {
     for arguments in [["run", "--", "true"].as_slice(), &["up"]] {
         let refused = cluster.output(arguments);
         assert_eq!(code(&refused), 125, "{}", describe(&refused));
-        let said = String::from_utf8_lossy(&refused.stderr);
+        let printed = String::from_utf8_lossy(&refused.stderr);
         let where_it_is = format!("cannot use the state directory {}", state.display());
         for text in [what.as_str(), advice, &where_it_is] {
-            assert!(said.contains(text), "{text:?} is not said: {}", describe(&refused));
+            assert!(printed.contains(text), "{text:?} is not printed: {}", describe(&refused));
         }
     }
     let url = format!("sqlite://{database}");

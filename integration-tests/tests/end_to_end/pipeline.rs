@@ -185,8 +185,8 @@ impl Scene {
         assert_eq!(finished["exit"]["code"], number, "{finished} {}", describe(&output));
         assert_eq!(i64::from(code(&output)), number, "{}", describe(&output));
         // No output is lost or repeated, whichever service failed meanwhile.
-        let said = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert_eq!(said, format!("begin {name}\nend {name}\n"), "{}", describe(&output));
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert_eq!(printed, format!("begin {name}\nend {name}\n"), "{}", describe(&output));
         finished["outputs"][0]["artifact_id"].as_str().unwrap_or_else(|| panic!("{finished}")).to_owned()
     }
 

@@ -52,10 +52,10 @@ fn main_job_works_through_proxy() {
     stdout.read_line(&mut line).expect("a line");
     assert_eq!(line, "ready\n");
     run.stdin.take().expect("stdin").write_all(b"word\n").expect("it is read");
-    let mut said = String::new();
-    stdout.read_to_string(&mut said).expect("text");
+    let mut printed = String::new();
+    stdout.read_to_string(&mut printed).expect("text");
     assert!(run.wait().expect("it ends").success());
-    assert!(said == format!("word\n{sent}"), "{} bytes came out", said.len());
+    assert!(printed == format!("word\n{sent}"), "{} bytes came out", printed.len());
     assert!(fs::read_to_string(out.join("file")).expect("the output") == sent, "the output is what was sent");
 
     // A background workload on the other worker, whose output is read twice in turn.
@@ -79,8 +79,8 @@ fn main_job_works_through_proxy() {
     let (past_the_proxy, _) = server.rsplit_once(",proxy=").expect("the proxy comes last");
     let mut direct = suite.gantry(&["cat", &artifact, "file"]);
     let direct = direct.env("GANTRY_SERVER", past_the_proxy).output().expect("gantry runs");
-    let said = String::from_utf8_lossy(&direct.stderr);
-    assert!(!direct.status.success() && said.contains("token"), "{}", describe(&direct));
+    let printed = String::from_utf8_lossy(&direct.stderr);
+    assert!(!direct.status.success() && printed.contains("token"), "{}", describe(&direct));
 }
 
 #[test]
@@ -134,9 +134,10 @@ impl Attachment {
             worker_id: text("worker_id"),
             observes: false,
         };
-        let (say, said) = mpsc::channel(8);
+        let (say, printed) = mpsc::channel(8);
         say.send(AttachRequest { message: Some(Say::Resume(resume)) }).await.expect("sent");
-        let call = ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(said)).await;
+        let call =
+            ContainersClient::new(proxy.expect("an address")).attach(ReceiverStream::new(printed)).await;
         Self { say, hear: call.expect("attached").into_inner(), output: Vec::new(), taken: 0 }
     }
 

@@ -195,12 +195,12 @@ fn reachable_address_is_reported() {
     for (address, insecure) in [("0.0.0.0:0", true), ("127.0.0.1:0", false)] {
         let mut up = cluster.gantry(["up", "--insecure", "--listen", address]);
         let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("gantry");
-        let mut said = String::new();
-        BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut said).expect("a line");
+        let mut printed = String::new();
+        BufReader::new(up.stdout.take().expect("stdout")).read_line(&mut printed).expect("a line");
         cluster.succeed(["down"]);
         let output = up.wait_with_output().expect("it ends");
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(said.contains("INSECURE: nothing is encrypted on 0.0.0.0:"), insecure, "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(printed.contains("INSECURE: nothing is encrypted on 0.0.0.0:"), insecure, "{printed}");
     }
 }
 
@@ -358,19 +358,19 @@ fn explain_runs_nothing() {
     let never = explain(&["--tag", "gpu"]);
     assert_eq!(never["verdict"], "never", "{never}");
     assert_eq!(never["workers"][0]["refusals"][0]["reason"], "MISSING_TAGS", "{never}");
-    let said = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
-    let said = String::from_utf8(said).expect("text");
+    let printed = cluster.succeed(["run", "--explain", "--tag", "gpu", "--", "true"]);
+    let printed = String::from_utf8(printed).expect("text");
     assert!(
-        said.starts_with("no known worker can ever run the workload; submitting it now would fail\n"),
-        "{said}"
+        printed.starts_with("no known worker can ever run the workload; submitting it now would fail\n"),
+        "{printed}"
     );
-    assert!(said.contains("lacks the tag gpu") && said.contains("it has the tag gpu"), "{said}");
+    assert!(printed.contains("lacks the tag gpu") && printed.contains("it has the tag gpu"), "{printed}");
     assert!(cluster.list("workloads").is_empty(), "nothing was submitted");
 
     let id = String::from_utf8(cluster.succeed(["run", "-d", "--", "true"])).expect("an id");
     let ended = integration_tests::wait_for("it has ended", || {
-        let said = String::from_utf8(cluster.succeed(["explain", id.trim()])).expect("text");
-        said.starts_with("the workload has ended").then_some(said)
+        let printed = String::from_utf8(cluster.succeed(["explain", id.trim()])).expect("text");
+        printed.starts_with("the workload has ended").then_some(printed)
     });
     assert!(ended.contains(": succeeded\n") && ended.contains("exit 0"), "{ended}");
     assert!(ended.contains("attempt") && ended.contains("started"), "{ended}");

@@ -8,8 +8,8 @@ use integration_tests::{Cluster, code, describe, may_run_containers, wait_for};
 use serde_json::Value;
 
 fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
-    let said = cluster.succeed(line.iter().chain(&["--json"]));
-    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+    let printed = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(printed.trim_ascii()).expect("JSON")
 }
 
 fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
@@ -18,8 +18,8 @@ fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
 
 /// Lists the orphans.
 fn aside(cluster: &Cluster, kind: &str) -> Vec<Value> {
-    let said = cluster.succeed(["list", kind, "--orphans", "--json"]);
-    let lines = said.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    let printed = cluster.succeed(["list", kind, "--orphans", "--json"]);
+    let lines = printed.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
     lines.map(|line| serde_json::from_slice(line).expect("JSON")).collect()
 }
 
@@ -144,9 +144,9 @@ fn objects_newer_than_backup_are_orphans() {
         });
         assert!([&good, &bad].iter().all(|volume| path(volume).exists()), "nothing was swept");
 
-        let said = text(&cluster, ["adopt", &good, "--keep", "2h"]);
+        let printed = text(&cluster, ["adopt", &good, "--keep", "2h"]);
         assert_eq!(
-            said,
+            printed,
             format!("volume {good} is a replica of artifact {wanted}: 7 B, kept for at least 2 h\n")
         );
         cluster.succeed(["adopt", &good]);

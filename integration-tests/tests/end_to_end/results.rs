@@ -38,8 +38,8 @@ fn planted_programs_and_rights_are_dropped() {
         assert_eq!(code(&output), 0, "{}", describe(&output));
         output
     };
-    let said = String::from_utf8(run(&[]).stderr).expect("text");
-    assert_eq!(read("file").as_deref(), Some("changed\n"), "{said}");
+    let printed = String::from_utf8(run(&[]).stderr).expect("text");
+    assert_eq!(read("file").as_deref(), Some("changed\n"), "{printed}");
     assert_eq!(read(".git/HEAD").as_deref(), Some("new\n"));
     assert_eq!(read(".git/config").as_deref(), Some("mine"));
     assert_eq!(read(".git/hooks/pre-commit").as_deref(), Some("mine"));
@@ -54,11 +54,11 @@ fn planted_programs_and_rights_are_dropped() {
         "--allow-git-hooks",
         "group, setuid; keep them with --preserve-special",
     ] {
-        assert!(said.contains(text), "{text:?} is not said: {said}");
+        assert!(printed.contains(text), "{text:?} is not printed: {printed}");
     }
     assert!(
-        !said.contains("pre-commit") && !said.contains("shared"),
-        "what did not change is not named: {said}"
+        !printed.contains("pre-commit") && !printed.contains("shared"),
+        "what did not change is not named: {printed}"
     );
 
     // A link in a directory of the result does not lead a later result elsewhere.
@@ -111,20 +111,20 @@ fn download_and_replacement_drop_programs_too() {
             describe(&output),
         )
     };
-    let (ended, done, said) = download(&["out"]);
-    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(2)), "{said}");
+    let (ended, done, printed) = download(&["out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(2)), "{printed}");
     assert_eq!(done["not_written"]["first"][0]["path"], ".git/config");
     assert!(cluster.path("out/.git/HEAD").exists() && !cluster.path("out/.git/config").exists());
     assert!(!cluster.path("out/.git/hooks").exists());
 
     // A replacement never loses a configuration.
     fs::write(cluster.path("out/.git/config"), "mine").expect("write");
-    let (ended, _, said) = download(&["--replace", "out"]);
-    assert_eq!(ended, 125, "{said}");
-    assert!(said.contains("leave out --replace"), "{said}");
+    let (ended, _, printed) = download(&["--replace", "out"]);
+    assert_eq!(ended, 125, "{printed}");
+    assert!(printed.contains("leave out --replace"), "{printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("kept"), "mine");
-    let (ended, done, said) = download(&["--replace", "--allow-git-hooks", "out"]);
-    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{said}");
+    let (ended, done, printed) = download(&["--replace", "--allow-git-hooks", "out"]);
+    assert_eq!((ended, &done["not_written"]["count"]), (0, &Value::from(0)), "{printed}");
     assert_eq!(fs::read_to_string(cluster.path("out/.git/config")).expect("replaced"), "evil");
 }
 
@@ -170,12 +170,12 @@ fn result_in_place_leaves_edits_alone() {
         assert_eq!(read(path).as_deref(), Some(text), "{path}: {}", describe(&output));
     }
     assert_eq!(read("removed"), None);
-    let said = String::from_utf8(output.stderr).expect("text");
+    let printed = String::from_utf8(output.stderr).expect("text");
     for text in [
         "conflict: your changed src/both stays; the version of the command is src/both.gantry-result",
         "not removed as the command did, because you changed these entries or related ones: removed-edited",
     ] {
-        assert!(said.contains(text), "{text:?} is not said: {said}");
+        assert!(printed.contains(text), "{text:?} is not printed: {printed}");
     }
 }
 
@@ -266,9 +266,9 @@ fn too_deep_output_is_error_of_caller() {
         "-e",
         script,
     ]);
-    let said = describe(&output);
-    assert!(said.contains("OUTPUT_INVALID"), "{said}");
-    assert!(said.contains("a path of more than 4096 bytes"), "{said}");
+    let printed = describe(&output);
+    assert!(printed.contains("OUTPUT_INVALID"), "{printed}");
+    assert!(printed.contains("a path of more than 4096 bytes"), "{printed}");
     // The worker takes the next workload.
     let next = cluster.output(["run", "--", "true"]);
     assert_eq!(code(&next), 0, "{}", describe(&next));
@@ -286,10 +286,10 @@ fn exit_code_is_reported_when_output_fails() {
     for (exit, expected) in [("0", 125), ("7", 7)] {
         let script = format!("chdir 'bad' or die; {TOO_LONG}; exit {exit}");
         let output = cluster.output(["run", "-o", "bad=bad", "-o", "good=good", "--", "perl", "-e", &script]);
-        let said = describe(&output);
-        assert_eq!(code(&output), expected, "{said}");
-        assert!(said.contains("output \"bad\": it cannot be kept: \"ccc"), "{said}");
-        assert!(said.contains(&format!("the command itself ended with exit code {exit}")), "{said}");
+        let printed = describe(&output);
+        assert_eq!(code(&output), expected, "{printed}");
+        assert!(printed.contains("output \"bad\": it cannot be kept: \"ccc"), "{printed}");
+        assert!(printed.contains(&format!("the command itself ended with exit code {exit}")), "{printed}");
     }
 }
 
@@ -302,11 +302,11 @@ fn sockets_of_an_output_are_named() {
     let script = "use IO::Socket::UNIX; for (1..5) { IO::Socket::UNIX->new(Local => \"o/s$_\", Listen => 1) or die } \
         open F, '>', 'o/file' or die";
     let output = cluster.output(["--json", "run", "-o", "o=o", "--", "perl", "-e", script]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 0, "{said}");
+    let printed = describe(&output);
+    assert_eq!(code(&output), 0, "{printed}");
     let note =
         "output \"o\": left out: \"s1\" is a socket, \"s2\" is a socket, \"s3\" is a socket, and 2 more";
-    assert!(said.contains(note), "{said}");
+    assert!(printed.contains(note), "{printed}");
     let events = String::from_utf8(output.stdout).expect("text");
     let last: Value = serde_json::from_str(events.lines().last().expect("an event")).expect("JSON");
     assert_eq!(last["notes"], serde_json::json!([note]));
@@ -323,16 +323,16 @@ fn invalid_cache_version_is_discarded() {
         let output = cluster.output(["run", "--cache", "kept=/cache", "--", "perl", "-e", script]);
         (code(&output), describe(&output))
     };
-    let (ended, said) = run("open F, '>', '/cache/first' or die");
-    assert_eq!(ended, 0, "{said}");
-    let (ended, said) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
-    assert_eq!(ended, 0, "{said}");
+    let (ended, printed) = run("open F, '>', '/cache/first' or die");
+    assert_eq!(ended, 0, "{printed}");
+    let (ended, printed) = run(&format!("unlink '/cache/first'; chdir '/cache' or die; {TOO_LONG}"));
+    assert_eq!(ended, 0, "{printed}");
     assert!(
-        said.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
-        "{said}"
+        printed.contains("cache /cache stays as it was before this run: it cannot be kept: \"ccc"),
+        "{printed}"
     );
-    let (ended, said) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");
-    assert_eq!(ended, 0, "{said}");
+    let (ended, printed) = run("exit(join(' ', glob '/cache/*') ne '/cache/first')");
+    assert_eq!(ended, 0, "{printed}");
 }
 
 #[test]
@@ -358,8 +358,8 @@ fn hard_links_of_input_are_kept() {
     let change = "echo 2 >> in/a/b/two && ln in/one in/a/more && rm in/z";
     let output = cluster.output(["run", "-i", "in=in", "-o", "in", "--", "sh", "-c", change]);
     assert_eq!(code(&output), 0, "{}", describe(&output));
-    let said = describe(&output);
-    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let printed = describe(&output);
+    let artifact = printed.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let input = format!("in=artifact:{}", artifact.expect("an artifact"));
     let script = "echo 3 >> in/a/more && cat in/one in/a/b/two && stat -c %h in/one && ls in";
     let output = cluster.output(["run", "-i", &input, "--", "sh", "-c", script]);
@@ -376,9 +376,9 @@ fn device_zero_is_not_whiteout() {
     // A container makes the file in an output and in a cache.
     let make = "mknod o/w c 0 0 && echo x > o/x && mknod /cache/w c 0 0";
     let output = cluster.output(["run", "-o", "o", "--cache", "c=/cache", "--", "sh", "-c", make]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 0, "{said}");
-    let artifact = said.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let printed = describe(&output);
+    assert_eq!(code(&output), 0, "{printed}");
+    let artifact = printed.split("kept as artifact ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let input = format!("o=artifact:{}", artifact.expect("an artifact"));
     let look = "ls o /cache && stat -c %F o/w && rm o/w && echo y >> o/x && ls o";
     let output = cluster.output(["run", "-i", &input, "--cache", "c=/cache", "--", "sh", "-c", look]);
@@ -398,7 +398,7 @@ fn invalid_input_is_rejected() {
     let made = std::process::Command::new("perl").args(["-e", &script]).arg(cluster.path("deep")).status();
     assert!(made.expect("perl runs").success());
     let output = cluster.output(["run", "-i", "deep=deep", "--", "true"]);
-    let said = describe(&output);
-    assert_eq!(code(&output), 125, "{said}");
-    assert!(said.contains("has a path of more than 4096 bytes"), "{said}");
+    let printed = describe(&output);
+    assert_eq!(code(&output), 125, "{printed}");
+    assert!(printed.contains("has a path of more than 4096 bytes"), "{printed}");
 }

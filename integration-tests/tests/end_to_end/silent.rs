@@ -32,8 +32,8 @@ fn lost_input_is_uploaded_again() {
         String::from_utf8(ran.stderr).expect("UTF-8")
     };
     run(&suite);
-    let said = run(&suite);
-    assert!(said.contains("already in the cluster as artifact"), "{said}");
+    let printed = run(&suite);
+    assert!(printed.contains("already in the cluster as artifact"), "{printed}");
     let artifact = suite.upload(&fresh);
 
     suite.kill("gone");
@@ -45,19 +45,19 @@ fn lost_input_is_uploaded_again() {
     let named = format!("src=artifact:{artifact}");
     let mut waits = suite.gantry(&["run", "-i", &named, "--", "cat", "src/f"]);
     let mut waits = waits.stderr(Stdio::piped()).spawn().expect("gantry");
-    let (mut stderr, mut said) = (waits.stderr.take().expect("stderr"), Vec::<u8>::new());
-    while !String::from_utf8_lossy(&said).contains("input src is not on the worker yet") {
+    let (mut stderr, mut printed) = (waits.stderr.take().expect("stderr"), Vec::<u8>::new());
+    while !String::from_utf8_lossy(&printed).contains("input src is not on the worker yet") {
         let mut some = [0; 1024];
         let read = stderr.read(&mut some).expect("read");
-        assert_ne!(read, 0, "{}", String::from_utf8_lossy(&said));
-        said.extend_from_slice(&some[..read]);
+        assert_ne!(read, 0, "{}", String::from_utf8_lossy(&printed));
+        printed.extend_from_slice(&some[..read]);
     }
     waits.kill().expect("killed");
     waits.wait().expect("it ends");
 
     // A caller with the directory uploads it again.
-    let said = run(&suite);
-    assert!(!said.contains("already in the cluster"), "{said}");
-    let said = run(&suite);
-    assert!(said.contains("already in the cluster as artifact"), "{said}");
+    let printed = run(&suite);
+    assert!(!printed.contains("already in the cluster"), "{printed}");
+    let printed = run(&suite);
+    assert!(printed.contains("already in the cluster as artifact"), "{printed}");
 }

@@ -105,9 +105,9 @@ fn standby_replaces_frozen_gateway() {
 
     suite.signal("first", libc::SIGCONT);
     let status = suite.wait("first");
-    let said = suite.log("first");
-    assert!(!status.success() && said.contains("starts and destroys nothing more"), "{said}");
-    assert_eq!(containers(), before, "{said}");
+    let printed = suite.log("first");
+    assert!(!status.success() && printed.contains("starts and destroys nothing more"), "{printed}");
+    assert_eq!(containers(), before, "{printed}");
     let now = suite.attended(WORKER, "second");
 
     run.stdin.take().expect("stdin").write_all(b"still here\n").expect("it is read");

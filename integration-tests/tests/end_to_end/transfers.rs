@@ -110,8 +110,8 @@ impl Drop for Scene {
 
 /// Returns the artifact that a run kept of its output.
 fn kept(stderr: &[u8]) -> String {
-    let said = String::from_utf8_lossy(stderr).into_owned();
-    let (_, kept) = said.split_once("kept as artifact ").expect(&said);
+    let printed = String::from_utf8_lossy(stderr).into_owned();
+    let (_, kept) = printed.split_once("kept as artifact ").expect(&printed);
     kept.split_whitespace().next().expect("an id").to_owned()
 }
 

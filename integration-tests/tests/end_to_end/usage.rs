@@ -46,9 +46,9 @@ fn workload_reports_resource_usage() {
     let usage = &shown["usage"];
     assert_eq!((&usage["bytes_in"], &usage["bytes_out"]), (&IN.into(), &OUT.into()), "{usage}");
     counted(usage);
-    let said = suite.succeed(&["show", "workload", id.trim()]);
+    let printed = suite.succeed(&["show", "workload", id.trim()]);
     for words in ["waited ", "prepared ", "ran ", " of CPU", " peak memory", "97.7 KiB of inputs copied"] {
-        assert!(said.contains(words), "{words:?} is missing: {said}");
+        assert!(printed.contains(words), "{words:?} is missing: {printed}");
     }
 
     // The gateway dies while the workload runs. The next gateway did not see the copies of inputs.

@@ -47,14 +47,14 @@ fn lines(of: impl Read + Send + 'static) -> Receiver<String> {
 
 /// Returns the first line that `pick` accepts.
 fn until<T>(lines: &Receiver<String>, what: &str, pick: impl Fn(&str) -> Option<T>) -> T {
-    let mut said = Vec::new();
+    let mut printed = Vec::new();
     loop {
         match lines.recv_timeout(PATIENCE) {
             Ok(line) => match pick(&line) {
                 Some(found) => return found,
-                None => said.push(line),
+                None => printed.push(line),
             },
-            Err(error) => panic!("{what}: {error} after {said:?}"),
+            Err(error) => panic!("{what}: {error} after {printed:?}"),
         }
     }
 }
@@ -93,8 +93,8 @@ fn waiting_is_explained_and_watch_survives_scheduler() {
 
     let mut run = suite.gantry(&["run", "--no-stdin", "--", "true"]);
     let mut run = run.stderr(Stdio::piped()).spawn().expect("gantry runs");
-    let said = lines(run.stderr.take().expect("stderr"));
-    let line = until(&said, "why it waits", |line| line.contains("waiting, ").then(|| line.to_owned()));
+    let printed = lines(run.stderr.take().expect("stderr"));
+    let line = until(&printed, "why it waits", |line| line.contains("waiting, ").then(|| line.to_owned()));
     let expected =
         "waiting, 2nd in the queue: the only worker that could take it, worker-0, is full (1 of 1 tasks)";
     assert!(line.contains(expected), "{line}");

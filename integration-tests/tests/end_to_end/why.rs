@@ -19,8 +19,8 @@ fn cluster() -> Cluster {
 }
 
 fn json<const N: usize>(cluster: &Cluster, line: [&str; N]) -> Value {
-    let said = cluster.succeed(line.iter().chain(&["--json"]));
-    serde_json::from_slice(said.trim_ascii()).expect("JSON")
+    let printed = cluster.succeed(line.iter().chain(&["--json"]));
+    serde_json::from_slice(printed.trim_ascii()).expect("JSON")
 }
 
 fn text<const N: usize>(cluster: &Cluster, line: [&str; N]) -> String {
@@ -65,8 +65,8 @@ fn kept_and_deleted_objects_are_explained() {
     let build = id(&kept["kept_by"][0], "id");
     let owner = json(&cluster, ["explain", &build]);
     assert_eq!((&owner["state"], &owner["goes_at"]), (&"succeeded".into(), &kept["goes_at"]), "{owner}");
-    let said = text(&cluster, ["explain", &made]);
-    assert!(said.contains(&format!("build {build}, which has succeeded, until ")), "{said}");
+    let printed = text(&cluster, ["explain", &made]);
+    assert!(printed.contains(&format!("build {build}, which has succeeded, until ")), "{printed}");
     for (kind, handle) in held(&cluster) {
         let explained = json(&cluster, ["explain", &handle]);
         assert_eq!(explained["thing"], kind, "{explained}");
@@ -166,12 +166,12 @@ fn undelete_restores_bytes() {
             "{stderr}"
         );
     }
-    let said = text(&cluster, ["explain", &made]);
-    assert!(said.contains("deleting (garbage; its bytes are still on a worker)"), "{said}");
-    assert!(said.ends_with(&format!("`gantry undelete {made}` restores it.\n")), "{said}");
+    let printed = text(&cluster, ["explain", &made]);
+    assert!(printed.contains("deleting (garbage; its bytes are still on a worker)"), "{printed}");
+    assert!(printed.ends_with(&format!("`gantry undelete {made}` restores it.\n")), "{printed}");
 
-    let said = text(&cluster, ["undelete", &made, "--keep", "90m"]);
-    assert_eq!(said, format!("artifact {made} is restored: 7 B on 1 worker, kept for at least 90 min\n"));
+    let printed = text(&cluster, ["undelete", &made, "--keep", "90m"]);
+    assert_eq!(printed, format!("artifact {made} is restored: 7 B on 1 worker, kept for at least 90 min\n"));
     cluster.succeed(["gc"]);
     let explained = json(&cluster, ["explain", &made]);
     assert_eq!(
@@ -204,8 +204,8 @@ fn input_expiry_and_lost_bytes_are_explained() {
         until.into_iter().max_by_key(|until| until.to_string()),
         "{explained}"
     );
-    let said = text(&cluster, ["explain", &source]);
-    assert!(said.contains("for an attempt that has ended, until"), "{said}");
+    let printed = text(&cluster, ["explain", &source]);
+    assert!(printed.contains("for an attempt that has ended, until"), "{printed}");
 
     // Related transfers and workers can be explained, too.
     let replica = id(&json(&cluster, ["show", "artifact", &source])["replicas"][0], "volume_handle");
@@ -216,10 +216,10 @@ fn input_expiry_and_lost_bytes_are_explained() {
             .iter()
             .find(|one| one["thing"] == kind)
             .unwrap_or_else(|| panic!("no {kind}: {explained}"));
-        let said = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
-        assert!(said.starts_with(&format!("{kind}:")), "{said}");
+        let printed = text(&cluster, ["explain", related["ids"][0].as_str().expect("an id")]);
+        assert!(printed.starts_with(&format!("{kind}:")), "{printed}");
         let what = if kind == "worker" { "volume" } else { source.as_str() };
-        assert!(said.contains(what), "{said}");
+        assert!(printed.contains(what), "{printed}");
     }
 
     // The artifact store has not noticed the loss yet.
@@ -276,8 +276,8 @@ fn lease_is_explained() {
     assert!(held["granted_at"].is_string() && held["expires_at"].is_string(), "{held}");
     assert_eq!(held["relations"][0]["relation"], "pins", "{held}");
     assert_eq!(held["relations"][0]["ids"][0], artifact, "{held}");
-    let said = text(&cluster, ["explain", lease]);
-    assert!(said.starts_with("lease:") && said.contains("unless the holder renews it"), "{said}");
+    let printed = text(&cluster, ["explain", lease]);
+    assert!(printed.starts_with("lease:") && printed.contains("unless the holder renews it"), "{printed}");
     let kept = text(&cluster, ["explain", &artifact]);
     assert!(kept.contains(&format!("workload or lease {lease}, which pins it")), "{kept}");
 
@@ -285,8 +285,8 @@ fn lease_is_explained() {
     tokio.block_on(async { placements().release(release).await.expect("released") });
     let ended = json(&cluster, ["explain", lease]);
     assert_eq!((&ended["state"], &ended["why"]), (&"ended".into(), &"its holder released it".into()));
-    let said = text(&cluster, ["explain", lease]);
-    assert!(said.contains(" ago): its holder released it\n"), "{said}");
+    let printed = text(&cluster, ["explain", lease]);
+    assert!(printed.contains(" ago): its holder released it\n"), "{printed}");
     let foreign = cluster.output(["--team", "other", "explain", lease]);
     assert_eq!(code(&foreign), 125, "{}", describe(&foreign));
 

@@ -61,11 +61,11 @@ fn events_are_json_lines_and_last_has_outcome() {
     assert_eq!(code(&output), 4, "{}", describe(&output));
     let text = String::from_utf8(output.stdout).expect("text");
     let events: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
-    let said = |stream: &str| {
+    let printed = |stream: &str| {
         let ours = events.iter().filter(|event| event["event"] == "output" && event["stream"] == stream);
         ours.filter_map(|event| event["data"].as_str()).collect::<String>()
     };
-    assert_eq!((said("stdout").as_str(), said("stderr").as_str()), ("aGkK", "ZXJyCg=="));
+    assert_eq!((printed("stdout").as_str(), printed("stderr").as_str()), ("aGkK", "ZXJyCg=="));
     let last = events.last().expect("an event");
     assert_eq!((&last["event"], &last["outcome"]), (&Value::from("finished"), &Value::from("failed")));
     assert_eq!((&last["exit"]["code"], &last["status"]), (&Value::from(4), &Value::from(4)));
@@ -98,7 +98,7 @@ fn ignored_files_and_output_directories_are_not_uploaded() {
         assert_eq!(code(&output), 0, "{}", describe(&output));
         assert!(
             String::from_utf8_lossy(&output.stderr).contains("left out"),
-            "it is said: {}",
+            "the message is missing: {}",
             describe(&output)
         );
         String::from_utf8(output.stdout).expect("text")
@@ -108,8 +108,8 @@ fn ignored_files_and_output_directories_are_not_uploaded() {
     fs::create_dir(cluster.path("src/below")).expect("directory");
     fs::write(cluster.path("src/below/.gantryignore"), "*.o\nsecret[\n").expect("write");
     let output = cluster.output(["run", "-i", "src=src", "--allow-changed", "--", "true"]);
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(code(&output) == 125 && said.contains("src/below/.gantryignore:2"), "{}", describe(&output));
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(code(&output) == 125 && printed.contains("src/below/.gantryignore:2"), "{}", describe(&output));
 }
 
 #[test]
@@ -227,8 +227,8 @@ fn foreground_cluster_reports_its_end() {
     let mut up = cluster.up("");
     send(&up, libc::SIGINT);
     assert_eq!(up.wait().expect("it ends").code(), Some(0));
-    let said = cluster.up_log();
-    assert!(said.contains("gantry: no workload runs; the cluster ends\n"), "{said}");
-    assert!(said.ends_with("gantry: the cluster has ended\n"), "{said}");
-    assert!(!said.contains("stopping the workloads"), "{said}");
+    let printed = cluster.up_log();
+    assert!(printed.contains("gantry: no workload runs; the cluster ends\n"), "{printed}");
+    assert!(printed.ends_with("gantry: the cluster has ended\n"), "{printed}");
+    assert!(!printed.contains("stopping the workloads"), "{printed}");
 }

@@ -17,9 +17,9 @@ fn run(arguments: &[&str]) -> Vec<String> {
 fn fail(cluster: &Cluster, arguments: &[&str], expected: i32, words: &[&str]) {
     let output = cluster.output(run(arguments));
     assert_eq!(code(&output), expected, "{arguments:?}: {}", describe(&output));
-    let said = String::from_utf8_lossy(&output.stderr);
+    let printed = String::from_utf8_lossy(&output.stderr);
     for word in words {
-        assert!(said.contains(word), "{arguments:?} does not say {word:?}: {}", describe(&output));
+        assert!(printed.contains(word), "{arguments:?} does not say {word:?}: {}", describe(&output));
     }
 }
 
@@ -138,8 +138,8 @@ fn full_disk_is_reported_and_cluster_survives() {
     fail(&cluster, &["--", "true"], 125, &["DISK_FULL", "gantry gc", "gantry delete"]);
     // The scheduler receives the disk usage with the next heartbeat.
     wait_for("that a result is let go", || {
-        let said = String::from_utf8(cluster.succeed(["gc"])).expect("text");
-        said.contains("the disk of local is full: 1 artifact of").then_some(())
+        let printed = String::from_utf8(cluster.succeed(["gc"])).expect("text");
+        printed.contains("the disk of local is full: 1 artifact of").then_some(())
     });
     works(&cluster);
 }
@@ -229,10 +229,10 @@ fn reboot_reaps_processes_and_keeps_bytes() {
     let attached = cluster.output(["attach", &runs]);
     assert_eq!(code(&attached), 125, "{}", describe(&attached));
     assert!(String::from_utf8_lossy(&attached.stderr).contains(reason), "{}", describe(&attached));
-    wait_for("what is said of it", || {
-        let said = cluster.up_log();
-        (said.contains("did not end normally; this one takes over")
-            && said.contains("1 workload unfinished: "))
+    wait_for("the report of the next cluster", || {
+        let printed = cluster.up_log();
+        (printed.contains("did not end normally; this one takes over")
+            && printed.contains("1 workload unfinished: "))
         .then_some(())
     });
     let status = wait_for("a cluster that is ready", || {

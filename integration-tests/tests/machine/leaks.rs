@@ -157,8 +157,11 @@ fn held_destruction_leaves_volumes_and_containers() {
     let _alone = crate::alone();
     let mut cluster = cluster().with("GANTRY_HOLD_DESTRUCTION", "true");
     let started = cluster.output(["list", "workers"]);
-    let said = String::from_utf8_lossy(&started.stderr).into_owned();
-    assert!(said.contains("never destroys garbage (--hold-destruction)"), "the warning is missing: {said}");
+    let printed = String::from_utf8_lossy(&started.stderr).into_owned();
+    assert!(
+        printed.contains("never destroys garbage (--hold-destruction)"),
+        "the warning is missing: {printed}"
+    );
     let before = Snapshot::of(&cluster);
     run_all(&cluster, 0);
     let kept = left(&cluster, &before, Duration::from_secs(3));

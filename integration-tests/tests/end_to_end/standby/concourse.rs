@@ -72,13 +72,13 @@ impl Scene {
     /// Ends the process, and checks its output and exit.
     fn ends_well(&mut self) {
         self.pair.touch("go");
-        let mut said = String::new();
-        self.stdout.read_to_string(&mut said).expect("text");
+        let mut printed = String::new();
+        self.stdout.read_to_string(&mut printed).expect("text");
         let status = self.run.wait().expect("gantry ends");
         let mut log = String::new();
         self.run.stderr.take().expect("stderr").read_to_string(&mut log).expect("text");
-        assert_eq!(status.code(), Some(7), "{said:?} {log}");
-        assert_eq!(said, "over\n", "{log}");
+        assert_eq!(status.code(), Some(7), "{printed:?} {log}");
+        assert_eq!(printed, "over\n", "{log}");
         assert!(log.contains("some of stdout may be missing here"), "{log}");
         assert!(!log.contains("bytes of"), "the number of missing bytes is unknown: {log}");
         let result = self.suite.path("result/file");
@@ -169,10 +169,10 @@ fn empty_worker_has_new_incarnation() {
     assert!(life(&now) > life(&before), "{before} {now}");
 
     // The process there is lost. The workload reports that and is not retried.
-    let mut said = String::new();
-    scene.stdout.read_to_string(&mut said).expect("text");
-    assert!(!scene.run.wait().expect("gantry ends").success(), "{said}");
-    assert_eq!(said, "");
+    let mut printed = String::new();
+    scene.stdout.read_to_string(&mut printed).expect("text");
+    assert!(!scene.run.wait().expect("gantry ends").success(), "{printed}");
+    assert_eq!(printed, "");
     assert_eq!(scene.pair.runs(), 0, "nothing is started twice");
     // The image was lost with the worker, so another one is used.
     scene.image = format!("artifact:{}", scene.suite.upload(&scene.suite.path("image")));

@@ -315,9 +315,9 @@ mod tests {
         };
         assert_eq!(summary(&response, true), "1 artifact, 2 volumes would be marked, 1.0 KiB on workers");
         response.truncated = true;
-        let said = summary(&response, false);
+        let printed = summary(&response, false);
         assert_eq!(
-            said,
+            printed,
             "1 artifact, 2 volumes marked, 1.0 KiB on workers; there is more garbage than listed"
         );
     }

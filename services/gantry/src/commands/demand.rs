@@ -257,7 +257,7 @@ mod tests {
             }],
             ..Default::default()
         };
-        let said = text(&response);
+        let printed = text(&response);
         let expected = "5 waiting for a worker, the oldest for ; no existing worker can take 2 of them\n\n\
             COUNT  TEAM  PLATFORM  TAGS  IMAGE  RESERVES  WAITS FOR  NEVER\n\
             2      main  linux     gpu   host   1.0 GiB   NEVER      2\n  one: lacks the tag gpu\n\n\
@@ -268,7 +268,7 @@ mod tests {
             3        2           0     4           0     linux\n\n\
             Workers to remove, the one with the least harm first\n\
             WORKER  WHY\none     idle\n";
-        assert_eq!(said, expected);
+        assert_eq!(printed, expected);
         assert_eq!(document(&response)["removable"][0]["would_lose"], Value::Null);
     }
 }

@@ -309,8 +309,8 @@ mod tests {
     fn missing_permission_has_remedy() {
         let about = [("local", "its runtime lacks network-host".to_owned())];
         let status = Reason::NoCompatibleWorker.status_about("gantry.scheduler", "no worker could", about);
-        let said = describe(&refused("cannot submit the workload")(status));
-        assert!(said.contains("gantry up --allow host-image,host-network,privileged"), "{said}");
+        let printed = describe(&refused("cannot submit the workload")(status));
+        assert!(printed.contains("gantry up --allow host-image,host-network,privileged"), "{printed}");
     }
 
     #[test]

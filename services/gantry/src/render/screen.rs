@@ -121,11 +121,11 @@ pub(crate) mod tests {
         let written = Written::default();
         let screen = written.screen(true);
         screen.unfinished().store(true, Ordering::Relaxed);
-        screen.line("said\n");
+        screen.line("text\n");
         screen.unfinished().store(true, Ordering::Relaxed);
         screen.paint("50 %");
         screen.line("more\n");
-        assert_eq!(written.text(), "\nsaid\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
+        assert_eq!(written.text(), "\ntext\n\n\r50 %\x1b[K\r\x1b[Kmore\n");
     }
 
     #[test]
@@ -134,14 +134,14 @@ pub(crate) mod tests {
         let screen = written.screen(true);
         screen.line("before\n");
         screen.paint("50 %");
-        screen.line("said\n");
+        screen.line("text\n");
         screen.line("more\n");
         screen.paint("60 %");
         screen.wipe();
         screen.wipe();
         assert_eq!(
             written.text(),
-            "before\n\r50 %\x1b[K\r\x1b[Ksaid\nmore\n\r60 %\x1b[K\r\x1b[K",
+            "before\n\r50 %\x1b[K\r\x1b[Ktext\nmore\n\r60 %\x1b[K\r\x1b[K",
             "each bar is removed once, before the text that follows it"
         );
     }

@@ -162,9 +162,9 @@ mod tests {
             expires_at: NEVER,
             ..Lease::default()
         };
-        let said = lines(&lease, None);
+        let printed = lines(&lease, None);
         assert_eq!(
-            said[..7],
+            printed[..7],
             [
                 "lease: 7",
                 "kind: get",
@@ -176,21 +176,21 @@ mod tests {
             ]
         );
         assert!(
-            said[7].starts_with("until: 9999-01-01T00:00:00Z (in ")
-                && said[7].ends_with(", unless the holder renews it"),
-            "{said:?}"
+            printed[7].starts_with("until: 9999-01-01T00:00:00Z (in ")
+                && printed[7].ends_with(", unless the holder renews it"),
+            "{printed:?}"
         );
         let of_a_workload = Lease { expires_at: None, workload_id: "8".to_owned(), ..lease.clone() };
-        let said = lines(&of_a_workload, Some(WorkerState::Stalled));
-        assert!(said.contains(&"workload: 8".to_owned()), "{said:?}");
+        let printed = lines(&of_a_workload, Some(WorkerState::Stalled));
+        assert!(printed.contains(&"workload: 8".to_owned()), "{printed:?}");
         assert_eq!(
-            said.last().map(String::as_str),
+            printed.last().map(String::as_str),
             Some("until: the attempt ends, or the worker is lost; the worker is stalled now")
         );
         lease.state = LeaseState::Ending.into();
         lease.stop_reason = StopReason::Cancelled.into();
-        let said = lines(&lease, None);
-        assert!(said[2].starts_with("state: ending (must stop because of CANCELLED, "), "{said:?}");
+        let printed = lines(&lease, None);
+        assert!(printed[2].starts_with("state: ending (must stop because of CANCELLED, "), "{printed:?}");
     }
 
     #[test]
@@ -206,10 +206,10 @@ mod tests {
             };
             lines(&lease, None).pop().expect("a line")
         };
-        let said = ended(LeaseEnd::Released);
+        let printed = ended(LeaseEnd::Released);
         assert!(
-            said.starts_with("ended: 1970-01-01T00:00:00Z (")
-                && said.ends_with(" ago): its holder released it")
+            printed.starts_with("ended: 1970-01-01T00:00:00Z (")
+                && printed.ends_with(" ago): its holder released it")
         );
         assert!(ended(LeaseEnd::Expired).ends_with("ago): its holder did not renew it in time"));
     }

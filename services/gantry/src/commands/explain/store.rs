@@ -323,21 +323,23 @@ mod tests {
             can_be_adopted: true,
             ..Default::default()
         };
-        let said = lines(&explained);
+        let printed = lines(&explained);
         for line in ["team: main", "size: 10 B", "adoptable: yes"] {
-            assert!(said.iter().any(|said| said == line), "{said:?}");
+            assert!(printed.iter().any(|printed| printed == line), "{printed:?}");
         }
         assert!(
-            said.last()
+            printed
+                .last()
                 .is_some_and(|hint| hint.contains("`gantry adopt 7`") && hint.contains("`gantry purge 7`"))
         );
         explained.can_be_adopted = false;
-        let said = lines(&explained);
+        let printed = lines(&explained);
         assert!(
-            said.last()
+            printed
+                .last()
                 .is_some_and(|hint| !hint.contains("gantry adopt") && hint.contains("`gantry purge 7`"))
         );
-        assert!(!said.iter().any(|line| line.starts_with("expires")), "{said:?}");
+        assert!(!printed.iter().any(|line| line.starts_with("expires")), "{printed:?}");
 
         explained.thing = Thing::Artifact.into();
         explained.can_be_adopted = true;

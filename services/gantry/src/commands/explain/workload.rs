@@ -73,7 +73,7 @@ fn describe_workload(
         "" => String::new(),
         name => format!(" on {}", plain(name, WIDTH)),
     };
-    let said = match (labels::outcome(workload.outcome()), workload.state()) {
+    let summary = match (labels::outcome(workload.outcome()), workload.state()) {
         (Some(outcome), _) => format!("the workload has ended{on}: {outcome}"),
         (None, WorkloadState::Assigned | WorkloadState::Starting) => {
             format!("the workload is placed{on} and starting")
@@ -84,9 +84,9 @@ fn describe_workload(
         }
         (None, state) => format!("the workload is {}{on}", labels::workload_state(state)),
     };
-    let said = match labels::stop_reason(workload.stopping()) {
-        "" => said,
-        why => format!("{said}, and is being stopped ({why})"),
+    let summary = match labels::stop_reason(workload.stopping()) {
+        "" => summary,
+        why => format!("{summary}, and is being stopped ({why})"),
     };
     let its_worker = match standing {
         "" => there.worker_id,
@@ -106,7 +106,7 @@ fn describe_workload(
         ("end", labels::end(workload)),
         ("failure", failure.unwrap_or_default()),
     ];
-    format!("{said}\n\n{}", fields(&shown))
+    format!("{summary}\n\n{}", fields(&shown))
 }
 
 #[cfg(test)]
@@ -129,19 +129,19 @@ mod tests {
             started_at: Some(Timestamp { seconds: 60, nanos: 0 }),
             ..Default::default()
         };
-        let said = describe_workload(&workload, "", None);
-        assert!(said.starts_with("the workload runs on big\n"), "{said}");
+        let summary = describe_workload(&workload, "", None);
+        assert!(summary.starts_with("the workload runs on big\n"), "{summary}");
         workload.stopping = rpc::pb::scheduler::StopReason::Cancelled.into();
         let stops = describe_workload(&workload, "stalled, silent for 13 s", None);
         assert!(stops.starts_with("the workload runs on big, and is being stopped (CANCELLED)\n"), "{stops}");
         assert!(stops.contains("w (stalled, silent for 13 s)"), "{stops}");
         workload.stopping = 0;
-        assert!(said.contains("attempt") && said.contains("1970-01-01"), "{said}");
+        assert!(summary.contains("attempt") && summary.contains("1970-01-01"), "{summary}");
         workload.state = WorkloadState::Finished.into();
         workload.outcome = Outcome::Errored.into();
         workload.failure = Some(Failure { reason: "RUN_TIMEOUT".to_owned(), message: "too long".to_owned() });
-        let said = describe_workload(&workload, "", None);
-        assert!(said.starts_with("the workload has ended on big: errored\n"), "{said}");
-        assert!(said.contains("RUN_TIMEOUT") && said.contains("too long"), "{said}");
+        let summary = describe_workload(&workload, "", None);
+        assert!(summary.starts_with("the workload has ended on big: errored\n"), "{summary}");
+        assert!(summary.contains("RUN_TIMEOUT") && summary.contains("too long"), "{summary}");
     }
 }

@@ -199,11 +199,11 @@ async fn broken_call_loses_and_repeats_no_bytes() {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     let output = drain(reader);
     let (input, pieces) = mpsc::channel(2);
-    let said: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
-    let all: Vec<u8> = said.concat();
+    let pieces_sent: Vec<Bytes> = (0..50_u8).map(|piece| Bytes::from(vec![piece; 70_000])).collect();
+    let all: Vec<u8> = pieces_sent.concat();
     let mut typing = JoinSet::new();
     typing.spawn(async move {
-        for piece in said {
+        for piece in pieces_sent {
             _ = input.send(piece).await;
         }
     });
